@@ -44,8 +44,9 @@ def demo(model: Path, steps: int) -> dict[str, Any]:
     return spec | {"steps": steps}
 
 
-def up(data: Path, model: Path, usual_priority: bool = False) -> tuple[str, float, float]:
-    """Start a service; returns its address, and the seconds until it answered and until runs could start."""
+def up(data: Path, *models: Path, usual_priority: bool = False, drivers: int = 1) -> tuple[str, float, float]:
+    """Start a service for so many runs at a time; returns its address, and the seconds until it answered and until runs
+    could start."""
     began_s = time.monotonic()
     command = [
         *(("setpriv", "--bounding-set", "-sys_nice") if usual_priority else ()),
@@ -57,9 +58,8 @@ def up(data: Path, model: Path, usual_priority: bool = False) -> tuple[str, floa
         "--data",
         str(data),
         "--max-drivers",
-        "1",
-        "--root",
-        str(model),
+        str(drivers),
+        *(word for model in models for word in ("--root", str(model))),
     ]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     answers_s = time.monotonic() - began_s
@@ -233,7 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         try:
-            url, answers_s, ready_s = up(data, asked.model, asked.usual_priority)
+            url, answers_s, ready_s = up(data, asked.model, usual_priority=asked.usual_priority)
             print(
                 f"up: answers after {answers_s:.1f} s (asked <= 5), ready with Ray after {ready_s:.1f} s (asked <= 40)"
             )

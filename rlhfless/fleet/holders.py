@@ -115,6 +115,11 @@ class Holder:
         return Held(str(holder), node, ray.util.get_node_ip_address(), tuple(ids))
 
 
+def function_of(group: str) -> str:
+    """The function that a group of devices is named for (rlhfless.scaling.placement)."""
+    return group.rpartition("-")[0]
+
+
 def _in_order(local_id: str) -> tuple[int, str]:
     return (int(local_id), "") if local_id.isdecimal() else (0, local_id)
 
@@ -239,11 +244,17 @@ class Keeper:
         return next((name for name, seat in self._seats.items() if seat.groups.get(run_id) == group), None)
 
     def _shared(self, tenant: Tenant, group: str, demand: Demand) -> str | None:
-        """The seat with the fewest runs, now with this one, too."""
+        """The seat with the fewest runs, now with this one, too. Among equals, the one that the fewest use for the same
+        function: phases of functions differ in length, and so each device gets some of all."""
+
+        def crowd(name: str) -> tuple[int, int, str]:
+            groups = self._seats[name].groups.values()
+            return len(groups), sum(function_of(each) == function_of(group) for each in groups), name
+
         fit = [name for name, seat in self._seats.items() if seat.takes(tenant, demand)]
         if not fit:
             return None
-        name = min(fit, key=lambda name: (len(self._seats[name].groups), name))
+        name = min(fit, key=crowd)
         seat = self._seats[name]
         seat.groups[tenant.run_id], seat.most = group, min(seat.most, tenant.most)
         return name

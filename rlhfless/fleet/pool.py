@@ -144,7 +144,8 @@ class ReplicaPool(Replicas):
                 await self._started_one(self._starts[0])
             elif replica is not None:
                 async with self.turn(call):
-                    await self.opens(replica, call)
+                    if replica.state is not ReplicaState.SERVING:  # it was opened when it woke for this turn
+                        await self.opens(replica, call)
             elif self._closed:
                 raise FleetError(f"the run is being stopped, and {self.function} is not started any more")
             else:

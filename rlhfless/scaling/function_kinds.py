@@ -48,6 +48,8 @@ class Bounds:
 def held(spec: RunSpec, key: str) -> Bounds:
     """The bounds that a key of `scaling`, such as `hold_scoring`, sets for a replica between two uses."""
     hold = getattr(spec.scaling, key)
+    if hold == "auto" and spec.placement.tenants > 1:  # asleep it costs nothing, and released a cold start
+        return Bounds(fewest=1, idle=True, reason="placement.tenants lends its devices while it sleeps")
     return Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.{key} is {hold}")
 
 

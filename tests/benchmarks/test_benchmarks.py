@@ -100,6 +100,7 @@ LIVE = (
     Smoke("hostile_api", (r"answers of 5xx +0 ", r"processes left +0 ", r"files left +0 ", "0 did not hold"), MODEL),
     Smoke("demo_api", (rf"command to exit +service / run {NUMBER}", rf"steps alone +service / run {NUMBER}"), MODEL),
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
+    Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
     Smoke("sleep", (rf"learner: given back {NUMBER}", rf"actor: given back {NUMBER}", rf"wake / start {NUMBER}")),
     Smoke("weights", (r"store: copy", rf"store: publish .* ratio {NUMBER}", rf"tiny: load .* ratio {NUMBER}")),
 )

@@ -175,3 +175,38 @@ def test_a_low_priority_is_served_in_a_stream_of_high_ones(rounds: int) -> None:
         if "low" in world.done:
             return
     raise AssertionError("it starves")
+
+
+def sharing(name: str, minimum: int, *, granted: int = 0, tenants: int = 2, at: float = 0.0) -> DevicesRequest:
+    return dataclasses.replace(asking(name, minimum, granted=granted, at=at), tenants=tenants)
+
+
+def test_runs_that_share_are_put_on_the_same_devices() -> None:
+    decisions = decide([sharing("first", 2), sharing("second", 2, at=1), sharing("third", 2, at=2)], {KIND: 2}, 10.0)
+    assert decisions.granted == {"first": 2, "second": 2}, "two runs on a device at most"
+    assert set(decisions.reasons) == {"third"}
+
+
+def test_the_run_that_allows_the_fewest_decides() -> None:
+    requests = [sharing("first", 2, granted=2, tenants=8), sharing("second", 2, tenants=1, at=1)]
+    assert decide(requests, {KIND: 2}, 10.0).granted == {}, "it does not share at all"
+    requests = [sharing("first", 2, granted=2, tenants=8), sharing("second", 2, granted=2, tenants=2, at=1)]
+    assert decide([*requests, sharing("third", 2, tenants=8, at=2)], {KIND: 2}, 10.0).granted == {}
+
+
+def test_a_run_that_shares_nothing_gets_what_the_others_cannot_use() -> None:
+    shared = [sharing("first", 2, granted=2), sharing("second", 2, granted=2)]
+    assert decide([*shared, asking("alone", 2, at=1)], {KIND: 4}, 10.0).granted == {}, "they may be on four devices"
+    assert decide([*shared, asking("alone", 2, at=1)], {KIND: 6}, 10.0).granted == {"alone": 2}
+    assert decide([asking("alone", 2, granted=2), *shared], {KIND: 4}, 10.0).granted == {}
+    alone = asking("alone", 2, granted=2)
+    assert decide([alone, sharing("first", 2), sharing("second", 2, at=1)], {KIND: 4}, 10.0).granted == {
+        "first": 2,
+        "second": 2,
+    }
+
+
+def test_devices_that_nothing_waits_for_are_not_shared() -> None:
+    growing = [dataclasses.replace(sharing(name, 2, granted=2), maximum=4) for name in ("first", "second")]
+    assert decide(growing, {KIND: 4}, 10.0).granted == {}
+    assert decide(growing, {KIND: 5}, 10.0).granted == {"first": 3}

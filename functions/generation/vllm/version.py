@@ -48,6 +48,6 @@ def require_no_numba() -> None:
             "cannot start beside it: its registry of kernels looks through all imported modules and fails at "
             "llvmlite's objects (`'_lib_fn_wrapper' object has no attribute 'get'`). Start the engine from a main "
             "module that imports neither numba nor rlhfless.scaling nor rlhfless.sim; processes that multiprocessing "
-            "spawns import the main module again. An import that is not in your program is that of a plugin of vLLM or of a "
-            "sitecustomize module: `python -X importtime` shows it"
+            "spawns import the main module again. An import that is not in your program is that of a plugin of vLLM or "
+            "of a sitecustomize module: `python -X importtime` shows it"
         )
