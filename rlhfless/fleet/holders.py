@@ -332,21 +332,25 @@ class Keeper:
         """Wait for the run's turn on all these devices; empty when it has come. Otherwise, after `wait_s`, the runs
         whose turn it is: the request keeps its place."""
         await self._admit(tenant)
-        seats = self._names(tenant.run_id, groups)
 
         def is_mine() -> bool:
+            if self._attempts[tenant.run_id] != tenant.attempt or tenant.run_id not in self._ends_s:
+                raise StaleHolder(f"attempt {tenant.attempt} waits for its turn, but has ended")
+            seats = self._names(tenant.run_id, groups)
             return self._turns.ask(tenant.run_id, seats, tenant.priority, time.monotonic())
 
         if is_mine():
             return []
         await self._changed()  # an owner may wait for word that its devices are wanted
-        return [] if await self._until(is_mine, wait_s) else self._turns.owners(seats) or ["another run"]
+        if await self._until(is_mine, wait_s):
+            return []
+        return self._turns.owners(self._names(tenant.run_id, groups)) or ["another run"]
 
     async def wanted(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> bool:
         """Whether another run waits, within `wait_s`, for devices of these on which it is the run's turn."""
         await self._admit(tenant)
-        seats = self._names(tenant.run_id, groups)
-        return await self._until(lambda: self._turns.wanted(tenant.run_id, seats), wait_s)
+        run_id = tenant.run_id
+        return await self._until(lambda: self._turns.wanted(run_id, self._names(run_id, groups)), wait_s)
 
     async def pass_on(self, tenant: Tenant, groups: Sequence[str]) -> None:
         """Nothing of the run is awake on these devices."""

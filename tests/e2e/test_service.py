@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from fakes.live_runs import FAULT_STEPS, Whole, fault_values, spec_values
 from rlhfless import Client
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import RunObject
+from rlhfless.records import Work
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
@@ -126,6 +129,52 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
     newest = Checkpoints(folder / "checkpoints", 2).newest()
     assert newest is not None
     assert newest.notes.digest == whole.digest
+
+
+@pytest.mark.long
+def test_runs_on_the_same_devices_do_not_feel_each_other(up: Up, assets: Path, whole: Whole) -> None:
+    """Three runs take turns on two devices; one loses its driver, then its engine and its learner, one is cancelled.
+    The others' samples and weights are those of a run alone."""
+    placement = {"mode": "disaggregated", "devices": 2, "learner_devices": 1, "tenants": 3}
+    values = posted(fault_values(assets, actors=1)) | {"placement": placement}
+    with up.client as client:
+        calm, struck, cancelled = (client.create_run(values | {"name": name}).id for name in ("calm", "struck", "gone"))
+        up.until(struck, lambda now: now.step >= 1)
+        up.kill_driver(struck)
+        up.until(cancelled, lambda now: now.step >= 1)
+        client.cancel_run(cancelled)
+        up.until(struck, lambda now: now.attempt == 2 and now.step >= 2)
+        kill_function(struck, "generation")
+        up.until(struck, lambda now: now.step >= 3)
+        kill_function(struck, "learner")
+    for run_id in (calm, struck):
+        up.until(run_id, lambda now: now.status is Status.SUCCEEDED)
+        folder = up.data / "runs" / run_id
+        same = compare_samples(read_trace(folder / "trace"), whole.trace)
+        assert (same.fraction, same.only_in_first) == (1.0, 0)
+        newest = Checkpoints(folder / "checkpoints", 2).newest()
+        assert newest is not None
+        assert newest.notes.digest == whole.digest
+    worked = [span for run_id in (calm, struck) for span in spans_by_core(up.data / "runs" / run_id)]
+    for core in {core for core, _, _ in worked}:
+        of_core = sorted((start_s, end_s) for each, start_s, end_s in worked if each == core)
+        assert len(of_core) >= 2 * FAULT_STEPS
+        assert all(after[0] >= before[1] - 0.01 for before, after in itertools.pairwise(of_core)), "one at a time"
+
+
+def spans_by_core(folder: Path) -> list[tuple[str, float, float]]:
+    """When a run drew and learned, and on which core."""
+    cores = dict(re.findall(r"(generation|learner)-0: cpu-core (\d+) of", (folder / "run.log").read_text()))
+    works = {Work.GENERATE: cores["generation"], Work.LEARN: cores["learner"]}
+    calls = read_trace(folder / "trace").invocations
+    return [(works[call.work], call.start_s, call.end_s) for call in calls if call.work in works]
+
+
+def kill_function(run_id: str, function: str) -> None:
+    """Kill the processes of a run's function."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(f"{run_id}-{function}-" in word for word in process.info["cmdline"] or []):
+            process.kill()
 
 
 @pytest.mark.long

@@ -168,3 +168,58 @@ async def test_a_replica_that_is_lost_while_it_falls_asleep_holds_nothing_up() -
     reference.replicas()[0].give_up("its node is gone")
     async with asyncio.timeout(5), learner.turn(CALL):
         assert reference.replicas() == ()
+
+
+class Shared:
+    """The run's turn on devices that it shares: another run wants it when the test says so."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.asked, self.taken = log, asyncio.Event(), False
+
+    async def take(self, within_s: float | None = None) -> None:
+        if not self.taken:
+            self.log.append("turn taken")
+        self.taken = True
+
+    async def pass_on(self) -> None:
+        self.log.append("turn passed on")
+        self.taken = False
+
+    async def wanted(self) -> None:
+        await self.asked.wait()
+        self.asked.clear()
+
+
+async def test_a_turn_is_lent_when_its_phase_is_over_and_not_between_two_calls(
+    log: list[str], functions: list[Function]
+) -> None:
+    shared = Shared(log)
+    turns = Turns(functions, shared)
+    lending = asyncio.create_task(turns.lend(CALL))
+    async with turns.of(functions[0], CALL):
+        shared.asked.set()
+        await asyncio.sleep(0.01)
+    async with turns.of(functions[0], CALL):
+        await asyncio.sleep(0.01)
+    assert log == ["turn taken", "actors wakes"], "a phase of two calls"
+    await asyncio.sleep(0.15)
+    assert log == ["turn taken", "actors wakes", "actors sleeps", "turn passed on"]
+    await work(turns, functions[1], functions)
+    assert log[4:] == ["turn taken", "learner wakes"], "nothing is asleep twice, and nobody asks any more"
+    await work(turns, functions[2], functions)
+    assert log[6:] == ["learner sleeps", "reference wakes"], "within the run the turn stays"
+    lending.cancel()
+
+
+async def test_a_function_that_takes_its_turn_gets_to_work_though_another_run_waits(
+    log: list[str], functions: list[Function]
+) -> None:
+    shared = Shared(log)
+    turns = Turns(functions, shared)
+    lending = asyncio.create_task(turns.lend(CALL))
+    for _ in range(3):
+        shared.asked.set()
+        await work(turns, functions[0], functions)
+        await asyncio.sleep(0.1)
+    assert log == ["turn taken", "actors wakes", "actors sleeps", "turn passed on"] * 3
+    lending.cancel()
