@@ -94,6 +94,10 @@ class Turns:
             self._calls -= 1
             self._changed()
 
+    async def none_awake(self, call: Call) -> None:
+        """Put all to sleep: whether replicas that an earlier driver left sleep is not known."""
+        await gather_or_cancel(*(taker.fall_asleep(call) for taker in self._takers))
+
     async def _switch(self, taker: Taker, call: Call) -> None:
         self._owner, self._switching = None, True
         try:
@@ -113,7 +117,7 @@ class Turns:
             await self._phase_over()
             self._owner, self._switching = None, True
             try:
-                await gather_or_cancel(*(taker.fall_asleep(call) for taker in self._takers))
+                await self.none_awake(call)
                 await self._lent.pass_on()
             finally:
                 self._switching = False

@@ -20,6 +20,7 @@ from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
+from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
@@ -179,7 +180,7 @@ async def _fleet(
         run.scaler.limit_actors(actors)
     with Janitor(folders, wanted=not spec.placement.ray_address):
         try:
-            yield run, await _begin(session, run, cluster, launcher.devices)
+            yield run, await _begin(session, run, cluster, launcher.devices, turns)
         finally:
             run.scaler.keep_starts()
             for watch in watches:
@@ -207,7 +208,7 @@ async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
         await devices.close()
 
 
-async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevices) -> int:
+async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevices, turns: Sequence[Turns]) -> int:
     """Bring the fleet up; returns the first step.
 
     If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
@@ -217,6 +218,7 @@ async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevic
     await devices.adopt()
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
     await devices.settle()
+    await gather_or_cancel(*(each.none_awake(run.call(0)) for each in turns))
     tries = session.spec.recovery.per_step if run.attempt > 1 else 0
     while True:
         try:

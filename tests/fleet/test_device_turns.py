@@ -223,3 +223,13 @@ async def test_a_function_that_takes_its_turn_gets_to_work_though_another_run_wa
         await asyncio.sleep(0.1)
     assert log == ["turn taken", "actors wakes", "actors sleeps", "turn passed on"] * 3
     lending.cancel()
+
+
+async def test_what_an_earlier_driver_left_awake_is_put_to_sleep(log: list[str], functions: list[Function]) -> None:
+    for function in functions[:2]:
+        function.awake = True
+    turns = Turns(functions)
+    await turns.none_awake(CALL)
+    assert log == ["actors sleeps", "learner sleeps"]
+    await work(turns, functions[0], functions)
+    assert log[2:] == ["actors wakes"]
