@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import ReplicaNow
+from rlhfless.control.objects import ReplicaNow, Worked
 
 PROTOCOL = 1
 """Version of what a driver and the service say to each other. An upgrade replaces one before the other, so both leave
@@ -100,6 +100,8 @@ class Now(_Message):
     left_s: float | None = None
     lease: LeaseWanted | None = None
     replicas: list[ReplicaNow] = []
+    worked: list[Worked] = []
+    """What its functions have done since the last push."""
 
 
 class Introduction(_Message):

@@ -18,6 +18,7 @@ from rlhfless.control.compute.forecasts import Forecasts, Simulations
 from rlhfless.control.compute.runner import Runner
 from rlhfless.control.database.access import Database, database_of
 from rlhfless.control.database.migrate import migrate
+from rlhfless.control.device_history import DeviceHistory
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.objects import ReplicaNow
 from rlhfless.control.pods import PodWatch, lister
@@ -50,6 +51,7 @@ class Service:
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.devices_there)
         self.simulations = Simulations(database, self.runner)
+        self.worked = DeviceHistory()
         self.replicas: dict[str, list[ReplicaNow]] = {}
         """By run: its replicas now, as its driver said last."""
         self.host_token = secrets.token_urlsafe(32)

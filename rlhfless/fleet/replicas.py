@@ -76,6 +76,10 @@ class Replicas:
         """The number of a replica's allocation."""
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
+    def places(self, replica: Replica) -> list[str]:
+        """What its devices are called in the cluster."""
+        return self._devices.places(replica.allocation)
+
     def must_come(self, slot: int) -> bool:
         """Whether a replica at a slot would wait for a node that has to come."""
         return self._devices.must_come(self.allocations[slot])

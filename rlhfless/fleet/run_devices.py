@@ -178,6 +178,14 @@ class RunDevices:
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
 
+    def places(self, allocation: Allocation) -> list[str]:
+        """What the devices of an allocation are called in the cluster, whichever run is on them; empty if the run does
+        not hold them."""
+        groups = self._placement.groups_of(allocation)
+        held = [self._taken[group.name].held for group in groups if self._holds(group)]
+        return [f"{each.address} {allocation.devices[0].kind} {number}" for each in held if each is not None
+                for number in each.local_ids]  # fmt: skip
+
     def holders_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
         """The groups of these allocations that the run holds, with their holders."""
         groups = {group.name for each in allocations for group in self._placement.groups_of(each)}

@@ -101,6 +101,10 @@ class Ledger:
         if holding.state == ReplicaState.STARTING:
             self._starts.append(holding)
 
+    def calls_since(self, since_s: float) -> list[Invocation]:
+        """Calls that have ended later than that, as far as they are not of steps long past."""
+        return [call for call in self._calls if call.end_s > since_s]
+
     def add_invocation(self, invocation: Invocation) -> None:
         """Add a call of a function."""
         self._writer.add_invocation(invocation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -69,6 +70,7 @@ async def deliver(
         return PushAnswer(pushed=pushed, wish=wish, granted=lease.granted if lease else 0, lease_reason=reason)  # type: ignore[arg-type]
 
     answer = await service.database.write(take)
+    service.worked.add(run_id, push.now.worked, time.time())
     if push.now.replicas:
         service.replicas[run_id] = push.now.replicas
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,7 @@ from rlhfless.control.objects import (
     MOST_INTEGER,
     CheckpointObject,
     DeviceKindObject,
+    DevicesTimelineObject,
     HolderObject,
     ListObject,
     MetricsObject,
@@ -176,6 +178,14 @@ async def list_devices(request: Request, _: Reads) -> ListObject[DeviceKindObjec
     kinds = sorted({*counts, *(lease.kind for lease, _ in leases)})
     devices = [_kind(kind, counts.get(kind, 0), [pair for pair in leases if pair[0].kind == kind]) for kind in kinds]
     return ListObject(data=devices, has_more=False)
+
+
+@router.get("/devices/timeline", tags=["fleet"], summary="Devices over the last minutes")
+async def get_devices_timeline(
+    request: Request, _: Reads, minutes: Annotated[float, Query(gt=0, le=60)] = 15
+) -> DevicesTimelineObject:
+    """Which run did what on each device of the cluster, lately."""
+    return service_of(request.app).worked.since(time.time() - 60 * minutes)
 
 
 def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> DeviceKindObject:

@@ -20,11 +20,11 @@ from rlhfless.control.driver.outbox import Outbox
 from rlhfless.control.driver.samples import samples_to_read
 from rlhfless.control.driver.usage import UsageTeller
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import ReplicaNow
+from rlhfless.control.objects import ReplicaNow, Worked
 from rlhfless.fleet.run_devices import NoDevices
 from rlhfless.loop.host import DevicesWanted, StopCause, Verdict
 from rlhfless.loop.run import Run
-from rlhfless.records import Experience, ReplicaState
+from rlhfless.records import Experience, Invocation, ReplicaState
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import PriceBook
@@ -34,6 +34,9 @@ from rlhfless.text import storable
 
 RECENT_STEPS = 8
 """The time that is left is foreseen at the pace of so many steps."""
+
+MOST_CALLS = 500
+"""Calls in one push, for the page's devices over time: more than a second of a hundred actors has."""
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """The quantiles of histograms: what the page draws as bands."""
@@ -53,6 +56,7 @@ class Reporter:
         self._waits: list[tuple[str, float]] = []
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._done = 0
+        self._told_s = 0.0
         self._run: Run | None = None
         self._wanted: DevicesWanted | None = None
         self._held: Callable[[str], int] = lambda _: 0
@@ -83,7 +87,14 @@ class Reporter:
             left_s=self._left_s(),
             lease=self._lease(),
             replicas=[] if self._run is None else replicas_of(self._run),
+            worked=[] if self._run is None else self._worked(self._run),
         )
+
+    def _worked(self, run: Run) -> list[Worked]:
+        """Calls since the last push. A push that is lost loses them: they are for the page alone."""
+        calls = run.ledger.calls_since(self._told_s)
+        self._told_s = max((call.end_s for call in calls), default=self._told_s)
+        return worked_in(run, calls[-MOST_CALLS:])
 
     def _reason(self) -> str:
         for what, since_s in reversed(list(self._waits)):
@@ -273,6 +284,24 @@ def replicas_of(run: Run) -> list[ReplicaNow]:
                 )
             )
     return replicas
+
+
+def worked_in(run: Run, calls: Sequence[Invocation]) -> list[Worked]:
+    """Calls with the devices that they were on, as far as their replicas are still there."""
+    pools = run.pools.values()
+    places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
+    return [
+        Worked(
+            function=str(call.function),
+            work=str(call.work),
+            step=call.step,
+            devices=places[call.incarnation],
+            start_s=call.start_s,
+            end_s=call.end_s,
+        )
+        for call in calls
+        if places.get(call.incarnation)
+    ]
 
 
 def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> float:

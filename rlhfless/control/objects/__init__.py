@@ -24,10 +24,14 @@ from rlhfless.control.objects.fleet import (
     Bar,
     DeviceKindObject,
     DeviceRow,
+    DevicesTimelineObject,
     HolderObject,
     ReplicaNow,
     ReplicaObject,
+    RunBar,
+    SharedDeviceRow,
     TimelineObject,
+    Worked,
 )
 from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject, Series
 
@@ -38,6 +42,7 @@ __all__ = [
     "CheckpointObject",
     "DeviceKindObject",
     "DeviceRow",
+    "DevicesTimelineObject",
     "ErrorBody",
     "ErrorObject",
     "EventObject",
@@ -54,11 +59,14 @@ __all__ = [
     "ReplicaObject",
     "RewardTrialObject",
     "RolloutObject",
+    "RunBar",
     "RunObject",
     "SampleScore",
     "Series",
+    "SharedDeviceRow",
     "SimulationObject",
     "StaticFleet",
     "TimelineObject",
     "UsageObject",
+    "Worked",
 ]

@@ -36,6 +36,43 @@ class TimelineObject(ApiObject):
     rows: list[DeviceRow]
 
 
+class Worked(ApiObject):
+    """What a function of a run has done on its devices."""
+
+    function: str
+    work: str
+    step: int
+    devices: list[str]
+    """What they are called in the cluster, whichever run is on them."""
+    start_s: float
+    end_s: float
+
+
+class RunBar(ApiObject):
+    """What a function of a run did on a device."""
+
+    run_id: str
+    function: str
+    work: str
+    step: int
+    start_s: float
+    end_s: float
+
+
+class SharedDeviceRow(ApiObject):
+    """One device of the cluster."""
+
+    device: str
+    bars: list[RunBar]
+
+
+class DevicesTimelineObject(ApiObject):
+    """Which runs worked on which devices lately, as their drivers have said since the service started."""
+
+    object: Literal["devices_timeline"] = "devices_timeline"
+    rows: list[SharedDeviceRow]
+
+
 class ReplicaNow(ApiObject):
     """What a driver says of a replica of its run."""
 

@@ -3,22 +3,24 @@
 import { get } from "./api.js";
 import { cell, figureCell, fill, h, panel, pill, refill, table, throttled } from "./dom.js";
 import { ago, byName, duration, usd, version } from "./format.js";
+import { clusterFigure } from "./timeline.js";
 
 const LOOK_MS = 3000;
 
 export function fleetView(root) {
   document.title = "Fleet · rlhfless";
   const devices = h("div", { class: "kinds" }), functions = h("div"), rate = h("p", { class: "muted devices" });
-  const waits = h("p", { class: "reason", hidden: true });
-  root.append(h("div", { class: "head" }, h("h1", {}, "Fleet"), rate), waits, devices, functions);
+  const waits = h("p", { class: "reason", hidden: true }), time = clusterFigure();
+  root.append(h("div", { class: "head" }, h("h1", {}, "Fleet"), rate), waits, devices, time.element, functions);
 
   async function refresh() {
-    const [kinds, replicas, ready] = await Promise.all([get("/v1/devices"), get("/v1/functions"), fetch("/readyz").then((answer) => answer.json())]);
+    const [kinds, replicas, work, ready] = await Promise.all([get("/v1/devices"), get("/v1/functions"), get("/v1/devices/timeline?minutes=5"), fetch("/readyz").then((answer) => answer.json())]);
     waits.hidden = ready.waiting_for.length === 0;
     waits.textContent = ready.waiting_for.join("; ");
     fill(devices, kinds.data.length ? kinds.data.map(kindPanel) : h("p", { class: "empty panel" }, "No devices yet."));
     const cost = replicas.data.reduce((sum, one) => sum + one.usd_per_hour, 0);
     fill(rate, replicas.data.length ? `${replicas.data.length} replicas · ${usd(cost)} per hour` : "no replicas");
+    time.show(work);
     refill(functions, functionsPanel(replicas.data));
   }
 

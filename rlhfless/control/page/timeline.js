@@ -1,4 +1,4 @@
-// The last steps by device: which function worked where, and when a device was held without work.
+// Devices over time: the last steps of a run by function, and the last minutes of a cluster by run.
 
 import { figure } from "./charts.js";
 import { s } from "./dom.js";
@@ -19,6 +19,24 @@ const minutes = (value) => `${Math.floor(value / 60)}:${String(Math.floor(value 
 
 export function timelineFigure() {
   return figure({ title: "Devices over the last steps", help: "What each device did; pale where it was held without work", make, draw, wide: true });
+}
+
+export function clusterFigure() {
+  return figure({ title: "Devices over the last minutes", help: "Which run worked on each device: strong where it generated, paler where another function worked", make: makeCluster, draw, wide: true });
+}
+
+const RUNS = ["blue", "violet", "teal", "amber", "rose", "lilac", "sky", "slate"];
+
+/** Bars by run: work of a call is done by one function, and the learner's and the reference's are paler than the actors'. */
+function makeCluster(found) {
+  const rows = found.rows.filter((row) => row.bars.length).sort((a, b) => byName(a.device, b.device));
+  if (!rows.length) return null;
+  const runs = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.run_id)))].sort();
+  const toneOf = (run) => RUNS[runs.indexOf(run) % RUNS.length];
+  const bars = rows.flatMap((row, place) => row.bars.map((bar) => ({ ...bar, place, device: row.device, tone: toneOf(bar.run_id), opacity: bar.function === "generation" ? 1 : 0.5 })));
+  const origin = Math.min(...bars.map((bar) => bar.start_s)), until = Math.max(...bars.map((bar) => bar.end_s)) - origin;
+  const legend = runs.map((run) => ({ name: run, tone: toneOf(run), line: "area" }));
+  return { rows, bars, origin, until, legend, steps: [], summary: `${rows.length} devices, ${runs.length} runs, ${duration(until)}` };
 }
 
 function make(found) {
@@ -51,12 +69,12 @@ function draw(plot, { rows, bars, origin, until, steps }) {
   plot.replaceChildren(s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
     rows.map((row, place) => s("text", { class: "tick", x: left - 8, y: TOP + ROW * place + ROW / 2 + 4, "text-anchor": "end" }, row.device)),
     held.map((bar) => rect(bar, bar.state === "starting" ? "grey" : "slate", bar.state === "starting" ? 0.75 : 0.2, x, origin)), marks,
-    work.map((bar) => rect(bar, WORK[bar.work]?.[1] ?? "grey", 1, x, origin)),
+    work.map((bar) => rect(bar, bar.tone ?? WORK[bar.work]?.[1] ?? "grey", bar.opacity ?? 1, x, origin)),
     times.map((value) => s("text", { class: "tick", x: x(value), y: bottom + 16, "text-anchor": "middle" }, minutes(value)))));
 }
 
 function rect(bar, tone, opacity, x, origin) {
   const from = x(bar.start_s - origin), name = bar.work ? (WORK[bar.work]?.[0] ?? bar.work) : bar.state === "starting" ? "starts" : "held";
-  const text = `${bar.device}: ${bar.function} ${name}${bar.work && bar.step ? `, step ${bar.step}` : ""}, ${duration(bar.end_s - bar.start_s)}`;
+  const text = `${bar.device}: ${bar.run_id ? `${bar.run_id}, ` : ""}${bar.function} ${name}${bar.work && bar.step ? `, step ${bar.step}` : ""}, ${duration(bar.end_s - bar.start_s)}`;
   return s("rect", { class: `area c-${tone}`, x: from.toFixed(1), y: TOP + ROW * bar.place + (ROW - BAR) / 2, width: Math.max(x(bar.end_s - origin) - from, 0.8).toFixed(1), height: BAR, "fill-opacity": opacity }, s("title", {}, text));
 }
