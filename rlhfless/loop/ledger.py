@@ -72,6 +72,9 @@ class Ledger:
         self._behind = False
         self._step = 0
         self._calls: list[Invocation] = []
+        self._recent: deque[Invocation] = deque(maxlen=RECENT_CALLS)
+        self.calls = 0
+        """Calls of this attempt."""
         """Calls of the steps in progress."""
         self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
         """Rollouts of the steps in progress, by step."""
@@ -101,15 +104,18 @@ class Ledger:
         if holding.state == ReplicaState.STARTING:
             self._starts.append(holding)
 
-    def calls_since(self, since_s: float) -> list[Invocation]:
-        """Calls that have ended later than that, as far as they are not of steps long past."""
-        return [call for call in self._calls if call.end_s > since_s]
+    def calls_after(self, count: int) -> list[Invocation]:
+        """The calls after the first `count` of this attempt, the last RECENT_CALLS of them at most."""
+        recent = list(self._recent)
+        return recent[max(len(recent) - (self.calls - count), 0) :]
 
     def add_invocation(self, invocation: Invocation) -> None:
         """Add a call of a function."""
         self._writer.add_invocation(invocation)
         self._invocations.append(invocation)
         self._calls.append(invocation)
+        self._recent.append(invocation)
+        self.calls += 1
         self._recent[invocation.function].append(invocation)
         self._note_proof(invocation)
 

@@ -178,6 +178,8 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
     assert [call.step for call in ledger.done_in_step(1)[0]] == [1, 1]
     assert ledger.step_times(first, 107.0).phases_s["learn"] == 3
     ledger.add_step(StepRecord(1, first.start_s, 107.0, {}), steps.ended(1, 107.0))
+    assert ledger.calls == 3
+    assert [call.work for call in ledger.calls_after(1)] == [Work.GENERATE, Work.LEARN], "also of a step that has ended"
     times = ledger.step_times(second, 110.0)
     assert (times.wall_s, times.phases_s["generation"], times.phases_s["learn"]) == (6, 4, 3)
     ledger.close()

@@ -35,9 +35,6 @@ from rlhfless.text import storable
 RECENT_STEPS = 8
 """The time that is left is foreseen at the pace of so many steps."""
 
-MOST_CALLS = 500
-"""Calls in one push, for the page's devices over time: more than a second of a hundred actors has."""
-
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """The quantiles of histograms: what the page draws as bands."""
 
@@ -56,7 +53,7 @@ class Reporter:
         self._waits: list[tuple[str, float]] = []
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._done = 0
-        self._told_s = 0.0
+        self._told_calls = 0
         self._run: Run | None = None
         self._wanted: DevicesWanted | None = None
         self._held: Callable[[str], int] = lambda _: 0
@@ -92,9 +89,10 @@ class Reporter:
 
     def _worked(self, run: Run) -> list[Worked]:
         """Calls since the last push. A push that is lost loses them: they are for the page alone."""
-        calls = run.ledger.calls_since(self._told_s)
-        self._told_s = max((call.end_s for call in calls), default=self._told_s)
-        return worked_in(run, calls[-MOST_CALLS:])
+        count = run.ledger.calls
+        calls = run.ledger.calls_after(self._told_calls)
+        self._told_calls = count
+        return worked_in(run, calls)
 
     def _reason(self) -> str:
         for what, since_s in reversed(list(self._waits)):

@@ -33,8 +33,10 @@ export function fleetView(root) {
 function kindPanel(kind) {
   const holders = kind.runs.filter((run) => Math.max(run.granted, run.held) > 0), waiting = kind.runs.filter((run) => !run.granted && !run.held);
   const tones = ["blue", "violet", "teal", "amber", "rose"];
+  const alone = holders.filter((run) => run.tenants < 2), shared = kind.total - kind.free - alone.reduce((sum, run) => sum + Math.max(run.granted, run.held), 0);
   const squares = kind.total <= 256 ? [
-    ...holders.flatMap((run, at) => Array.from({ length: Math.max(run.granted, run.held) }, (_, number) => h("i", { class: number < run.held ? `f-${tones[at % tones.length]}` : `o-${tones[at % tones.length]}` }))),
+    ...Array.from({ length: alone.length < holders.length ? Math.max(shared, 0) : 0 }, () => h("i", { class: "f-teal" })),
+    ...holders.flatMap((run, at) => run.tenants > 1 ? [] : Array.from({ length: Math.max(run.granted, run.held) }, (_, number) => h("i", { class: number < run.held ? `f-${tones[at % tones.length]}` : `o-${tones[at % tones.length]}` }))),
     ...Array.from({ length: kind.free }, () => h("i", {})),
   ] : [];
   const row = (run, tone) => h("li", {}, h("span", { class: `key area ${tone ? `c-${tone}` : ""}`, "aria-hidden": "true" }), h("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.name),
@@ -48,6 +50,7 @@ function kindPanel(kind) {
 function holding(run) {
   const range = run.maximum > run.minimum ? ` (${run.minimum} to ${run.maximum})` : "";
   if (run.held > run.granted) return ` holds ${run.held}${range}, gives back ${run.held - run.granted} after its step`;
+  if (run.tenants > 1) return ` shares ${run.held} in turns, with at most ${run.tenants - 1} other${run.tenants > 2 ? "s" : ""}`;
   return ` holds ${run.held}${run.held < run.granted ? ` of ${run.granted}` : ""}${range}`;
 }
 
