@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 RECENT_CALLS = 512
 """The time of a load is estimated from this many recent calls: some tens of steps, so that it follows the run."""
 
+NEWEST_CALLS = 512
+"""What the service is told of at once: more than a second of a hundred actors has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
@@ -72,7 +75,7 @@ class Ledger:
         self._behind = False
         self._step = 0
         self._calls: list[Invocation] = []
-        self._recent: deque[Invocation] = deque(maxlen=RECENT_CALLS)
+        self._newest: deque[Invocation] = deque(maxlen=NEWEST_CALLS)
         self.calls = 0
         """Calls of this attempt."""
         """Calls of the steps in progress."""
@@ -105,16 +108,16 @@ class Ledger:
             self._starts.append(holding)
 
     def calls_after(self, count: int) -> list[Invocation]:
-        """The calls after the first `count` of this attempt, the last RECENT_CALLS of them at most."""
-        recent = list(self._recent)
-        return recent[max(len(recent) - (self.calls - count), 0) :]
+        """The calls after the first `count` of this attempt, the last NEWEST_CALLS of them at most."""
+        newest = list(self._newest)
+        return newest[max(len(newest) - (self.calls - count), 0) :]
 
     def add_invocation(self, invocation: Invocation) -> None:
         """Add a call of a function."""
         self._writer.add_invocation(invocation)
         self._invocations.append(invocation)
         self._calls.append(invocation)
-        self._recent.append(invocation)
+        self._newest.append(invocation)
         self.calls += 1
         self._recent[invocation.function].append(invocation)
         self._note_proof(invocation)
