@@ -127,6 +127,7 @@ class GenerationFunction(Function):
                 fault = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
                 raise fault or error from error
         self._loaded: PublishedWeights | None = None
+        self._proof: LoadProof | None = None
         self._loading = asyncio.Lock()
         self._runs: dict[RequestRun, int] = {}
         """The requests under way, each with the attempt that asked."""
@@ -180,6 +181,10 @@ class GenerationFunction(Function):
         async with self._loading:
             await self._end_earlier(call)
             self._loaded = None
+            if self._proof is not None and self._engine.rest.empty:
+                return self.reply(
+                    self._proof, start_s
+                )  # to an earlier driver; the weights are gone, and a load follows
             with self._engine_faults("the proof of loading"):
                 await self._engine.wake()
                 before = await self._engine.logprobs(perturbed.probe.token_ids)
@@ -191,8 +196,9 @@ class GenerationFunction(Function):
             moved = largest_difference(before, after)
         usage = CallUsage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
         read_back, chart_s = (0, 0.0) if report is None else (report.read_back, report.chart_s)
-        proof = LoadProof(moved, perturbed.tensors, read_back, chart_s, time.time() - start_s - chart_s)
-        return self.reply(proof, start_s, usage)
+        load_s = time.time() - start_s - chart_s
+        self._proof = LoadProof(moved, perturbed.tensors, read_back, chart_s, load_s)
+        return self.reply(self._proof, start_s, usage)
 
     async def _end_earlier(self, call: Call) -> None:
         """Drop the samples of earlier attempts: the stream to a driver that was killed ends when it next yields, and a
