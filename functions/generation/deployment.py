@@ -184,7 +184,7 @@ class GenerationFunction(Function):
             if self._proof is not None and self._engine.rest.empty:
                 return self.reply(
                     self._proof, start_s
-                )  # to an earlier driver; the weights are gone, and a load follows
+                )  # to an earlier driver; a load follows
             with self._engine_faults("the proof of loading"):
                 await self._engine.wake()
                 before = await self._engine.logprobs(perturbed.probe.token_ids)
