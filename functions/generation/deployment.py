@@ -182,9 +182,7 @@ class GenerationFunction(Function):
             await self._end_earlier(call)
             self._loaded = None
             if self._proof is not None and self._engine.rest.empty:
-                return self.reply(
-                    self._proof, start_s
-                )  # to an earlier driver; a load follows
+                return self.reply(self._proof, start_s)  # to an earlier driver; a load follows
             with self._engine_faults("the proof of loading"):
                 await self._engine.wake()
                 before = await self._engine.logprobs(perturbed.probe.token_ids)

@@ -209,7 +209,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
         if wanted.site in (Site.SIDE, Site.BESIDE) and wanted.ranks > len(learner) and kind != CPU_KIND:
             raise PlacementError(f"{wanted.ranks_key} is {wanted.ranks}, but the learner has {len(learner)} device(s)")
     if spec.tenants > 1:
-        return Placement({w.function: tuple(_whole(w, chosen[w.function])) for w in functions}, tuple(groups))
+        return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
     return Placement(_with_shares(chosen), tuple(groups))
 
 
@@ -336,10 +336,10 @@ def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
     return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
 
 
-def _whole(wanted: Wanted, chosen: Sequence[tuple[Device, ...]]) -> Iterator[Allocation]:
+def _whole(wanted: Wanted, chosen: Sequence[tuple[Device, ...]], kind: str) -> Iterator[Allocation]:
     """The allocations of a function on devices that runs share: in its turn it has all of a device, and nothing else is
-    billed for it. Functions that hold no memory there take no turns, and pay for nothing."""
-    share = 0.0 if wanted.site is Site.BESIDE and not wanted.ranks_key else 1.0
+    billed for it. Scoring takes no turns on the cores that others work on, and pays for nothing there."""
+    share = 0.0 if wanted.site is Site.CORES and kind == CPU_KIND else 1.0
     return (Allocation(devices, (share,) * len(devices), lent=True) for devices in chosen)
 
 

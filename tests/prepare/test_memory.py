@@ -435,6 +435,13 @@ def test_functions_that_take_turns_need_the_largest_of_them_and_a_process_for_ea
     assert [part.asleep_bytes for part in in_turn.functions] == [PROCESS_BYTES] * len(sizes)
 
 
+def test_the_functions_of_other_runs_that_sleep_on_a_device_are_counted() -> None:
+    alone = asked(QWEN_05B, "h100", 1, spec(placement={"mode": "colocated", "turns": True}))
+    shared = dataclasses.replace(alone, spec=edited(alone.spec, {"placement.tenants": 3}))
+    (one,), (of_three,) = alone.plan().devices, shared.plan().devices
+    assert of_three.size_bytes == one.size_bytes + 2 * len(one.functions) * PROCESS_BYTES
+
+
 def test_the_largest_micro_batch_is_the_largest_that_fits() -> None:
     run = spec(placement={"mode": "disaggregated"}, learner={"micro_batch_tokens": 8192})
     two = asked(QWEN_05B, "l40s", 2, run)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.function_kinds import kinds_of
 from rlhfless.scaling.placement import Node, Placement, PlacementError, Site, Wanted, place
 from rlhfless.spec import PlacementSpec, RunSpec
@@ -50,6 +50,21 @@ def test_colocated_functions_share_the_devices() -> None:
     assert placement.allocation(FunctionName.LEARNER, 0).shares == pytest.approx((1 / 3, 1 / 3))
     # The learner has them all, so they are taken and given back together.
     assert [len(group.devices) for group in placement.groups] == [2]
+
+
+def test_on_devices_that_runs_share_what_is_awake_pays_for_all_of_a_device_and_what_sleeps_for_nothing() -> None:
+    spec = PlacementSpec(mode="disaggregated", devices=2, tenants=2)
+    allocations = placed(spec, cpus(2)).allocations
+    (learner,), (scoring,) = allocations[FunctionName.LEARNER], allocations[FunctionName.SCORING]
+    assert [share for _, share in learner.billed(ReplicaState.SERVING)] == [1.0]
+    assert [share for _, share in learner.billed(ReplicaState.SLEEPING)] == [0.0]
+    assert [share for _, share in scoring.billed(ReplicaState.SERVING)] == [0.0], (
+        "it takes no turn on the learner's core"
+    )
+    (own,) = placed(spec, gpus("a", 2)).allocations[FunctionName.SCORING]
+    assert [share for _, share in own.billed(ReplicaState.SERVING)] == [1.0], "cores of its own"
+    (alone,) = placed(PlacementSpec(mode="colocated", devices=2), cpus(2)).allocations[FunctionName.REFERENCE]
+    assert {share for _, share in alone.billed(ReplicaState.SLEEPING)} == {1 / 3}, "nothing else works there meanwhile"
 
 
 def test_disaggregated_sides_share_nothing() -> None:
