@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.records.schema import TraceError
@@ -85,7 +85,31 @@ def _lives(trace: Trace) -> list[Life]:
         for (function, replica, _), of in held.items()
         if any(holding.state is not ReplicaState.STARTING for holding in of)
     ]
+    if trace.meta.spec.get("placement", {}).get("tenants", 1) > 1:
+        lives = _side_by_side(lives)
     return sorted(lives, key=lambda life: (life.start_s, life.function, life.replica))
+
+
+def _side_by_side(lives: Sequence[Life]) -> list[Life]:
+    """A run that shared its devices with other runs had each of them whole in its turn. Alone its functions share a
+    device: the fleets that are replayed have no other runs."""
+    of_function: dict[tuple[str, str], float] = defaultdict(float)
+    for life in lives:
+        for device, share in life.allocation.shared:
+            of_function[device.name, life.function] = max(of_function[device.name, life.function], share)
+    whole: dict[str, float] = defaultdict(float)
+    for (device_name, _), share in of_function.items():
+        whole[device_name] += share
+    return [
+        replace(
+            life,
+            allocation=replace(
+                life.allocation,
+                shares=tuple(share / max(whole[device.name], 1.0) for device, share in life.allocation.shared),
+            ),
+        )
+        for life in lives
+    ]
 
 
 def _allocation(held: Sequence[Holding]) -> Allocation:
