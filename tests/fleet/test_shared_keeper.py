@@ -43,6 +43,8 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Holders:
     made = Holders(2)
     monkeypatch.setattr(holders.ray, "remote", made.made)
     monkeypatch.setattr(holders.ray, "kill", made.killed.append)
+    # A keeper ends its process when its lease does, and this one's process is the test's.
+    monkeypatch.setattr(holders, "Lease", lambda *_, **__: SimpleNamespace(renew=lambda *_: None))
     return made
 
 
