@@ -104,7 +104,7 @@ def ended(client: httpx.Client, run: str) -> None:
     limit_s = time.monotonic() + LIMIT_S
     while time.monotonic() < limit_s:
         answer = client.get(f"/v1/runs/{run}").json()
-        if answer["status"] in ("succeeded", "failed", "canceled"):
+        if answer["status"] in ("succeeded", "failed", "cancelled"):
             break
         time.sleep(0.2)
     if answer["status"] != "succeeded":

@@ -48,9 +48,6 @@ DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
 """What a call of an actor that has died raises: Ray's errors for one that it killed for memory, and for one whose node
 went before it was there, are no RayActorErrors."""
 
-MOST_CALLS = 1000
-"""Calls of a keeper at a time: each run of eight has some that wait, and Ray's own limit is met only by accident."""
-
 LOOK_S = 5.0
 """How often a keeper looks whether its lease has ended."""
 
@@ -383,7 +380,6 @@ def keeper_of(name: str, lease_s: float) -> Any:
         lifetime="detached",
         get_if_exists=True,
         max_restarts=0,
-        max_concurrency=MOST_CALLS,
         num_cpus=0,
         resources={HEAD_RESOURCE: 0.0001},
     )

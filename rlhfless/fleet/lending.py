@@ -52,10 +52,14 @@ class LentDevices:
         self._owned = held
 
     async def pass_on(self) -> None:
-        """Nothing of the run is awake on them."""
+        """Nothing of the run is awake on them. A keeper that cannot be reached still says that they are wanted when it
+        can, and is told again then."""
         self._owned = {}
         if held := self._held():
-            await self._devices.ask("pass_on", sorted(held))
+            try:
+                await self._devices.ask("pass_on", sorted(held))
+            except FleetError as error:
+                log.warning("the run's turn was not passed on, and will be: %s", error)
 
     async def wanted(self) -> None:
         """Returns when another run waits for one of them. Raises StaleCall."""

@@ -61,9 +61,8 @@ class SeatTurns:
 
     def leave(self, run_id: str, now_s: float) -> None:
         """The run has gone."""
-        self._owners = {seat: owner for seat, owner in self._owners.items() if owner != run_id}
-        self._requests = {key: request for key, request in self._requests.items() if key[0] != run_id}
-        self._grant(now_s)
+        asked = (request.seats for request in self._requests.values())
+        self.pass_on(run_id, frozenset(self._owners).union(*asked), now_s)
 
     def _grant(self, now_s: float) -> None:
         def rank(request: _Request) -> tuple[float, float, str]:
