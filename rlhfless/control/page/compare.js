@@ -59,7 +59,7 @@ export function compareView(root, ids) {
     const spans = [...runs.values()].map(({ series }) => span(series.all));
     tools.steps(Math.max(...[...runs.values()].map(({ run }) => run.step)), [Math.min(...spans.map(([first]) => first)), Math.max(...spans.map(([, last]) => last))]);
     for (const one of charts.values()) one.show();
-    refill(list, runsTable());
+    refill(list, runsTable);
   });
 
   function runsTable() {

@@ -38,10 +38,17 @@ export function fill(element, ...children) {
   return put(element, ...children);
 }
 
-/** Replace all children; a link or button that had the focus has it again, known by its text. */
-export function refill(element, ...children) {
+/**
+ * Replace all children by those that `make()` gives; a link or button that had the focus has it again, known by its text.
+ * While a pointer is down within the element it waits: a button that is replaced then is never clicked.
+ */
+export function refill(element, make) {
+  if (element.matches(":active")) {
+    addEventListener("pointerup", () => setTimeout(refill, 0, element, make), { once: true }); // after the click
+    return;
+  }
   const held = element.contains(document.activeElement) ? document.activeElement.textContent : null;
-  fill(element, ...children);
+  fill(element, make());
   if (held) [...element.querySelectorAll("a, button")].find((one) => one.textContent === held)?.focus();
 }
 

@@ -21,7 +21,7 @@ export function fleetView(root) {
     const cost = replicas.data.reduce((sum, one) => sum + one.usd_per_hour, 0);
     fill(rate, replicas.data.length ? `${replicas.data.length} replicas · ${usd(cost)} per hour` : "no replicas");
     time.show(work);
-    refill(functions, functionsPanel(replicas.data));
+    refill(functions, () => functionsPanel(replicas.data));
   }
 
   const look = throttled(LOOK_MS, () => refresh().catch(() => {}));

@@ -53,7 +53,7 @@ export function overviewTab(root, { path }) {
 
   async function spent() {
     usage = await get(`${path}/usage`);
-    refill(bill, billOf(usage));
+    refill(bill, () => billOf(usage));
     if (run) update(run);
     draw();
   }

@@ -148,7 +148,7 @@ export function checkpointsTab(root, { id, path }) {
     known = JSON.stringify(data);
     const figures = ["Step", "Score", "Saved"].map((title) => ({ title, class: "num", sort: "descending" }));
     const columns = [{ title: "Checkpoint", sort: "ascending" }, ...figures, { title: "Location" }, { title: "Actions", class: "buttons" }];
-    refill(body, data.length ? table("Checkpoints", columns, data.map(row), { class: "cards" }) : h("p", { class: "empty" }, "None saved yet: checkpoint.every_steps says how often."));
+    refill(body, () => data.length ? table("Checkpoints", columns, data.map(row), { class: "cards" }) : h("p", { class: "empty" }, "None saved yet: checkpoint.every_steps says how often."));
   }
 
   return { update: (found) => { run = found; }, refresh, follow: refresh };

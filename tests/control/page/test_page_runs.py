@@ -45,6 +45,22 @@ def test_other_tables_are_sorted_by_their_columns_and_stay_so(opened) -> None:  
     expect(names).to_have_text(["generation", "reference", "learner"])
 
 
+def test_a_table_that_is_drawn_again_while_its_button_is_pressed_is_still_sorted(opened) -> None:  # type: ignore[no-untyped-def]
+    page: Page = opened(f"#/runs/{filled.RUN_ID}")
+    names = page.get_by_role("table", name="Cost by function").locator("td.name")
+    expect(names).to_have_text(["generation", "learner", "reference"])
+    page.get_by_role("button", name="Starts", exact=True).hover()
+    page.mouse.down()
+    drawn_again = """async () => {
+        const { refill } = await import("/page/dom.js"), bill = document.querySelector(".bill");
+        refill(bill, () => [...bill.children].map((one) => (window.redrawn = true, one)));
+    }"""
+    page.evaluate(drawn_again)
+    page.mouse.up()
+    expect(names).to_have_text(["generation", "reference", "learner"])
+    page.wait_for_function("window.redrawn")
+
+
 def test_runs_are_chosen_and_drawn_over_each_other(opened) -> None:  # type: ignore[no-untyped-def]
     page: Page = opened()
     for run in (filled.RUN_ID, filled.EARLIER_ID):
