@@ -85,7 +85,7 @@ class Level:
 
 def fleet(actors: int) -> Setup:
     def slot_setup(name: str, kind: str, node: int, start_s: float) -> SlotSetup:
-        return SlotSetup(Allocation.of([Device(name, kind, 0)]), f"node-{node}", start_s, {})
+        return SlotSetup(Allocation.of([Device(name, kind, 0)]), f"node-{node}", start_s)
 
     shape = EngineShape(max_sequences=256, kv_blocks=20_000, block_tokens=16, chunk_tokens=2048)
     prices = PricedModel(Model(), shape.max_sequences)

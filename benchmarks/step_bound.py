@@ -350,6 +350,8 @@ def least_drawing_s(kind: ActorKind, work: BoundWork) -> float:
 def least_usd(kind: ActorKind, work: BoundWork, within_s: Floats) -> Floats:
     """[limits]: least cost of all actors, if each response ends within `within_s` from when its actor can work."""
     seconds = kind.seconds(work, within_s)
+    if kind.usd_per_s == 0:  # its devices are paid for in any case
+        return np.where(np.isfinite(seconds), 0.0, math.inf)
     with np.errstate(invalid="ignore"):
         actors = np.where(np.isfinite(seconds), np.maximum(np.ceil(seconds / within_s - PRECISION), 1), 1)
     return np.asarray(kind.usd_per_s * (seconds + actors * kind.up_s))
@@ -389,7 +391,7 @@ def _together_s(kind: ActorKind, kinds: Sequence[ActorKind], work: BoundWork) ->
 
 def _soonest_s(slot_setup: SlotSetup) -> float:
     """Least seconds until a replica that does not hold its devices is up."""
-    return min(slot_setup.start_s, *slot_setup.wake_s.values())
+    return min(slot_setup.start_s, slot_setup.wake_s)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ class EngineShape:
     block_tokens: int
     chunk_tokens: int | None
     """Token budget of an iteration, decoding included; None: prompts are prefilled whole, while no sequence decodes."""
-    prefill_only: bool = False
-    """Samples leave after their first token, to decode on another actor."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_blocks", "block_tokens"):
@@ -57,7 +55,7 @@ class EngineShape:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.max_sequences, self.block_tokens, self.chunk_tokens or 0, self.prefill_only)
+        return Limits(self.max_sequences, self.block_tokens, self.chunk_tokens or 0)
 
 
 class PricedModel:
@@ -171,8 +169,6 @@ class Precomputed:
 
     start_s: float
     end_s: float
-    ended: Ints
-    """Samples that ended before it, as `advance` returns them."""
     computed_tokens: int = 0
     cached_tokens: int = 0
     """Tokens that were not computed: they were there already, or came from another actor."""
@@ -275,37 +271,37 @@ class SimulatedEngine:
         return True
 
     def precompute(
-        self, prefixes: Sequence[int], at_s: float, fixed_s: float, kv_token_s: Mapping[int, float]
+        self, prefixes: Sequence[int], at_s: float, fixed_s: float, token_s: Mapping[int, float]
     ) -> Precomputed:
         """Puts prefixes of the batch's tree into the cache, each after its parent, in a call of their own from the
         first boundary at or after `at_s` on; `fixed_s` is the time of an empty call. What does not fit is left out.
 
-        `kv_token_s`: seconds per token of the prefixes that another actor can send.
+        `token_s`: seconds per token of the prefixes that another actor can send.
         """
-        ended = self.advance(at_s)
+        self.advance(at_s)
         if self._busy and self.now_s < at_s:
-            ended = np.concatenate([ended, self._pool.advance(at_s, self._row, one=True)])
+            self._pool.advance(at_s, self._row, one=True)
         self.asked.update(prefixes)
-        done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s, ended)
+        done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s)
         for prefix in prefixes:
             tree = self.progress.batch.tree
             for part in tree.lineage(prefix):  # with the shorter ones that were too short for a call of their own
-                self._put(part, kv_token_s.get(prefix, math.inf), done)
+                self._put(part, token_s.get(prefix, math.inf), done)
             done.cached_tokens += int(tree.tokens[prefix])
         done.cached_tokens -= done.computed_tokens
         self._n["now_s"] = done.end_s
         return done
 
-    def _put(self, prefix: int, kv_token_s: float, done: Precomputed) -> None:
+    def _put(self, prefix: int, token_s: float, done: Precomputed) -> None:
         """Adds a prefix to the cache, if its own tokens are not there, and what that takes to `done`."""
         node, table = self.progress.batch.groups + prefix, self.progress.table
         new = self._lacks(node) * self.shape.block_tokens
         if not new or not kernel.put(self._pool.memory, table, self._pool.limits, self._row, node):
             return
         compute_s = self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
-        if move_pays(new, compute_s, kv_token_s):
+        if move_pays(new, compute_s, token_s):
             done.moved_tokens += new
-            done.end_s += new * kv_token_s
+            done.end_s += new * token_s
         else:
             done.computed_tokens += new
             done.end_s += compute_s
@@ -318,35 +314,29 @@ class SimulatedEngine:
         """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""
         return self._pool.advance(until_s, self._row)
 
-    def abort(self, samples: Ints, at_s: float, with_kv: bool = False) -> tuple[float, Ints]:
-        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. `with_kv`: samples
-        that decode keep their KV too.
-
-        Returns that boundary, and the samples that ended up to then, as `advance` does.
-        """
-        ended = self.advance(at_s)
+    def abort(self, samples: Ints, at_s: float) -> float:
+        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. Returns that boundary."""
+        self.advance(at_s)
         if self._busy and self.now_s < at_s:
-            ended = np.concatenate([ended, self._pool.advance(at_s, self._row, one=True)])
-        decoding, busy = self._decoding(), self._busy
+            self._pool.advance(at_s, self._row, one=True)
+        busy = self._busy
         self._take_out(samples)
-        if with_kv:
-            self.progress.table.has_kv[decoding[np.isin(decoding, samples)]] = True
         if busy and not self._busy:
             self._n["rested_s"] = self.now_s
-        return max(self.now_s, at_s), ended
+        return max(self.now_s, at_s)
 
-    def crash(self, at_s: float) -> tuple[Ints, Ints]:
+    def crash(self, at_s: float) -> Ints:
         """Ends at `at_s`: the iteration in progress is lost, and so are all tokens that its samples drew here.
 
-        Returns the samples that ended before, and the samples that were lost.
+        Returns the samples that were lost.
         """
-        ended = self.advance(at_s)
+        self.advance(at_s)
         if self._busy:
             self._n["rested_s"] = at_s
         lost = self.resident
         self._take_out(lost)
         self.progress.table.tokens[lost] = self.progress.safe_tokens[lost]
-        return ended, lost
+        return lost
 
     @property
     def resident(self) -> Ints:

@@ -1,17 +1,19 @@
-"""All replicas of a run: life cycle, cold starts, nodes, devices used in turns, sleep, weights, interruptions.
+"""All replicas of a run: life cycle, cold starts, nodes, turns on devices, weights, interruptions.
 
     start   once its devices are free: node provisioned (not billed), then STARTING for `start_s`
-    wake    once its devices are free: STARTING for the wake time of its tier
+    turn    a function that has work, and sleeps, waits until the replicas on its devices have none: these fall asleep,
+            and it wakes, as in the live fleet (rlhfless.fleet.turns)
     load    a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others start with weights
     spot    each life of an actor has an exponential length, from a generator of its own
     lease   a device that was given back, and is no longer paid for, is there again after `RentalTerms.reacquire_s`
 
-A `Fleet` carries out what it is asked, and the agenda says when that has happened; it decides nothing.
+A `SimulatedFleet` carries out what it is asked, and the agenda says when that has happened; it decides nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,8 +33,10 @@ class SimulationError(RuntimeError):
 class SimulatedFleet:
     """All slots, and the replica at each."""
 
-    def __init__(self, setup: Setup, ledger: SimulatedLedger) -> None:
+    def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool] = lambda slot: False) -> None:  # noqa: ARG005
+        """`idle`: whether the function of a slot has no work of its phase left, so that its turn may end."""
         self.setup = setup
+        self._idle = idle
         self.slot_setups = setup.slot_setups
         self.replicas: dict[int, SimulatedReplica] = {}
         """By slot. A replica that waits for its devices is not among them, unless it sleeps."""
@@ -40,9 +44,8 @@ class SimulatedFleet:
         self.drawing = False
         """Whether actors load weights as soon as they are up."""
         self._states: list[ReplicaState | None] = [None] * len(self.slot_setups)
-        self._tiers: list[str | None] = [None] * len(self.slot_setups)
         self._touched: set[int] = set()
-        """Slots whose `_states` and `_tiers` may be out of date."""
+        """Slots whose `_states` may be out of date."""
         self._functions = setup.functions
         self._roles = setup.roles
         self._ledger = ledger
@@ -71,17 +74,32 @@ class SimulatedFleet:
         replica = self.replicas.get(slot)
         return None if replica is None else replica.life.state
 
-    def standing(self) -> tuple[list[ReplicaState | None], list[str | None]]:
-        """`[slots]`: the state of each, and the tier of each that sleeps. The fleet's own lists: read only."""
+    def standing(self) -> list[ReplicaState | None]:
+        """`[slots]`: the state of each; STALE for one that sleeps, or wakes. The fleet's own list: read only."""
         for slot in self._touched:
-            state = self._states[slot] = self.state(slot)
-            self._tiers[slot] = self.replicas[slot].asleep if state is ReplicaState.SLEEPING else None
+            replica = self.replicas.get(slot)
+            away = replica is not None and (replica.asleep or replica.waking)
+            self._states[slot] = ReplicaState.STALE if away else self.state(slot)
         self._touched.clear()
-        return self._states, self._tiers
+        return self._states
 
     def there(self, slot: int) -> bool:
         """Whether a replica is awake at a slot, or asked for."""
         return self.state(slot) not in (None, ReplicaState.SLEEPING)
+
+    def expects(self, slot: int) -> bool:
+        """Whether samples may be given to a slot: a replica is there, asleep or awake, or asked for."""
+        return self.state(slot) is not None
+
+    def wake_actors(self, at_s: float) -> None:
+        """It is generation's turn: the actors that sleep are asked for."""
+        for slot in range(len(self.setup.actors)):
+            if self.state(slot) is ReplicaState.SLEEPING:
+                self.start(slot, at_s)
+
+    def pass_turns(self, at_s: float) -> None:
+        """Replicas that wait for devices get those of functions that have no work left."""
+        self._begin_waiting(at_s)
 
     def start(self, slot: int, at_s: float) -> None:
         """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is awake."""
@@ -91,17 +109,17 @@ class SimulatedFleet:
         self._touched.add(slot)
         self._turns[slot] += 1
         self._waiting[slot] = at_s
-        self._begin_waiting()
+        self._begin_waiting(at_s)
 
     def start_later(self, slot: int, at_s: float) -> None:
         """Asks for a replica at a later time; void if one is asked for before."""
         self._check(slot)
         self.agenda.add(at_s, Due(slot, self._turns[slot]))
 
-    def release(self, slot: int, at_s: float, tier: str | None) -> None:
-        """Drains a replica without work, to sleep in a tier or to give its devices back.
+    def release(self, slot: int, at_s: float) -> None:
+        """Drains a replica without work, and gives its devices back.
 
-        Raises SimulationError for a slot without replica, an unknown tier, or a replica that cannot sleep now.
+        Raises SimulationError for a slot without replica, and for the learner, which keeps the run's state.
         """
         self._check(slot)
         self._touched.add(slot)
@@ -109,11 +127,11 @@ class SimulatedFleet:
         waited = self._waiting.pop(slot, None) is not None
         if replica is None and not waited:
             raise SimulationError(f"{self.name(slot)} has no replica to Release")
-        if tier is not None:
-            self._sleep(slot, at_s, tier)
-        elif replica is not None:
+        if self._roles[slot] is FunctionRole.UPDATES:
+            raise SimulationError(f"{self.name(slot)} keeps the run's state, and is never released")
+        if replica is not None:
             self._end(slot, max(at_s, replica.busy_s))
-        self._begin_waiting()
+        self._begin_waiting(at_s)
 
     def ask(self, step: int, at_s: float) -> None:
         """From now on, actors need the weights after `step` training steps: actors with others are STALE."""
@@ -183,10 +201,12 @@ class SimulatedFleet:
     def _label(self, slot: int) -> str:
         return f"{self._functions[slot]}-{slot}"
 
-    def _begin_waiting(self) -> None:
+    def _begin_waiting(self, at_s: float) -> None:
         """Begins waiting replicas whose devices are free, in the order in which they were asked for."""
         for slot, asked_s in list(self._waiting.items()):
-            if self._devices.held(slot) is None:
+            while (held := self._devices.held(slot)) is not None and self._may_sleep(held[1]):
+                self._sleep(held[1], at_s)
+            if held is None:
                 del self._waiting[slot]
                 self._begin(slot, max(asked_s, self._devices.free_s(slot), self._gone_s[slot]))
 
@@ -194,10 +214,10 @@ class SimulatedFleet:
         replica, slot_setup = self.replicas.get(slot), self.slot_setups[slot]
         self._touched.add(slot)
         at_s, late_s = self._acquired(slot, at_s)
-        if replica is not None and replica.asleep is not None:
+        if replica is not None and replica.asleep:
             replica.note(replica.life.wake(at_s))
-            self.agenda.add(at_s + late_s + slot_setup.wake_s[replica.asleep], Up(slot, self._turns[slot]))
-            replica.asleep, replica.busy_s = None, at_s
+            self.agenda.add(at_s + late_s + slot_setup.wake_s, Up(slot, self._turns[slot]))
+            replica.asleep, replica.waking, replica.busy_s = False, True, at_s
             return
         begin_s = max(at_s, self._nodes.setdefault(slot_setup.node, at_s + self.setup.node_s))
         self._lives[slot] += 1
@@ -219,16 +239,18 @@ class SimulatedFleet:
         self._devices.take(slot, begin_s)
         return begin_s, 0.0 if every else lag_s
 
-    def _sleep(self, slot: int, at_s: float, tier: str) -> None:
+    def _may_sleep(self, slot: int) -> bool:
+        """Whether the turn of the replica at a slot may end; one that starts or loads its weights goes on."""
         replica = self.replicas.get(slot)
-        if tier not in self.slot_setups[slot].wake_s:
-            tiers = sorted(self.slot_setups[slot].wake_s)
-            raise SimulationError(f"{self.name(slot)} has no sleep tier {tier!r}; it has {tiers}")
-        if replica is None or replica.state not in (ReplicaState.STALE, ReplicaState.SERVING):
-            state = "waits for its devices" if replica is None else f"is {replica.state}"
-            raise SimulationError(f"{self.name(slot)} {state} and cannot go to sleep in {tier!r}")
-        self._gone_s[slot] = max(at_s, replica.busy_s)
-        replica.sleep(tier, self._gone_s[slot])
+        resting = replica is not None and replica.state in (ReplicaState.STALE, ReplicaState.SERVING)
+        return resting and self._idle(slot)
+
+    def _sleep(self, slot: int, at_s: float) -> None:
+        replica = self.replicas[slot]
+        self._touched.add(slot)
+        begin_s = max(at_s, replica.busy_s, replica.life.since_s)
+        self._gone_s[slot] = begin_s + self.slot_setups[slot].sleep_s
+        replica.sleep(begin_s, self._gone_s[slot])
         self._devices.give(slot, self._gone_s[slot])
 
     def _end(self, slot: int, at_s: float, free_s: float | None = None) -> None:
@@ -236,7 +258,7 @@ class SimulatedFleet:
         replica = self.replicas.pop(slot)
         replica.end(at_s)
         self._gone_s[slot] = at_s if free_s is None else free_s
-        if replica.asleep is None:
+        if not replica.asleep:
             self._devices.give(slot, self._gone_s[slot])
 
     def _interrupt(self, slot: int, at_s: float) -> None:
@@ -245,10 +267,11 @@ class SimulatedFleet:
         replica.note(replica.life.died(at_s))
         self._waiting.pop(slot, None)
         self._end(slot, at_s, free_s=at_s + self.setup.node_s)
-        self._begin_waiting()
+        self._begin_waiting(at_s)
 
     def _up(self, slot: int, at_s: float) -> bool:
         replica = self.replicas[slot]
+        replica.waking = False
         if self._roles[slot] is not FunctionRole.SAMPLES:
             replica.serve(version_of(self._step), at_s)
             return True

@@ -2,14 +2,10 @@
 
 Between two events every engine runs by itself, in closed form. `rlhfless.scaling.assignment` has the rules: which slot
 has which sample, and which answers of the policy are refused.
-
-Prefill actors (`EngineShape.prefill_only`) run before the others in each interval: samples whose prefill has ended go,
-with their KV, to the decoding slots in turn.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +27,7 @@ class Generation:
     def __init__(self, fleet: SimulatedFleet, batch: RolloutBatch) -> None:
         self.progress = StepProgress(batch)
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
-        self.assignment = Assignment(table.home, table.finished, len(actors), math.isfinite(links.kv_token_s))
+        self.assignment = Assignment(table.home, table.finished, len(actors))
         self.preemptions = 0
         """Preemptions of engines that have been billed."""
         self.computed_tokens = 0
@@ -40,8 +36,6 @@ class Generation:
         """Those of them that had been computed there before, and were evicted."""
         self._fleet = fleet
         self._links = links
-        self._handed = 0
-        """Samples that prefill actors have handed over."""
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
         """By slot that does not serve yet: samples, and when they arrive."""
         self._pools = _pools(actors, self.progress)
@@ -74,12 +68,8 @@ class Generation:
 
     def advance(self, now_s: float) -> None:
         """Brings all engines to `now_s`."""
-        prefilled = [self._over(pool.advance(now_s)) for pool in self._pools if pool.shape.prefill_only]
-        if prefilled:
-            self._hand_over(np.concatenate(prefilled))
         for pool in self._pools:
-            if not pool.shape.prefill_only:
-                pool.advance(now_s)
+            pool.advance(now_s)
 
     def assign(self, assign: Assign, at_s: float) -> None:
         """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
@@ -87,19 +77,13 @@ class Generation:
 
     def move(self, move: Move, now_s: float) -> None:
         """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
-        samples = self.assignment.checked_move(move, hands_on=self._hands_on(move.source))
+        samples = self.assignment.checked_move(move)
         leave_s, engine = now_s, self._engine_of(move.source)
-        with_kv = move.with_kv and self._serves(move.target)
         if engine is not None and len(samples):
-            leave_s, ended = engine.abort(samples, now_s, with_kv)
-            self._hand_over(self._over(ended))
+            leave_s = engine.abort(samples, now_s)
         self._take_back(move.source, samples)
         moved = samples[self.assignment.home[samples] == move.source]
-        if not with_kv:
-            self.progress.table.has_kv[moved] = False
-        arrival_s = self._arrival_s(moved, leave_s)
-        order = np.argsort(arrival_s, kind="stable")
-        self._give(move.target, moved[order], arrival_s[order])
+        self._give(move.target, moved, leave_s + self._links.move_s)
 
     def serving(self, slot: int, at_s: float) -> None:
         """The actor at a slot can work: the samples that waited there begin."""
@@ -113,12 +97,10 @@ class Generation:
         engine = self._engine_of(slot)
         if engine is not None:
             at_s = max(at_s, engine.now_s)
-            self._hand_over(self._over(engine.crash(at_s)[0]))
+            engine.crash(at_s)
             self._bill(self._fleet.replicas[slot], engine)
         self._waiting.pop(slot, None)
-        lost = self.assignment.lose(slot)
-        self.progress.table.has_kv[lost] = False
-        return at_s, lost
+        return at_s, self.assignment.lose(slot)
 
     def leave(self, slot: int) -> None:
         """An actor is to be released: its engine's work is billed. Raises PolicyFault if it has samples left."""
@@ -133,11 +115,6 @@ class Generation:
             engine = self._engine_of(slot)
             if engine is not None:
                 self._bill(replica, engine)
-
-    def _hands_on(self, slot: int) -> bool:
-        """Whether the actor at a slot prefills only. False for a slot that does not exist."""
-        actors = self._fleet.setup.actors
-        return 0 <= slot < len(actors) and actors[slot].engine.prefill_only
 
     def _engine(self, slot: int, at_s: float) -> SimulatedEngine:
         """The engine of an actor that serves; a new one if it had none for this step."""
@@ -178,9 +155,8 @@ class Generation:
     def _precompute(self, slot: int, engine: SimulatedEngine, prefixes: Sequence[int], at_s: float) -> float:
         """An actor computes prefixes, or gets them from another actor; returns when it has them."""
         others = [each for other in self._fleet.replicas if other != slot and (each := self._engine_of(other))]
-        sent = {prefix: self._links.kv_token_s for prefix in prefixes if any(other.has(prefix) for other in others)}
+        sent = {prefix: self._links.prefix_token_s for prefix in prefixes if any(other.has(prefix) for other in others)}
         done = engine.precompute(prefixes, at_s, self._links.move_s, sent)
-        self._hand_over(self._over(done.ended))
         self.computed_tokens += done.computed_tokens
         self._fleet.replicas[slot].called(
             Work.PRECOMPUTE,
@@ -201,42 +177,6 @@ class Generation:
             self._waiting[slot] = [
                 (waiting[stays], np.broadcast_to(there_s, len(waiting))[stays]) for waiting, stays, there_s in kept
             ]
-
-    def _arrival_s(self, samples: Ints, leave_s: float) -> Floats:
-        """`[samples]`: when each is at another slot, with its KV if that travels."""
-        table = self.progress.table
-        context = np.where(table.has_kv[samples], table.prompt[samples] + table.tokens[samples], 0)
-        token_s = self._links.kv_token_s if context.any() else 0.0
-        arrival_s: Floats = leave_s + self._links.move_s + context * token_s
-        return arrival_s
-
-    def _over(self, ended: Ints) -> Ints:
-        """The samples that have ended only their prefill."""
-        over: Ints = ended[~self.progress.finished[ended]]
-        return over
-
-    def _hand_over(self, samples: Ints) -> None:
-        """Sends prefilled samples, with their KV, to the decoding slots in turn."""
-        if not len(samples):
-            return
-        table, slots = self.progress.table, self._decoders()
-        samples = samples[np.argsort(table.finish_s[samples], kind="stable")]
-        table.has_kv[samples] = True
-        arrival_s = table.finish_s[samples] + self._arrival_s(samples, 0.0)
-        table.finish_s[samples] = np.nan
-        turn = (self._handed + np.arange(len(samples))) % len(slots)
-        self._handed += len(samples)
-        for i, slot in enumerate(slots):
-            chosen = turn == i
-            if chosen.any():
-                self._give(slot, samples[chosen], arrival_s[chosen])
-
-    def _decoders(self) -> list[int]:
-        """Decoding slots that serve; if none does, decoding slots with a starting replica; if there is none, all."""
-        actors = self._fleet.setup.actors
-        slots = [slot for slot, shape in enumerate(actors) if not shape.engine.prefill_only]
-        present = [slot for slot in slots if self._fleet.there(slot)]
-        return [slot for slot in present if self._serves(slot)] or present or slots
 
     def _bill(self, replica: SimulatedReplica, engine: SimulatedEngine) -> None:
         """Records one call per span of work; the last call has the tokens."""

@@ -157,7 +157,6 @@ def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) 
         key = state.heap[i]  # what stays is pushed to places before this one
         if chosen[key % STRIDE]:
             _stop(state, table, limits, key)
-            table.sample[key % STRIDE].has_kv = False
         else:
             _push(state, key)
     kept = 0
@@ -173,9 +172,7 @@ def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) 
     kept = 0
     for i in range(n.queued):
         sample = state.queue[(n.head + i) % len(state.queue)]
-        if chosen[sample]:
-            table.sample[sample].has_kv = False
-        else:
+        if not chosen[sample]:
             state.queue[(n.head + kept) % len(state.queue)] = sample
             kept += 1
     n.queued = kept
@@ -200,7 +197,6 @@ def _make_room(state: State, table: Table, limits: Limits) -> None:
             sample = key % STRIDE
             _remove(state, last)
             _stop(state, table, limits, key)
-        table.sample[sample].has_kv = False
         n.head = (n.head - 1) % len(state.queue)
         state.queue[n.head] = sample
         n.queued += 1
@@ -213,12 +209,8 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
     while n.queued > 0 and n.running + n.filling < limits.max_sequences:
         sample = state.queue[n.head]
         group, context = table.sample[sample].group, table.sample[sample].prompt + table.tokens[sample]
-        if table.sample[sample].has_kv:
-            context -= 1  # the token drawn last has no KV yet
         blocks = -(-context // limits.block_tokens) - _held(state, table, limits, group)
         promised = state.phase[(1 - n.iteration) % limits.block_tokens]
-        if table.sample[sample].has_kv and context % limits.block_tokens == 0:
-            promised += 1  # the sample decodes at once, behind a full block
         if table.sample[sample].arrival_s > n.now_s or blocks + promised > n.free:
             return
         n.head = (n.head + 1) % len(state.queue)
@@ -228,9 +220,6 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
         table.sample[sample].admitted = n.admitted
         if math.isnan(table.sample[sample].start_s):
             table.sample[sample].start_s = n.now_s
-        if table.sample[sample].has_kv:
-            _join(state, table, limits, sample)
-            continue
         table.sample[sample].cached = cached
         n.cached += cached
         state.filling[n.filling] = sample
@@ -387,7 +376,7 @@ def _fill(state: State, table: Table, limits: Limits) -> None:
         sample = state.filling[i]
         table.tokens[sample] += 1
         n.decoded += 1
-        if limits.hands_over or table.tokens[sample] == table.sample[sample].target:
+        if table.tokens[sample] == table.sample[sample].target:
             _complete(state, table, limits, sample)
         else:
             _join(state, table, limits, sample)

@@ -29,7 +29,6 @@ SAMPLE = np.dtype(
         ("start_s", np.float64),
         ("finish_s", np.float64),
         ("cached", np.int64),
-        ("has_kv", np.bool_),  # its KV comes with it, so that nothing has to be prefilled
         ("cut", np.bool_),  # it will end by its length, not by itself; no policy sees it before
     ],
     align=True,
@@ -72,8 +71,6 @@ class Limits(NamedTuple):
     block_tokens: int
     chunk_tokens: int
     """Tokens of a mixed iteration; 0: prompts are prefilled whole, in iterations in which no sequence decodes."""
-    hands_over: bool
-    """A sequence leaves after its prefill: it decodes on another actor."""
 
 
 class Costs(NamedTuple):
@@ -122,10 +119,6 @@ class Table(NamedTuple):
     @property
     def finish_s(self) -> Floats:
         return cast(Floats, self.sample["finish_s"])
-
-    @property
-    def has_kv(self) -> Flags:
-        return cast(Flags, self.sample["has_kv"])
 
 
 class Pool(NamedTuple):

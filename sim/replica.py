@@ -21,8 +21,9 @@ class SimulatedReplica:
         self.number = number
         """The number of this life at the slot."""
         self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", allocation), at_s)
-        self.asleep: str | None = None
-        """The tier in which it sleeps; None while it is awake."""
+        self.asleep = False
+        self.waking = False
+        """Whether it wakes after a sleep: then it is STARTING, too."""
         self.busy_s = at_s
         """The time at which it will have done all its work; an engine knows its own time."""
         self.engine: SimulatedEngine | None = None
@@ -47,11 +48,11 @@ class SimulatedReplica:
         self.note(self.life.loaded(version, at_s))
         self.busy_s = at_s
 
-    def sleep(self, tier: str, at_s: float) -> None:
-        """Drains, and gives its device up."""
+    def sleep(self, at_s: float, asleep_s: float) -> None:
+        """Drains from `at_s` on, and has given its device's memory up at `asleep_s`."""
         self.note(self.life.drain(at_s))
-        self.note(self.life.sleep(at_s))
-        self.asleep, self.engine = tier, None
+        self.note(self.life.sleep(asleep_s))
+        self.asleep, self.engine = True, None
 
     def end(self, at_s: float) -> None:
         """Gives its device back, in order."""

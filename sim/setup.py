@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,8 +52,8 @@ class Links:
     """Seconds between two beats of a step."""
     move_s: float
     """Seconds until a sample is at another actor, by its tokens."""
-    kv_token_s: float = math.inf
-    """Additional seconds per token if its KV is moved too; infinite if no connector does that."""
+    prefix_token_s: float = math.inf
+    """Seconds per token of a shared prefix that an actor gets from another one; infinite if no connector does that."""
 
     def __post_init__(self) -> None:
         if not self.beat_s > 0:
@@ -80,11 +79,13 @@ class SlotSetup:
     node: str
     start_s: float
     """A cold start, from the process's begin until it is up; for generation without the weights."""
-    wake_s: Mapping[str, float]
-    """By sleep tier: seconds until the replica is up again."""
+    sleep_s: float = 0.0
+    """Seconds until its devices' memory is free for another function, once the replica is to sleep."""
+    wake_s: float = 0.0
+    """Seconds until a sleeping replica is up again; for generation without the weights."""
     beside: bool = False
     """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for both.
-    The times of these functions must then be their times side by side."""
+    The times of these functions must then be their times side by side. Others take turns on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,7 @@ class LearnerShape:
 class Setup:
     """A fleet and its use.
 
-    Raises ValueError for one_step_off on shared devices, for shares of a device that add up to more than 1, and for
-    actors that prefill only and cannot hand their KV over.
+    Raises ValueError for one_step_off on shared devices, and for shares of a device that add up to more than 1.
     """
 
     actors: tuple[ActorShape, ...]
@@ -160,7 +160,6 @@ class Setup:
         if self.schedule == "one_step_off" and self._takes_turns():
             raise ValueError("schedule one_step_off overlaps generation and learning; give them devices of their own")
         self._check_shares()
-        self._check_hand_over()
 
     @property
     def slot_setups(self) -> tuple[SlotSetup, ...]:
@@ -194,13 +193,6 @@ class Setup:
         }
         learner = self.learner.slot_setup
         return not learner.beside and any(device.name in alone for device in learner.allocation.devices)
-
-    def _check_hand_over(self) -> None:
-        prefill_only = [actor.engine.prefill_only for actor in self.actors]
-        if any(prefill_only) and math.isinf(self.links.kv_token_s):
-            raise ValueError("links.kv_token_s is infinite, so actors that prefill only can hand nothing over; set it")
-        if all(prefill_only):
-            raise ValueError("no actor decodes; give at least one an engine without prefill_only")
 
     def _check_shares(self) -> None:
         """Replicas side by side hold their shares at once; of replicas that take turns, the largest share counts."""

@@ -2,6 +2,8 @@
 
 If a service or the learner gets work and has no replica, one is started then, and waited for: a service at its first
 complete group, the learner when all services have done the last one. Generation is started by the policy alone.
+Functions that share a device take turns there by themselves: a turn ends when the function has no work of its phase
+left, and another one has.
 
 The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. With `one_step_off`
 the events of a step's services and learner come while the next step is drawn; their views show their own step.
@@ -54,7 +56,7 @@ class Simulation:
     def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
         self.setup = setup
         self.ledger = SimulatedLedger()
-        self.fleet = SimulatedFleet(setup, self.ledger)
+        self.fleet = SimulatedFleet(setup, self.ledger, self._idle)
         self.now_s = 0.0
         self._policy = policy
         self._prices = prices
@@ -106,6 +108,7 @@ class Simulation:
         self._steps.append(under_way)
         self._ask([StepBegan()], under_way)
         self.fleet.drawing = True
+        self.fleet.wake_actors(self.now_s)
         self.fleet.sync(self.now_s)
         self._beat_s = self.now_s + self.setup.links.beat_s
         self._drawn_s = -math.inf
@@ -144,6 +147,7 @@ class Simulation:
         if not self._services:
             current.ready_s = self.now_s
         self._ask([Generated()], current)
+        self.fleet.pass_turns(self.now_s)
         return True
 
     def _happen(self) -> None:
@@ -157,6 +161,7 @@ class Simulation:
             self._loaded(at_s, event, current)
         elif self.fleet.happen(at_s, event) and isinstance(event, Up) and event.slot in self._services:
             self._take(event.slot)
+        self.fleet.pass_turns(self.now_s)
 
     def _loaded(self, at_s: float, event: Loaded, current: StepUnderWay) -> None:
         """All actors that have loaded the weights at one instant serve before the policy is told of the first."""
@@ -165,6 +170,14 @@ class Simulation:
         for slot in up:
             current.generation.serving(slot, at_s)
         self._ask([Serving(slot) for slot in up], current)
+
+    def _idle(self, slot: int) -> bool:
+        """Whether the function of a slot has no work of its phase left."""
+        if slot == self._learner:
+            return not any(step.learning for step in self._steps)
+        if slot in self._services:
+            return not any(step.wants(slot) for step in self._steps)
+        return not self.fleet.drawing
 
     def _worked(self, event: Worked) -> None:
         self._vain = 0
@@ -252,7 +265,7 @@ class Simulation:
             self._do(action, generation)
         if isinstance(event, StepBegan | Lost):
             generation.assignment.check_assigned()
-        generation.assignment.check_drawn(answer, self.fleet.there)
+        generation.assignment.check_drawn(answer, self.fleet.expects)
 
     def _do(self, action: Action, generation: Generation) -> None:
         if isinstance(action, Note):
@@ -273,4 +286,4 @@ class Simulation:
             self._take(release.slot)
         elif release.slot != self._learner:
             self._steps[-1].generation.leave(release.slot)
-        self.fleet.release(release.slot, self.now_s, release.tier)
+        self.fleet.release(release.slot, self.now_s)

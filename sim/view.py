@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView, StepView, read_only
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.fleet import SimulatedFleet
@@ -21,11 +20,12 @@ slot_view = lru_cache(maxsize=1 << 16)(SlotView)
 def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     """The slots of a setup, by slot. Raises PriceError for a device kind without a price.
 
-    The price of a device is the saving of its release: for owned hardware the price that other users pay. The price of
-    sleep is the book's residency; if there is none, the price of the device, unless another replica is awake on it.
-    Stragglers look like all others, and all actors are assumed to load their weights at once.
+    The price of a device is the saving of its release: for owned hardware the price that other users pay, and nothing
+    for a device of the learner, which is never released, or of a node that is rented whole. Stragglers look like all
+    others, and all actors are assumed to load their weights at once.
     """
     actors = setup.actors
+    kept = frozenset(device.name for device in setup.learner.slot_setup.allocation.devices)
     replica_slots = tuple(
         ReplicaSlot(
             function=setup.functions[slot],
@@ -33,12 +33,9 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
             kind=slot_setup.allocation.devices[0].kind,
             devices=tuple(device.name for device in slot_setup.allocation.devices),
             node=slot_setup.node,
-            usd_per_s=_usd_per_s(slot_setup.allocation, prices, asleep=False),
+            usd_per_s=_usd_per_s(slot_setup, prices, kept),
             start_s=slot_setup.start_s,
-            wake_s=slot_setup.wake_s,
-            resident_usd_per_s=dict.fromkeys(slot_setup.wake_s, _usd_per_s(slot_setup.allocation, prices, asleep=True)),
             engine=_engine_limits(actors[slot]) if slot < len(actors) else None,
-            beside=slot_setup.beside,
         )
         for slot, slot_setup in enumerate(setup.slot_setups)
     )
@@ -48,12 +45,11 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         replica_slots,
         load_s,
         links.move_s,
-        links.kv_token_s,
         links.beat_s,
         setup.max_tokens,
-        kept_usd_per_s(setup.slot_setups, prices),
+        kept_usd_per_s(setup.slot_setups, prices, kept),
         setup.terms,
-        links.kv_token_s,
+        links.prefix_token_s,
     )
 
 
@@ -66,10 +62,15 @@ def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView
     return replace(view, replica_slots=slots)
 
 
-def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook) -> float:
-    """Cost of a second in which none of the slots' devices is held. Raises PriceError for a kind without a price."""
+def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Collection[str]) -> float:
+    """Cost of a second in which no device is held but those in `kept`, which are never given back. Raises PriceError
+    for a kind without a price."""
     devices = {device.name: device.kind for slot_setup in slot_setups for device in slot_setup.allocation.devices}
-    return math.fsum(prices.device(kind).released_usd_per_hour for kind in devices.values()) / SECONDS_PER_HOUR
+    usd_per_hour = (
+        prices.device(kind).usd_per_hour if name in kept else prices.device(kind).released_usd_per_hour
+        for name, kind in devices.items()
+    )
+    return math.fsum(usd_per_hour) / SECONDS_PER_HOUR
 
 
 class Window:
@@ -98,21 +99,20 @@ class Window:
         return self._view(slots=self._slots())
 
     def _slots(self) -> tuple[SlotView, ...]:
-        return tuple(map(slot_view, *self._fleet.standing(), *self._generation.counts()))
+        return tuple(map(slot_view, self._fleet.standing(), *self._generation.counts()))
 
 
-def _usd_per_s(allocation: Allocation, prices: PriceBook, *, asleep: bool) -> float:
-    total = 0.0
-    for held, share in allocation.shared:
-        device = prices.device(held.kind)
-        if asleep and device.residency is not None:
-            total += share * device.residency.usd_per_hour
-        else:
-            total += share * device.saved_usd_per_hour
-    return total / SECONDS_PER_HOUR
+def _usd_per_s(slot_setup: SlotSetup, prices: PriceBook, kept: Collection[str]) -> float:
+    """A replica beside others holds a share of its own, which it can give back on any device."""
+    shares = (
+        share * prices.device(held.kind).saved_usd_per_hour
+        for held, share in slot_setup.allocation.shared
+        if slot_setup.beside or held.name not in kept
+    )
+    return math.fsum(shares) / SECONDS_PER_HOUR
 
 
 def _engine_limits(actor: ActorShape) -> EngineLimits:
     shape = actor.engine
     tokens = shape.kv_blocks * shape.block_tokens
-    return EngineLimits(actor.prices.model, tokens, shape.max_sequences, shape.prefill_only)
+    return EngineLimits(actor.prices.model, tokens, shape.max_sequences)

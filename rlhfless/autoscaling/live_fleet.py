@@ -1,8 +1,8 @@
 """The live fleet as policies see it: slots with prices and measured times, their replicas, starts and releases.
 
-A slot has an allocation of the placement. Co-located functions hold shares of a device at the same time, so all slots
-may be awake at the same time. There are no sleep tiers, and no KV of samples moves between actors;
-that of shared prefixes does where there is a connector. The learner is never released.
+A slot has an allocation of the placement. Functions on a device hold shares of it at the same time, or take turns by
+themselves (rlhfless.fleet.turns): a policy does not decide that. No KV of samples moves between actors; that of shared
+prefixes does where there is a connector. The learner is never released, so its devices are paid for throughout.
 The price of an actor is the saving of its release, so in a fleet that never changes it is 0.
 """
 
@@ -122,9 +122,9 @@ class LiveFleet:
             replica_slots=tuple(replica_slot for pool in self._pools for replica_slot in self._replica_slots(pool)),
             load_s=self._ledger.mean_load_s(),
             move_s=MOVE_S,
-            kv_token_s=float("inf"),
             beat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
+            kept_usd_per_s=sum(map(self._kept_usd_per_s, self._pools)),
             terms=self._terms(),
             prefix_token_s=float("inf") if self._moves is None else self._moves.token_s,
         )
@@ -133,7 +133,7 @@ class LiveFleet:
         """See rlhfless.autoscaling.policy_runner.Fleet."""
         actors = len(self._actors.allocations)
         return tuple(
-            SlotView(pool.state(number), None, *(table.counts(slot) if slot < actors else ()))
+            SlotView(pool.state(number), *(table.counts(slot) if slot < actors else ()))
             for slot, (pool, number) in enumerate(self._slots)
         )
 
@@ -153,11 +153,9 @@ class LiveFleet:
             raise PolicyFault(f"slot {slot} is asked to start, and has an actor ({state})")
         pool.start(number, self._at(step), at_s)
 
-    def release(self, slot: int, tier: str | None, step: int) -> None:
+    def release(self, slot: int, step: int) -> None:
         """See rlhfless.autoscaling.policy_runner.Fleet. A replica that the spec's bounds keep is not released; the
         ledger records that."""
-        if tier is not None:
-            raise PolicyFault(f"slot {slot} is to sleep in {tier!r}: this fleet has no sleep tiers")
         pool, number = self._slots[slot]
         if pool.kind.role is FunctionRole.UPDATES:
             raise PolicyFault(f"slot {slot} is released: it is the learner's, which keeps the run's state")
@@ -197,12 +195,9 @@ class LiveFleet:
                 kind=allocation.devices[0].kind,
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
-                usd_per_s=0.0 if samples and self._spec.scaling.generation.fixed else self._usd_per_s(allocation),
+                usd_per_s=0.0 if self._is_kept(pool) else self._usd_per_s(allocation),
                 start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
-                wake_s={},
-                resident_usd_per_s={},
                 engine=engines.get(allocation.devices[0].kind),
-                beside=True,
                 usable=not samples or number not in self._unusable,
                 reacquire_s=self._reacquire_s(pool, number),
             )
@@ -219,6 +214,21 @@ class LiveFleet:
         prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
         return RentalTerms.of([price.billing for price in prices], lag_s)
+
+    def _is_kept(self, pool: ReplicaPool) -> bool:
+        """Whether a release in the pool saves nothing, because there is none."""
+        fixed = pool is self._actors and self._spec.scaling.generation.fixed
+        return fixed or pool.kind.role is FunctionRole.UPDATES
+
+    def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
+        """What the pool costs whatever a policy releases."""
+        prices, kept = self._ledger.prices, self._is_kept(pool)
+        usd_per_hour = (
+            share * (price.usd_per_hour if kept else price.released_usd_per_hour)
+            for allocation in pool.allocations
+            for price, share in ((prices.device(device.kind), share) for device, share in allocation.shared)
+        )
+        return sum(usd_per_hour) / SECONDS_PER_HOUR
 
     def _usd_per_s(self, allocation: Allocation) -> float:
         """The saving of a release."""

@@ -60,7 +60,7 @@ class Fleet(Protocol):
     def start(self, slot: int, at_s: float | None, step: int) -> None:
         """See rlhfless.scaling.policy.Start. Raises PolicyFault."""
 
-    def release(self, slot: int, tier: str | None, step: int) -> None:
+    def release(self, slot: int, step: int) -> None:
         """See rlhfless.scaling.policy.Release. Raises PolicyFault."""
 
 
@@ -153,9 +153,9 @@ class PolicyRunner:
                 step.figures["moved_samples"] += moving.size
             case Start(slot, at_s):
                 self._fleet.start(slot, at_s, table.step)
-            case Release(slot, tier):
+            case Release(slot):
                 table.assignment.check_release(slot)
-                self._fleet.release(slot, tier, table.step)
+                self._fleet.release(slot, table.step)
             case Note(decision):
                 self._note(decision)
                 if decision.kind == "plan":

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlhfless.spec.fleet import MOST_TENANTS
+
 PIPED_COLUMNS = 160
 """Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
 
@@ -30,6 +32,10 @@ def simulate(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that work in parallel.")] = 1,
     step: Annotated[int | None, typer.Option(min=1, help="The step that the Gantt charts show.")] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(min=2, max=MOST_TENANTS, help="So many runs on the cluster: in parts of it, or in turns."),
+    ] = None,
     replay: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Replay a recorded run: predicted beside measured seconds.")
     ] = None,
@@ -56,6 +62,9 @@ def simulate(
         simulate_traces.replay(replay, policy, latency)
     else:
         for path in _some(given, "scenario file"):
+            if runs is not None:
+                _share(path, runs)
+                continue
             _compare(path, policies, seeds, out or Path("simulations"), jobs, step)
 
 
@@ -63,6 +72,17 @@ def _some(given: list[Path], what: str) -> list[Path]:
     if not given:
         raise typer.BadParameter(f"no {what} was given; name at least one")
     return given
+
+
+def _share(path: Path, runs: int) -> None:
+    from rich.console import Console
+
+    from rlhfless.cli.simulate_table import arrangements_table
+    from rlhfless.sim.experiment.shared import arrangements
+    from rlhfless.sim.scenarios import load_scenario
+
+    scenario = load_scenario(path)
+    Console(highlight=False).print(arrangements_table(scenario, runs, arrangements(scenario, runs)))
 
 
 def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int, step: int | None) -> None:

@@ -10,8 +10,10 @@ from rich.text import Text
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import ResultRow
+from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.report.columns import COLUMNS, ReportColumn
 from rlhfless.sim.report.words import PARTS, contract_text, infeasible
+from rlhfless.sim.scenarios import Scenario
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
 """Two tables, results and causes: side by side they would not fit a terminal of 80 columns."""
@@ -26,6 +28,23 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
     return Group(title, *parts, "", *infeasible(comparison), Text(legend, style="dim"))
+
+
+def arrangements_table(scenario: Scenario, runs: int, made: Sequence[Arrangement]) -> RenderableType:
+    """One row per arrangement of several runs on the cluster, beside the first."""
+    first = made[0]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column(f"{runs} runs", no_wrap=True)
+    for title in ("all ended\ns", "\nx", "mean end\ns", "\nx", "devices used\n%"):
+        table.add_column(title, justify="right")
+    for each in made:
+        sooner, mean = first.makespan_s / each.makespan_s, first.mean_end_s / each.mean_end_s
+        ends = f"{each.makespan_s:,.0f}", f"{sooner:.2f}", f"{each.mean_end_s:,.0f}", f"{mean:.2f}"
+        table.add_row(each.name, *ends, f"{100 * each.used:.0f}")
+    heading = Text.assemble((scenario.name, "bold"), f"  {scenario.steps} steps of each run; simulated")
+    return Group(
+        heading, "", table, "", Text("x: by the first row. Each run is `cost_aware` alone, time first.", style="dim")
+    )
 
 
 def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:

@@ -9,7 +9,7 @@ Waiting runs have an order: priority, which grows while a run waits (so nothing 
 holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
 all is served before any run behind it: nothing smaller overtakes it for ever. For it, runs give back what they hold
 above their minimum, the last in order first; and if that is not enough, runs of a lower priority give way as a whole.
-Runs that share devices (`tenants` above 1) may be put on the same ones, where they take turns (rlhfless.fleet.seats):
+Runs that share devices (`tenants` above 1) may be put on the same ones, where they take turns (rlhfless.scaling.seats):
 each of them may have whatever the other runs leave, as long as no device has more runs than any run on it allows. While
 they run they may be on as many devices as they were promised together, so a run that does not share waits for the rest.
 

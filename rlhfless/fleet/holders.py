@@ -9,7 +9,7 @@ the devices still held, and ends by itself when its lease does; the holders, als
 attempt number fences off a driver that was believed dead.
 
 Runs that share devices (`placement.tenants`) have one keeper together. It puts a run on devices of its own while there
-are free ones, and else on the devices with the fewest runs; and it says whose turn it is there (rlhfless.fleet.seats).
+are free ones, and else on the devices with the fewest runs; and it says whose turn it is there (`SeatTurns`).
 A run whose driver has died keeps its turn until its lease ends, which is after its replicas have.
 
 CPU cores: Ray counts them, and does not say which. A holder locks a file per core, so that the runs of one user on one
@@ -34,9 +34,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
-from rlhfless.fleet.seats import SeatTurns
 from rlhfless.folders import private
 from rlhfless.functions.lease import Lease, LeaseTerms
+from rlhfless.scaling.seats import SeatTurns
 
 NAMESPACE = "rlhfless"
 """Ray's namespace of the keepers."""

@@ -11,12 +11,11 @@ it stand.
 |---|---|---|
 | any | it names a slot that is not for a generation actor, a sample that the step does not have, or a sample twice | |
 | Assign | a sample has ended, or belongs to a slot | the samples belong to the slot |
-| Move | a sample belongs to another slot than the source, or to none; or its KV is to be moved and no connector does that | the samples that have not ended belong to the target |
+| Move | a sample belongs to another slot than the source, or to none | the samples that have not ended belong to the target |
 | Release | samples belong to the slot | the fleet drains the replica |
 
 Ended samples in a Move are left out silently, because a sample may end after the policy saw it: while the policy decides,
-or while an earlier action of the same answer waits for the end of an iteration. So are the samples that a source which
-prefills only has handed on by itself. For an Assign that cannot happen: unassigned samples are not drawn by any actor.
+or while an earlier action of the same answer waits for the end of an iteration. For an Assign that cannot happen: unassigned samples are not drawn by any actor.
 
 Lost is an event, not an action: all samples of the slot are unassigned, and the policy is told which.
 
@@ -53,8 +52,6 @@ class Assignment:
     """`[samples]`: whether each has ended. The owner sets this, and at the same time `home` to UNASSIGNED."""
     slots: int
     """Generation has the slots 0 to `slots` - 1."""
-    moves_kv: bool = False
-    """Whether a connector moves KV from one actor to another."""
 
     @property
     def unassigned(self) -> Ints:
@@ -78,22 +75,18 @@ class Assignment:
             )
         return samples
 
-    def checked_move(self, move: Move, *, hands_on: bool = False) -> Ints:
-        """The samples of a Move that are at its source, in its order. `hands_on`: the source prefills only, and hands
-        its samples on by itself. Raises PolicyFault."""
+    def checked_move(self, move: Move) -> Ints:
+        """The samples of a Move that are at its source, in its order. Raises PolicyFault."""
         self._check_slot(move.source)
         self._check_slot(move.target)
-        if move.with_kv and not self.moves_kv:
-            raise PolicyFault(f"no connector moves KV from slot {move.source}; Move without it")
         samples = self._named(move.samples)
         away = self.home[samples] != move.source
-        if not hands_on and away.any():
-            elsewhere = samples[away & ~self.finished[samples]]
-            if elsewhere.size:
-                raise PolicyFault(
-                    f"sample {elsewhere[0]} is to move from slot {move.source}, and does not belong there; Move what "
-                    "belongs to the source"
-                )
+        elsewhere = samples[away & ~self.finished[samples]]
+        if elsewhere.size:
+            raise PolicyFault(
+                f"sample {elsewhere[0]} is to move from slot {move.source}, and does not belong there; Move what "
+                "belongs to the source"
+            )
         at_source: Ints = samples[~away]
         return at_source
 

@@ -6,13 +6,13 @@ order. It sees no response length before its sample has ended, and no future.
 
 An action that the fleet cannot carry out is a fault of the policy. So is an answer after which an unfinished sample
 belongs to no slot, or to a slot where no replica is up or has been asked to come up. `rlhfless.scaling.assignment`
-has these rules, for both fleets; each fleet itself decides what can be started, released and put to sleep.
+has these rules, for both fleets; each fleet itself decides what can be started and released.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -43,8 +43,6 @@ class EngineLimits:
     kv_capacity_tokens: int
     max_sequences: int
     """Most sequences that run at once."""
-    prefill_only: bool = False
-    """Its samples leave after their first token, with their KV, to decode elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +55,17 @@ class ReplicaSlot:
     kind: str
     """Device kind, as the price book names it."""
     devices: tuple[str, ...]
-    """Names of its devices. Slots that share a device take turns on it, unless they are `beside`: one replica at a time
-    is awake there, and a replica that is started or woken meanwhile waits until the first sleeps or is released."""
+    """Names of its devices. Where slots share a device and its memory does not hold them all, the fleet lets them take
+    turns by itself: a function that has work wakes, and the others sleep."""
     node: str
     usd_per_s: float
-    """Price of all its devices while a replica holds them."""
+    """The saving of a release: the price of all its devices while a replica holds them, and 0 where they are paid for
+    in any case (`FleetView.kept_usd_per_s`)."""
     start_s: float
     """Seconds of a cold start, from when its devices are there until the replica is up, without the load of the
     weights."""
-    wake_s: Mapping[str, float]
-    """By sleep tier: seconds until the replica is up again, without the load of the weights."""
-    resident_usd_per_s: Mapping[str, float]
-    """By sleep tier: the price of sleep."""
     engine: EngineLimits | None = None
     """Set in slots for generation; None in others."""
-    beside: bool = False
-    """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for
-    both."""
     usable: bool = True
     """The run may hold its devices now. A slot that is not usable has no replica: another run has its devices."""
     reacquire_s: float = 0.0
@@ -89,14 +81,13 @@ class FleetView:
     """Seconds to load the weights of a version into one actor."""
     move_s: float
     """Seconds until a sample is at another actor by its tokens; its KV is computed again there."""
-    kv_token_s: float
-    """Additional seconds per token if its KV is moved too; infinite if no connector does that."""
     beat_s: float
     """Seconds between two beats of a step."""
     max_tokens: int
     """Tokens of the longest possible response."""
     kept_usd_per_s: float = 0.0
-    """Cost of a second of the run if no device is held: of owned devices, what their release does not earn."""
+    """Cost of a second of the run if no device is held: of nodes that are rented whole, of the learner's devices, and
+    of owned devices what their release does not earn."""
     terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """The cost of giving a device back and taking it again."""
     prefix_token_s: float = math.inf
@@ -116,9 +107,7 @@ class SlotView:
     """A slot at the time of the view."""
 
     state: ReplicaState | None
-    """The state of its replica; None if it has none."""
-    tier: str | None = None
-    """The tier in which it sleeps."""
+    """The state of its replica; None if it has none. One that sleeps until its turn comes is STALE."""
     running: int = 0
     """The number of samples that decode."""
     waiting: int = 0
@@ -224,18 +213,17 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Takes samples from one slot to another, with their tokens. Samples that have ended meanwhile are ignored."""
+    """Takes samples from one slot to another, with their tokens; their KV is computed again there. Samples that have
+    ended meanwhile are ignored."""
 
     source: int
     target: int
     samples: Ints
-    with_kv: bool = False
-    """Whether their KV is moved too, by a connector; otherwise it is computed again at the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starts a replica at a slot that has none, or wakes the replica that sleeps there."""
+    """Starts a replica at a slot that has none."""
 
     slot: int
     at_s: float | None = None
@@ -244,11 +232,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Drains a replica that has no samples left, to sleep in `tier`, or to give its devices back (None). Refused while
-    samples belong to the slot."""
+    """Drains a replica that has no samples left, and gives its devices back. Refused while samples belong to the
+    slot, and for the learner, which keeps the run's state."""
 
     slot: int
-    tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

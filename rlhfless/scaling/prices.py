@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -133,6 +133,10 @@ class DevicePrice(SpecModel):
     owned: Owned | None = None
     """Set for devices that are owned, not rented."""
 
+    rented_by: Literal["node", "device"] = "node"
+    """What is rented: whole nodes, which are paid for as long as the run lasts, so that the release of a device saves
+    nothing; or single devices, which are paid for while they are held. Means nothing for owned devices."""
+
     @model_validator(mode="after")
     def _owned_is_not_rented(self) -> DevicePrice:
         if self.owned is not None and (self.spot is not None or self.billing is not None):
@@ -141,8 +145,10 @@ class DevicePrice(SpecModel):
 
     @property
     def released_usd_per_hour(self) -> float:
-        """The cost of a device after its release: 0, unless it is owned."""
-        return 0.0 if self.owned is None else self.usd_per_hour * (1 - self.owned.released_value)
+        """The cost of a device after its release: 0 for one that is rented by itself."""
+        if self.owned is not None:
+            return self.usd_per_hour * (1 - self.owned.released_value)
+        return self.usd_per_hour if self.rented_by == "node" else 0.0
 
     @property
     def saved_usd_per_hour(self) -> float:

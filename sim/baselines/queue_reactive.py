@@ -17,13 +17,14 @@ from typing import Protocol
 
 import numpy as np
 
-from rlhfless.scaling.policies.fleet_actions import assign_to_least, make_way, note, start, take_turns
+from rlhfless.scaling.policies.fleet_actions import assign_to_least, note, rescue, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policy import (
     Action,
     Beat,
     Event,
     Idle,
+    Lost,
     Move,
     Note,
     Release,
@@ -180,11 +181,11 @@ class QueueReactive:
                 return self._begin(now)
             case Serving(slot):
                 return _take_share(now, slot, len(self._actors(now)))
-            case Idle(slot) if now.layout.shared(slot):
-                return take_turns(now, event, now.layout.generation)
             case Beat() | StepEnded() | Idle():
                 return self._scale(now, now.left)
-        return take_turns(now, event, now.layout.generation)
+            case Lost(slot, samples):
+                return rescue(now, slot, samples)
+        return []
 
     def _actors(self, now: PolicyContext) -> tuple[int, ...]:
         return now.layout.generation[: max(self._replicas, 1)]
@@ -193,7 +194,7 @@ class QueueReactive:
         """If there is no replica, waiting requests start one at once."""
         notes = [action for action in self._scale(now, now.view.group.size) if isinstance(action, Note)]
         actors = self._actors(now)
-        begin = [*make_way(now, actors), *start(now, actors)]
+        begin = start(now, actors)
         up = [slot for slot in actors if now.awake(slot)] or actors
         return [*notes, *begin, *assign_to_least(np.arange(now.view.group.size), up, now.loads)]
 
@@ -210,7 +211,7 @@ class QueueReactive:
                 )
                 self._replicas = wanted
         if ongoing:
-            actions += [*make_way(now, self._actors(now)), *start(now, self._actors(now))]
+            actions += start(now, self._actors(now))
         too_many, loads = generation[self._replicas :], now.loads
         return actions + [Release(slot) for slot in too_many if now.awake(slot) and loads[slot] == 0]
 

@@ -21,7 +21,7 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.plan import responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.responses import Floats
-from rlhfless.scaling.policies.fleet_actions import Inputs, leave, make_way, note, quickest_tier, rescue, start
+from rlhfless.scaling.policies.fleet_actions import Inputs, note, rescue, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, Layout, PolicyContext
 from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
@@ -75,15 +75,12 @@ class RLHFlessPublished:
                 return self._lost(now, slot, samples)
             case Generated():
                 self._learn(view)
-                left = [slot for slot in now.layout.generation if now.awake(slot)]
-                own = [slot for slot in self._actors if not now.layout.shared(slot)]
-                return [*(_leave(now, slot) for slot in left), *self._prewarm(now.layout, own)]
+                left = [slot for slot in now.layout.generation if _may_leave(now, slot)]
+                absent = [slot for slot in self._actors if slot in left or now.absent(slot)]
+                return [*map(Release, left), *self._prewarm(now.layout, absent)]
             case Idle(slot):
                 learner = now.layout.replica_slots[slot].role is FunctionRole.UPDATES
-                gone = [_leave(now, slot)] if now.awake(slot) else []
-                # If steps overlap, some actors are up for the next step already.
-                shared = [p for p in self._actors if now.layout.shared(p) and now.absent(p)]
-                return [*gone, *(self._prewarm(now.layout, shared) if learner else ())]
+                return [Release(slot)] if _may_leave(now, slot) and not learner else []
             case StepEnded(start_s, end_s):
                 self._shortest_s = min(self._shortest_s, end_s - start_s)
         return []
@@ -100,8 +97,8 @@ class RLHFlessPublished:
         self._actors = _near_learner(layout)[: cuts.size - 1]
         self._owner = np.empty(view.group.size, np.int64)
         self._finished = 0
-        idle = [slot for slot in layout.generation if slot not in self._actors and now.awake(slot)]
-        actions = [*make_way(now, self._actors), *(_leave(now, slot) for slot in idle), *start(now, self._actors)]
+        idle = [slot for slot in layout.generation if slot not in self._actors and _may_leave(now, slot)]
+        actions: list[Action] = [*map(Release, idle), *start(now, self._actors)]
         for slot, begin, end in zip(self._actors, cuts[-2::-1], cuts[:0:-1], strict=True):
             group = np.sort(order[begin:end])
             self._owner[group] = slot
@@ -168,7 +165,7 @@ class RLHFlessPublished:
             left[target] += tail
             left[source] -= tail
             own_left[source] = 0
-            actions.append(Move(source, target, samples, with_kv=math.isfinite(now.view.fleet.kv_token_s)))
+            actions.append(Move(source, target, samples))
             inputs: Inputs = {"samples": tail, "of": whole, "cut_share": self._settings.cut_share}
             actions.append(note(now, "migrate", f"slot {source} to {target}", inputs))
         return actions
@@ -180,8 +177,8 @@ class RLHFlessPublished:
         )
         actions: list[Action] = []
         for slot in sorted(self._through(now, own_left), key=lambda slot: (left[slot] == 0, slot)):
-            if left[slot] == 0 and to_come <= 0:
-                actions.append(_leave(now, slot))
+            if left[slot] == 0 and to_come <= 0 and _may_leave(now, slot):
+                actions.append(Release(slot))
             to_come -= now.layout.max_sequences(slot) - int(left[slot])
         return actions
 
@@ -199,10 +196,8 @@ class RLHFlessPublished:
         self._seen += view.tokens.size
 
     def _prewarm(self, layout: Layout, slots: Sequence[int]) -> list[Action]:
-        """Starts actors of this step again, so as to be up before the next step begins, by the shortest step so far.
-
-        Actors that share devices with the learner can start only when the learner has finished.
-        """
+        """Starts actors of this step again, so as to be up before the next step begins, by the shortest step so
+        far."""
         if math.isinf(self._shortest_s):
             return []
         next_s = self._began_s + self._shortest_s - self._settings.prewarm_buffer_s
@@ -215,20 +210,11 @@ def _near_learner(layout: Layout) -> tuple[int, ...]:
     return (*(slot for slot in layout.generation if slot not in away), *away)
 
 
-def _leave(now: PolicyContext, slot: int) -> Release:
-    return leave(now, slot, _tier(now.layout, slot))
-
-
-def _tier(layout: Layout, slot: int) -> str | None:
-    """The tier in which a replica sleeps; None if sleep costs as much as the devices and no other function pays for
-    them."""
-    replica_slot, tier = layout.replica_slots[slot], quickest_tier(layout.replica_slots[slot])
-    if tier is None or layout.shared(slot) or replica_slot.resident_usd_per_s[tier] < replica_slot.usd_per_s:
-        return tier
-    return None
+def _may_leave(now: PolicyContext, slot: int) -> bool:
+    """Whether a replica is there whose release saves anything; others stay [R]."""
+    return now.awake(slot) and now.layout.replica_slots[slot].usd_per_s > 0
 
 
 def _up_s(layout: Layout, slot: int) -> float:
-    """Seconds from the tier in which a replica sleeps until it is up, without its weights."""
-    replica_slot, tier = layout.replica_slots[slot], _tier(layout, slot)
-    return replica_slot.reacquire_s + replica_slot.start_s if tier is None else replica_slot.wake_s[tier]
+    """Seconds of a cold start until an actor is up, without its weights."""
+    return layout.replica_slots[slot].reacquire_s + layout.replica_slots[slot].start_s

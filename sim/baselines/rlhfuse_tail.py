@@ -1,8 +1,8 @@
 """RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221, section 4). Pure.
 
 Generation begins as on a static fleet. Once only a tail of the samples is left, all of it is moved, once a step, to the
-fewest actors that can take it, and the devices of the other actors are free for scoring and reference, which begin on
-complete groups. The actors that already have most of the tail take it.
+fewest actors that can take it; the actors that already have most of it take it. In the paper the devices of the others
+are free then for scoring and reference; here a turn on a device lasts for a whole phase, as in the live fleet.
 
 The limit: no actor may get more sequences than it decodes about as fast as one, nor more than its KV memory holds if
 all of them grow to the longest response.
@@ -10,7 +10,6 @@ all of them grow to the longest response.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,15 +17,13 @@ import numpy as np
 from rlhfless.scaling.policies.fleet_actions import (
     Inputs,
     assign_groups,
-    make_way,
     note,
-    put_to_sleep,
+    rescue,
     shares_to_least,
     start,
-    take_turns,
 )
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
-from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Move, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Lost, Move, StepBegan, StepView
 from rlhfless.spec.policies import TailSpec
 
 KNEE = 2.0
@@ -49,14 +46,16 @@ class RLHFuseTail:
         match event:
             case StepBegan():
                 self._gathered = False
-                return [*make_way(now, actors), *start(now, actors), *assign_groups(now, actors)]
+                return [*start(now, actors), *assign_groups(now, actors)]
             case Beat() if not self._gathered and now.left <= self._tail_share * view.finished.size:
                 self._gathered = True
                 return self._gather(now)
-        return take_turns(now, event, actors)
+            case Lost(slot, samples):
+                return rescue(now, slot, samples)
+        return []
 
     def _gather(self, now: PolicyContext) -> list[Action]:
-        """Moves the tail together, and releases actors that are empty then."""
+        """Moves the tail together."""
         loads = now.loads
         working = [slot for slot in now.layout.generation if loads[slot] > 0]
         takers = _takers(now, working)
@@ -67,12 +66,9 @@ class RLHFuseTail:
         if moved:
             target = np.repeat(takers, shares_to_least(moved, loads[takers]))
             begins = np.cumsum([0, *(samples.size for samples in tail)])
-            with_kv = math.isfinite(now.view.fleet.kv_token_s)
             for giver, samples, begin in zip(givers, tail, begins, strict=False):
                 goes = target[begin : begin + samples.size]
-                actions += [Move(giver, int(to), samples[goes == to], with_kv) for to in np.unique(goes)]
-        idle = [slot for slot in now.layout.generation if slot not in takers and now.awake(slot)]
-        actions += [put_to_sleep(now, slot) for slot in idle if now.layout.shared(slot)]
+                actions += [Move(giver, int(to), samples[goes == to]) for to in np.unique(goes)]
         inputs: Inputs = {"left": int(loads.sum()), "moved": moved, "tail_share": self._tail_share}
         return [*actions, note(now, "migrate", f"{len(takers)} actors keep the tail", inputs)]
 

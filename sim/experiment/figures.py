@@ -5,8 +5,9 @@ waits included; with overlapping steps (one_step_off) a window is what one more 
 
     holdings within it x price  +  the cost of devices while they are not held
 
-and the second part is 0 for rented devices that are given back. Owned devices are paid for anyway, less what other
-users pay for them; and a policy whose users reserve all devices for the whole run pays for devices that it leaves idle.
+and the second part is 0 for devices that were rented by themselves and are given back. Nodes that are rented whole are
+paid for until the run ends. Owned devices are paid for anyway, less what other users pay for them; and a policy whose
+users reserve all devices for the whole run pays for devices that it leaves idle.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class DeviceSupply:
     reserved: bool
     """Whether devices that are not held are paid for as well."""
     spare: Mapping[str, int] = field(default_factory=dict)
-    """Owned devices, by kind, that the policy never holds: they cost what their release does not earn."""
+    """Devices, by kind, that the policy never holds, and that cost what their release does not earn: owned ones, and
+    others on the nodes that it rents."""
 
 
 def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list[StepFigures]:
@@ -101,16 +103,16 @@ def _rounding_usd(
 ) -> float:
     """The cost of time that is billed beyond the holdings; of devices that are kept for the whole run, beyond the
     run."""
-    if not devices.reserved:
-        return leased_usd(holdings, prices) - prices.cost_usd(holdings)
+    whole = {kind for kind in devices.count if devices.reserved or prices.device(kind).rented_by == "node"}
+    leased = [holding for holding in holdings if holding.device_kind not in whole]
     run_s = bounds[-1] - bounds[0] if bounds else 0.0
-    return (
-        math.fsum(
-            count * (billed_s(run_s, prices.device(kind).billing) - run_s) * prices.price_usd_per_hour(kind)
-            for kind, count in devices.count.items()
-        )
-        / SECONDS_PER_HOUR
+    beyond_usd = math.fsum(
+        (devices.count[kind] + devices.spare.get(kind, 0))
+        * (billed_s(run_s, prices.device(kind).billing) - run_s)
+        * prices.price_usd_per_hour(kind)
+        for kind in whole
     )
+    return leased_usd(leased, prices) - prices.cost_usd(leased) + beyond_usd / SECONDS_PER_HOUR
 
 
 def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: DeviceSupply) -> float:

@@ -43,8 +43,6 @@ class FleetShape:
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
-        if self.placement.prefill_devices:
-            size += f", {self.placement.prefill_devices} of them for prefill alone"
         if self.kinds is not None:
             size += f", of {' and '.join(self.kinds)} only"
         if self.placement.mode == "colocated":
@@ -116,11 +114,6 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     kind, placement = kind_of(scenario, entry), entry.placement
     if placement is None:
         placement = scenario.placement.model_copy(update={"mode": kind.placement or scenario.placement.mode})
-    if placement.prefill_devices and not kind.prefill:
-        having = ", ".join(name for name, other in POLICIES.items() if other.prefill)
-        what = f"{entry.shown} gives no work to devices that prefill only ({placement.prefill_devices})"
-        hint = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
-        raise InputError(scenario.name, [Problem("placement.prefill_devices", what, hint)])
     if scenario.schedule == "one_step_off" and placement.mode == "colocated":
         what = f"{entry.shown} is placed co-located, and schedule one_step_off overlaps generation and learning"
         hint = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
@@ -148,8 +141,13 @@ def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> 
     """The devices that a policy may hold, and owned ones beside them. `reserved`: it pays for all that it may hold."""
     count = {machines.kind: machines.devices for machines in layout.machines}
     count[layout.machines[0].kind] = layout.devices
-    owned = [machines for machines in scenario.cluster.machines if machines.tenure == "owned"]
-    spare = {machines.kind: machines.devices - count.get(machines.kind, 0) for machines in owned}
+    prices, spare = price_book(scenario), {}
+    for machines in scenario.cluster.machines:
+        used, each = count.get(machines.kind, 0), machines.devices_per_node
+        if machines.tenure == "owned":
+            spare[machines.kind] = machines.devices - used
+        elif prices.device(machines.kind).rented_by == "node":
+            spare[machines.kind] = -(-used // each) * each - used
     return DeviceSupply(count, reserved, spare)
 
 

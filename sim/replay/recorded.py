@@ -109,7 +109,7 @@ def _service(fleet: RecordedFleet, function: str, work: Work, group_s: float, to
 
 def _slot_setup(allocation: Allocation) -> SlotSetup:
     """The live fleet keeps all functions of a device up at the same time, each with its share."""
-    return SlotSetup(allocation, "recorded", 0.0, {}, beside=True)
+    return SlotSetup(allocation, "recorded", 0.0, beside=True)
 
 
 def _engine_shape(trace: Trace) -> EngineShape:

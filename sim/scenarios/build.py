@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlhfless.prefixes.shared_forward import SharedForward
-from rlhfless.records import FunctionName, SleepTier, Work
-from rlhfless.scaling.latency.startup import start_s
+from rlhfless.records import FunctionName, Work
+from rlhfless.scaling.latency.startup import WARM_UP_S, start_s
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, Residency, load_price_book
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
@@ -34,10 +34,8 @@ def price_book(scenario: Scenario) -> PriceBook:
     tenures = {machines.kind: machines for machines in scenario.cluster.machines}
     for kind in tenures:
         book.device(kind)
-    asleep_usd = timing.sleeping_usd_per_hour(scenario)
     devices = tuple(
-        _priced(device, tenures[device.kind], asleep_usd, scenario) if device.kind in tenures else device
-        for device in book.devices
+        _priced(device, tenures[device.kind], scenario) if device.kind in tenures else device for device in book.devices
     )
     return book.model_copy(update={"devices": devices})
 
@@ -117,12 +115,6 @@ class ScenarioLayout:
             if index == 0 and self._placement.mode == "disaggregated":
                 devices = devices.without(self.learner_side)
             shapes += self._of_kind(machines, devices)
-        alone = self._placement.prefill_devices // self._scenario.engine.tensor_parallel
-        if 0 < len(shapes) <= alone:
-            what = f"{self._placement.prefill_devices} devices prefill, and no actor is left that decodes"
-            hint = "lower placement.prefill_devices, or take more devices"
-            raise timing.DoesNotFit(self._scenario.name, [Problem("placement.prefill_devices", what, hint)])
-        shapes[:alone] = [replace(actor, engine=replace(actor.engine, prefill_only=True)) for actor in shapes[:alone]]
         if not shapes:
             tensor_parallel = self._scenario.engine.tensor_parallel
             what = f"no node has {tensor_parallel} devices left for an actor"
@@ -135,12 +127,11 @@ class ScenarioLayout:
         blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
-        model, device = timing.engine_shape(self._scenario), self._scenario.cluster.sheet(machines.kind)
-        wakes = timing.wake_times_s(engine, model, device, self._scenario.cluster.store_bytes_per_s)
+        model = timing.engine_shape(self._scenario)
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
-                SlotSetup(Allocation.of(devices), node, start_s(model), wakes),
+                SlotSetup(Allocation.of(devices), node, start_s(model), WARM_UP_S, WARM_UP_S),
                 shape,
                 prices,
                 machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
@@ -156,7 +147,8 @@ class ScenarioLayout:
             Allocation.of(self.learner_side),
             self._first.devices[0][0],
             start_s(scenario.model.shape),
-            {SleepTier.HOST: timing.learner_wake_s(scenario, kind, count)},
+            timing.learner_move_s(scenario, kind, count),
+            timing.learner_move_s(scenario, kind, count),
         )
         evaluated = 1 - 1 / scenario.learner.mini_batches  # all but the first
         return LearnerShape(
@@ -172,7 +164,7 @@ class ScenarioLayout:
         """The slots of scoring, and of the reference if there is one."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], scoring.start_s, {}, beside=True)
+        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], scoring.start_s, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
         shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
@@ -183,10 +175,8 @@ class ScenarioLayout:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
         model, device = scenario.model.shape, scenario.cluster.sheet(kind)
         side = tuple(self.learner_side[-devices:])
-        wake_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
-        slot_setup = SlotSetup(
-            Allocation.of(side), self._first.devices[-1][0], start_s(model), {SleepTier.HOST: wake_s}
-        )
+        move_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
+        slot_setup = SlotSetup(Allocation.of(side), self._first.devices[-1][0], start_s(model), move_s, move_s)
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
@@ -200,14 +190,14 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
     terms = RentalTerms() if reserved else lease_terms(scenario, layout)
     size = scenario.model.shape.total_bytes
     per_actor = transport.device_bytes_per_s * engine.tensor_parallel
-    kv_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
+    prefix_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
     try:
         return Setup(
             layout.actors(),
             layout.services(),
             layout.learner(),
             Transport(transport.kind, per_actor, transport.fixed_s, size),
-            Links(scenario.beat_s, MOVE_S, kv_token_s),
+            Links(scenario.beat_s, MOVE_S, prefix_token_s),
             scenario.schedule,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
@@ -235,14 +225,11 @@ def lease_terms(scenario: Scenario, layout: ScenarioLayout) -> RentalTerms:
     return RentalTerms.of(billings, scenario.cluster.reacquire_s)
 
 
-def _priced(device: DevicePrice, machines: MachinesSpec, asleep_usd: float, scenario: Scenario) -> DevicePrice:
-    changes: dict[str, object] = {}
+def _priced(device: DevicePrice, machines: MachinesSpec, scenario: Scenario) -> DevicePrice:
+    changes: dict[str, object] = {"rented_by": machines.rented_by or device.rented_by}
     terms = scenario.cluster.billing
     if terms is not None:
         changes["billing"] = Billing(**terms.model_dump(), source="cluster.billing", as_of=device.as_of)
-    if device.residency is None:
-        source = "weights per device x cluster.host_memory_usd_per_gb_hour"
-        changes["residency"] = Residency(usd_per_hour=asleep_usd, source=source, as_of=device.as_of)
     if machines.tenure == "owned":
         changes |= {"owned": Owned(released_value=machines.released_value or 0.0), "spot": None, "billing": None}
     if machines.tenure == "spot":

@@ -34,6 +34,10 @@ class MachinesSpec(SpecModel):
     released_value: Annotated[float, Field(ge=0, le=1)] | None = None
     """For owned devices: share of the price that a released device earns, because other users pay for it."""
 
+    rented_by: Literal["node", "device"] | None = None
+    """Whether whole nodes are rented, which are paid for as long as the run lasts, or single devices; by the price book
+    when left out. Not for owned devices."""
+
     stragglers: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the devices that are slow, rounded down to whole devices: the last ones."""
 
@@ -89,18 +93,11 @@ class ClusterSpec(SpecModel):
 
     reacquire_s: NotNegative = 0.0
     """Seconds to get a device back that was given back, each time it is no longer paid for. 0: at once, as if nobody
-    else were waiting. Policies whose users keep the whole cluster never give one back."""
-
-    host_memory_usd_per_gb_hour: NotNegative = 0.0031
-    """Price of a sleeping replica's weights in host memory, if the price book has no residency. The default is the
-    price of memory between AWS r6a.4xlarge (128 GB, 0.9072 per hour) and c6a.4xlarge (32 GB, 0.612)."""
-
-    store_bytes_per_s: Positive = 1.75e9
-    """Rate at which a cold start reads its first weights. The default is what vLLM's loader reached on an A100 node
-    (1.6 to 1.85 GB/s, arXiv 2606.07362)."""
+    else were waiting. What slept on it is gone, so a cold start follows. Policies whose users keep the whole cluster
+    never give one back."""
 
     kv_bytes_per_s: Positive = 12.5e9
-    """Rate at which the KV of a sample moves to another actor: 100 Gbit/s by default."""
+    """Rate at which an actor gets the KV of a shared prefix from another one: 100 Gbit/s by default."""
 
     def sheet(self, kind: str) -> DeviceSheet:
         """The figures of a kind of device among the machines."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfless.records import SleepTier
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
-from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
-from rlhfless.scaling.latency.startup import wake_s
 from rlhfless.sim.replay.latency_file import load_latency
-from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency, ScenarioEngineSpec
+from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec.errors import InputError, Problem
 
@@ -107,19 +103,6 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
     return tokens
 
 
-def wake_times_s(
-    engine: ScenarioEngineSpec, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float
-) -> Mapping[str, float]:
-    """By sleep tier: seconds until the engine is up again."""
-    return {str(tier): wake_s(tier, shape, device, store_bytes_per_s, engine.tensor_parallel) for tier in SleepTier}
-
-
-def sleeping_usd_per_hour(scenario: Scenario) -> float:
-    """Price per hour of host memory for one device's part of the weights."""
-    per_device = engine_shape(scenario).total_bytes / scenario.engine.tensor_parallel / GB
-    return per_device * scenario.cluster.host_memory_usd_per_gb_hour
-
-
 def learner_devices_needed(scenario: Scenario, kind: str) -> int:
     """The fewest devices of this kind that hold the learner's state."""
     state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
@@ -137,8 +120,8 @@ def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
     return 2 * _token_s(scenario, kind, devices) * 6 / 8
 
 
-def learner_wake_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds until the learner's state is back from host memory; each device has its own link."""
+def learner_move_s(scenario: Scenario, kind: str, devices: int) -> float:
+    """Seconds in which the learner's state moves to host memory, or back; each device has its own link."""
     state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
     return state / (devices * scenario.cluster.sheet(kind).host_bytes_per_s.value)
 

@@ -182,7 +182,3 @@ class ScenarioPlacementSpec(SpecModel):
 
     learner_devices: Count | None = None
     """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""
-
-    prefill_devices: Annotated[int, Field(ge=0)] = 0
-    """Devices whose actors prefill only, and hand the KV to the actors that decode, over `cluster.kv_bytes_per_s`. For
-    static policies: no other gives them work."""

@@ -67,7 +67,8 @@ async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp
         scene.ledger.add_invocation(loading(seconds))
     view = scene.fleet.view()
     assert [replica_slot.start_s for replica_slot in view.replica_slots] == [25.0, 25.0, 4.0, START_S]
-    assert [replica_slot.usd_per_s for replica_slot in view.replica_slots] == [0.01, 0.01, 0.005, 0.005]
+    assert [replica_slot.usd_per_s for replica_slot in view.replica_slots] == [0.01, 0.01, 0.005, 0.0]
+    assert view.kept_usd_per_s == 0.005  # the learner's share of its core
     assert (view.load_s, view.max_tokens, view.beat_s) == (0.5, 64, 0.5)
     assert [replica_slot.devices for replica_slot in view.replica_slots] == [
         ("cpu-0",),
@@ -75,7 +76,6 @@ async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp
         ("cpu-1",),
         ("cpu-1",),
     ]
-    assert all(replica_slot.beside for replica_slot in view.replica_slots)  # shares of a core are held side by side
 
 
 async def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_a_fleet_that_never_changes_has_nothing_to_save(tmp_path: Path) ->
         0.0,
         0.0,
         0.005,
-        0.005,
+        0.0,
     ]
 
 
@@ -114,7 +114,7 @@ async def test_slots_show_their_replicas_and_how_much_each_has(tmp_path: Path) -
 async def test_a_helper_is_released_and_started_ahead_of_its_next_use(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     slot = scene.fleet.slot_of(FunctionName.SCORING)
-    scene.fleet.release(slot, None, 3)
+    scene.fleet.release(slot, 3)
     assert scene.scoring["scoring"].state is ReplicaState.DRAINING
     scene.fleet.start(slot, time.time() + 0.02, 4)
     await until(lambda: scene.cluster.begun == [0])
@@ -123,7 +123,7 @@ async def test_a_helper_is_released_and_started_ahead_of_its_next_use(tmp_path: 
 
 async def test_a_helper_that_the_spec_always_holds_stays_and_the_ledger_says_so(tmp_path: Path) -> None:
     scene = Fleet(tmp_path, hold=Bounds(1, reason="scaling.hold_scoring is always"))
-    scene.fleet.release(2, None, 3)
+    scene.fleet.release(2, 3)
     assert scene.scoring.serving()
     (kept,) = scene.decisions()
     assert (kept.kind, kept.inputs) == ("keep", {"function": "scoring", "reason": "scaling.hold_scoring is always"})
@@ -149,7 +149,7 @@ async def test_a_helper_that_the_policy_may_keep_stays_if_it_says_nothing(tmp_pa
 
 async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
-    scene.fleet.release(0, None, 3)
+    scene.fleet.release(0, 3)
     assert scene.actors["a"].state is ReplicaState.SERVING
     (kept,) = scene.decisions()
     assert (kept.step, kept.kind, kept.choice) == (3, "keep", "slot 0 stays")
@@ -158,9 +158,8 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("asked", "fault"),
     [
-        (lambda fleet: fleet.release(0, "host", 3), "no sleep tiers"),
-        (lambda fleet: fleet.release(1, None, 3), "slot 1 is released, and has no actor"),
-        (lambda fleet: fleet.release(3, None, 3), "the learner's, which keeps the run's state"),
+        (lambda fleet: fleet.release(1, 3), "slot 1 is released, and has no actor"),
+        (lambda fleet: fleet.release(3, 3), "the learner's, which keeps the run's state"),
         (lambda fleet: fleet.start(0, None, 3), r"slot 0 is asked to start, and has an actor \(serving\)"),
     ],
 )

@@ -83,7 +83,7 @@ class Slots:
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
         states = [ReplicaState.SERVING if slot in self.up else None for slot in range(PLACES)]
-        return tuple(SlotView(state, None, *table.counts(slot)) for slot, state in enumerate(states))
+        return tuple(SlotView(state, *table.counts(slot)) for slot, state in enumerate(states))
 
     def expects(self, slot: int) -> bool:
         return slot in self.up
@@ -93,7 +93,7 @@ class Slots:
             raise PolicyFault(f"slot {slot} has an actor")
         self.up.add(slot)
 
-    def release(self, slot: int, tier: str | None, step: int) -> None:
+    def release(self, slot: int, step: int) -> None:
         if slot not in self.up:
             raise PolicyFault(f"slot {slot} has no actor")
         self.up.discard(slot)
@@ -197,7 +197,7 @@ slots, numbers = st.integers(-1, PLACES + 1), st.integers(-1, SAMPLES)
 some = st.lists(numbers, min_size=1, max_size=4).map(ints) | st.lists(numbers, max_size=4, unique=True).map(ints)
 actions = st.one_of(
     st.builds(Assign, slots, some),
-    st.builds(Move, slots, slots, some, st.booleans()),
+    st.builds(Move, slots, slots, some),
     st.builds(Start, st.integers(0, PLACES - 1)),
     st.builds(Release, st.integers(0, PLACES - 1)),
 )
@@ -288,7 +288,6 @@ def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | N
         ([Move(0, 1, ints([-1]))], "there is no sample -1"),
         ([Move(0, 1, ints([2, 2]))], "an action names a sample twice"),
         ([Move(0, 1, ints([7]))], "sample 7 is to move from slot 0, and does not belong there"),
-        ([Move(0, 1, ints([0]), with_kv=True)], "no connector moves KV from slot 0"),
         ([Move(0, 2, ints([0]))], "1 samples are left, and no actor serves or will serve at slot 2"),
         ([Start(2, at_s=1e9), Move(0, 2, ints([0]))], "no actor serves or will serve at slot 2"),
         ([Release(0)], "slot 0 is released with 6 samples; Move them first"),

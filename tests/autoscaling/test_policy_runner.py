@@ -181,7 +181,7 @@ async def test_decisions_are_noted_and_the_planned_time_is_a_metric() -> None:
     await scene.ended("a")
     assert scene.notes == [plan]
     assert scene.runner.figures(3)["planned_generation_s"] == 2.5
-    assert scene.fleet.released == [(1, None)]
+    assert scene.fleet.released == [1]
     assert scene.fleet.started == [(2, 130.0, 3)]
 
 
@@ -215,7 +215,6 @@ def boom(view: StepView) -> Sequence[Action]:
         [Assign(0, ints(0, 1, 2, 3)), Release(0)],  # with samples
         [Assign(7, ints(0, 1, 2, 3))],  # no such slot
         [Assign(0, ints(0, 1, 2, 9))],  # no such sample
-        [Assign(0, ints(0, 1, 2, 3)), Move(0, 1, ints(1), with_kv=True)],  # no connector
     ],
 )
 async def test_a_fault_of_the_policy_costs_no_sample(answer: Sequence[Action]) -> None:

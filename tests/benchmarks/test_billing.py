@@ -56,7 +56,7 @@ def test_ours_is_never_worse_than_static(name: str, terms: str) -> None:
 
 
 def test_a_device_is_there_again_after_a_while_unless_it_is_still_paid_for() -> None:
-    slot_setup = SlotSetup(Allocation.of((Device("gpu-0", "h100", 0),)), "node", 1.0, {})
+    slot_setup = SlotSetup(Allocation.of((Device("gpu-0", "h100", 0),)), "node", 1.0)
     devices = Devices([slot_setup], RentalTerms(granularity_s=60.0, reacquire_s=30.0))
     assert devices.gone(0, 0.0) == (False, False)  # it was never given back
     devices.take(0, 0.0)

@@ -132,7 +132,9 @@ def _with(step: Any, **changes: float) -> Any:
 @given(st.integers(0, 20), st.floats(1.0, 3.0), st.floats(1.0, 3.0))
 @settings(max_examples=20, deadline=None)
 def test_more_time_never_costs_more_and_steps_together_are_no_dearer(seed: int, first: float, second: float) -> None:
-    bounds = RunBounds(scenario()).steps(FleetShape(ScenarioPlacementSpec(mode="colocated")), seed)[:2]
+    # Of devices that are paid for only while they are held: of others each second costs.
+    devices = {"machines": [{"kind": "l40s", "devices_per_node": 4, "rented_by": "device"}]}
+    bounds = RunBounds(scenario(cluster=devices)).steps(FleetShape(ScenarioPlacementSpec(mode="colocated")), seed)[:2]
     times = [bounds[0].least_s * first, bounds[1].least_s * second]
     apart = sum(float(bound.least_usd(np.array([time_s]))[0]) for bound, time_s in zip(bounds, times, strict=True))
     together = TradeOff.of(bounds)

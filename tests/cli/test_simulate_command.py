@@ -82,6 +82,17 @@ def test_a_contract_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
     assert [len(runs[name]["runs"][0]["infeasible"]) for name in names] == [0, 4]
 
 
+def test_several_runs_on_one_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values(policies=[{"name": "static"}], steps=2)))
+    result = invoke(path, "--runs", "2")
+    assert result.exit_code == 0, result.output
+    assert "one after the other" in result.stdout
+    assert "all devices, in turns" in result.stdout
+    assert "1.00" in result.stdout
+    assert not (tmp_path / "simulations").exists()
+
+
 def test_a_recorded_run_is_a_workload_by_its_own_folder(run: Path, tmp_path: Path) -> None:
     path, entry = tmp_path / "tiny.yaml", [{"name": "static"}]
     recorded = {"type": "recorded", "path": str(run)}

@@ -58,7 +58,7 @@ class TailMover:
         drawn = np.flatnonzero((view.home == first) & ~view.finished & (view.tokens > 0))
         if isinstance(event, Beat) and view.step <= MOVED and not self._moved and now.awake(second) and drawn.size > 1:
             self._moved = True
-            return [Move(first, second, drawn[::2], with_kv=False)]
+            return [Move(first, second, drawn[::2])]
         return []
 
 

@@ -101,7 +101,7 @@ def test_the_simulator_runs_it_in_any_process(tmp_path):
     ]
     found = compare(scenario(tmp_path, *entries), jobs=2)
     static, every, one = (found.results[label][0].time_s for label in ("static_colocated", "all", "one"))
-    assert every == static
+    assert every == pytest.approx(static, rel=0.01)  # static deals by lengths once it has seen some
     assert one > static
 
 

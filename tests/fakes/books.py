@@ -35,7 +35,7 @@ class Run:
     seed: int
 
     def restless(self) -> Restless:
-        return Restless(self.seed, with_kv=self.seed % 2 == 0)
+        return Restless(self.seed)
 
 
 def check_books(run: Run, policy: Policy) -> None:

@@ -250,9 +250,7 @@ class FakeFleet:
         return FleetView(replica_slots, 0.05, 0.05, float("inf"), 0.5, 100)
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
-        return tuple(
-            SlotView(self._state(slot), None, *table.counts(slot)) for slot in range(len(self.pool.allocations))
-        )
+        return tuple(SlotView(self._state(slot), *table.counts(slot)) for slot in range(len(self.pool.allocations)))
 
     def expects(self, slot: int) -> bool:
         return self._state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
@@ -263,8 +261,8 @@ class FakeFleet:
         self.started.append((slot, at_s, step))
         self.starting.add(slot)
 
-    def release(self, slot: int, tier: str | None, step: int) -> None:
-        self.released.append((slot, tier))
+    def release(self, slot: int, step: int) -> None:
+        self.released.append(slot)
 
     def _state(self, slot: int) -> ReplicaState | None:
         actor = self.pool.at(slot)

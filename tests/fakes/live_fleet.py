@@ -54,7 +54,7 @@ class Fleet:
 
 
 PRICES = PriceBook.model_validate(
-    {"devices": [{"kind": CPU_KIND, "usd_per_hour": 36.0, "source": "test", "as_of": "2026-11-01"}]}
+    {"devices": [{"kind": CPU_KIND, "usd_per_hour": 36.0, "rented_by": "device", "source": "a", "as_of": "2026-11-01"}]}
 )
 
 

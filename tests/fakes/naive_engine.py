@@ -46,7 +46,6 @@ class Sequence:
     """(name, tokens) of what its prompt shares with other prompts, the shortest first."""
     tokens: int = 0
     arrival_s: float = 0.0
-    has_kv: bool = False
     held: list[Block] = field(default_factory=list)
     admitted: int = 0
     """Its number in the order of admission; a sequence that comes back gets a new one."""
@@ -189,31 +188,26 @@ class NaiveEngine:
             among = self.filling or self.running
             victim = among.pop(max(range(len(among)), key=lambda i: among[i].admitted))
             self.release(victim)
-            victim.has_kv, victim.to_prefill = False, 0
+            victim.to_prefill = 0
             self.queue.appendleft(victim)
             self.preemptions += 1
 
     def admit(self) -> None:
         while self.queue and len(self.filling) + len(self.running) < self.shape.max_sequences:
             head = self.queue[0]
-            held = head.prompt + head.tokens - (1 if head.has_kv else 0)
+            held = head.prompt + head.tokens
             shared = sum(key in self.cache and self.cache[key].users > 0 for key in self.keys(head))
             cost = self.shape.blocks(held) - shared
-            if head.has_kv:  # it decodes at once
-                cost += self.shape.blocks(held + 1) - self.shape.blocks(held)
             if head.arrival_s > self.now_s or cost + self.needed() > self.free:
                 return
             self.queue.popleft()
             self.admitted += 1
             head.admitted = self.admitted
             found = self.hold(head, self.shape.blocks(held))
-            if head.has_kv:
-                self.running.append(head)
-            else:
-                head.prefilled = found * self.shape.block_tokens
-                self.cached += head.prefilled
-                head.to_prefill = held - head.prefilled
-                self.filling.append(head)
+            head.prefilled = found * self.shape.block_tokens
+            self.cached += head.prefilled
+            head.to_prefill = held - head.prefilled
+            self.filling.append(head)
 
     def composition(self) -> tuple[list[tuple[Sequence, int]], bool]:
         """What the next iteration prefills, and whether it decodes."""
@@ -249,7 +243,7 @@ class NaiveEngine:
         for s in ready:
             s.tokens += 1
         self.filling = [s for s in self.filling if s.to_prefill]
-        at_once = [s for s in ready if self.shape.prefill_only or s.tokens == s.target]
+        at_once = [s for s in ready if s.tokens == s.target]
         ended = sorted((s for s in self.running if s.tokens == s.target), key=lambda s: s.sample)
         for s in (*at_once, *ended):
             self.finish_s[s.sample] = self.now_s

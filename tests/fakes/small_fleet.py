@@ -13,7 +13,7 @@ from rlhfless.records import FunctionName, Invocation, Work
 from rlhfless.scaling.accounting import Usage, summarise
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import Policy
-from rlhfless.scaling.prices import DevicePrice, PriceBook, Residency
+from rlhfless.scaling.prices import DevicePrice, PriceBook
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
@@ -26,27 +26,15 @@ SHAPE = EngineShape(max_sequences=8, kv_blocks=60, block_tokens=4, chunk_tokens=
 TODAY = date(2026, 11, 21)
 PRICES = PriceBook(
     devices=(
-        DevicePrice(kind="cpu-core", usd_per_hour=0.036, source="test", as_of=TODAY),
-        DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY),
+        DevicePrice(kind="cpu-core", usd_per_hour=0.036, source="test", as_of=TODAY, rented_by="device"),
+        DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY, rented_by="device"),
     )
 )
-MEMORY = PriceBook(
-    devices=(
-        PRICES.devices[0],
-        DevicePrice(
-            kind="h100",
-            usd_per_hour=3.6,
-            source="test",
-            as_of=TODAY,
-            residency=Residency(usd_per_hour=0.36, source="test", as_of=TODAY),
-        ),
-    )
-)
-"""The same, with a price for host memory."""
-
-LINKS = Links(beat_s=0.5, move_s=0.01, kv_token_s=0.001)
+LINKS = Links(beat_s=0.5, move_s=0.01, prefix_token_s=0.001)
 FOLDER = Transport("folder", 1e9, 0.1, 200_000_000)  # 0.3 s
 
+
+SLEEP_S, WAKE_S = 0.25, 0.5
 
 SERVING_S = 5.0 + 2.0 + 0.3
 """A node, a cold start, the weights."""
@@ -58,7 +46,7 @@ def slot_setup(
     """One device, on the node of the same number."""
     allocation = Allocation.of([Device(f"{kind}-{device}", kind, device)])
     node = device if node is None else node
-    return dataclasses.replace(SlotSetup(allocation, f"node-{node}", start_s, {"host": 0.5, "disk": 1.5}), **changes)
+    return dataclasses.replace(SlotSetup(allocation, f"node-{node}", start_s, SLEEP_S, WAKE_S), **changes)
 
 
 def actor(device: int, **changes: object) -> ActorShape:

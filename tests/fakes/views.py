@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ ENGINE = EngineLimits(MODEL, kv_capacity_tokens=10_000, max_sequences=8)
 
 UP = SlotView(ReplicaState.SERVING)
 ABSENT = SlotView(None)
-ASLEEP = SlotView(ReplicaState.SLEEPING, "host")
+ASLEEP = SlotView(ReplicaState.STALE)
 
 
 def replica_slot(index: int, **changes: object) -> ReplicaSlot:
@@ -29,8 +28,6 @@ def replica_slot(index: int, **changes: object) -> ReplicaSlot:
         f"node-{index // 2}",
         usd_per_s=0.001,
         start_s=40.0,
-        wake_s={"host": 2.0},
-        resident_usd_per_s={"host": 0.0001},
         engine=ENGINE,
     )
     return dataclasses.replace(plain, **changes)
@@ -44,7 +41,7 @@ def learner(*devices: int, node: str = "node-0") -> ReplicaSlot:
 
 
 def fleet_of(*replica_slots: ReplicaSlot, **changes: object) -> FleetView:
-    plain = FleetView(replica_slots, load_s=1.0, move_s=0.01, kv_token_s=math.inf, beat_s=0.5, max_tokens=100)
+    plain = FleetView(replica_slots, load_s=1.0, move_s=0.01, beat_s=0.5, max_tokens=100)
     return dataclasses.replace(plain, **changes)
 
 

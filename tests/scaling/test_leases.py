@@ -88,7 +88,9 @@ def test_releasing_owned_hardware_saves_what_others_make_of_it() -> None:
     owned = book(owned=Owned(released_value=0.25))
     assert owned.device("h100").saved_usd_per_hour == pytest.approx(0.9)
     assert owned.cost_usd([hold(0, 1000)]) == pytest.approx(1.0)
-    assert book().device("h100").saved_usd_per_hour == pytest.approx(3.6)
+    assert book(rented_by="device").device("h100").saved_usd_per_hour == pytest.approx(3.6)
+    whole = book().device("h100")  # a node is paid for, whatever is given back of it
+    assert (whole.saved_usd_per_hour, whole.released_usd_per_hour) == (0.0, 3.6)
 
 
 spans = st.lists(

@@ -1,19 +1,21 @@
-"""Devices taken in turns, worked by hand: which replica waits for which, what sleep costs, and waits without end."""
+"""Devices taken in turns, worked by hand: which replica waits for which, and what it costs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
-from fakes.simple_policies import Evenly, InTurns, Scripted
+from fakes.simple_policies import Evenly, Scripted
 from fakes.small_fleet import (
     LEARNER,
-    MEMORY,
     PRICES,
     REFERENCE,
     SCORING,
+    SLEEP_S,
+    WAKE_S,
     actor,
     batch_of,
     called,
@@ -23,13 +25,12 @@ from fakes.small_fleet import (
     slot_setup,
 )
 from rlhfless.records import ReplicaState, Work
-from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     Action,
     Beat,
     Event,
-    Generated,
+    Idle,
     Release,
     StepView,
 )
@@ -37,7 +38,34 @@ from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.simulation import Simulation
 
 
-def test_a_freed_actor_s_device_serves_while_the_tail_is_drawn() -> None:
+def test_functions_take_turns_of_whole_phases() -> None:
+    """The first group is complete early, and the reference waits until generation has ended: 0.25 s until the actor
+    sleeps, 0.7 s of a cold start. In the second step the actor waits for the learner to fall asleep, and wakes, and the
+    reference wakes."""
+    setup = setup_of(actor(0), services=(REFERENCE,), learner=on(LEARNER, slot_setup(0, start_s=1.0)))
+    simulation = Simulation(setup, Evenly(), PRICES)
+    ends = []
+    for step in (1, 2):
+        generation = simulation.step(dataclasses.replace(batch_of([(5, [3]), (5, [200])]), step=step))
+        ends.append(generation.end_s)
+    first, second = called(simulation, Work.LOGPROBS)
+    assert first.start_s == pytest.approx(ends[0] + SLEEP_S + 0.7)
+    assert second.start_s == pytest.approx(ends[1] + SLEEP_S + WAKE_S)
+    learned = called(simulation, Work.LEARN)
+    assert learned[0].start_s == pytest.approx(first.end_s + SLEEP_S + 1.0)
+    assert learned[1].start_s == pytest.approx(second.end_s + SLEEP_S + WAKE_S)
+    drawn = called(simulation, Work.GENERATE)
+    began_s = simulation.ledger.steps[1].start_s
+    assert drawn[1].start_s == pytest.approx(began_s + SLEEP_S + WAKE_S + 0.3)  # and the load of the weights
+    slots = {"generation-0", "reference-1", "learner-2"}
+    awake = [
+        row for row in simulation.close().holdings if row.replica in slots and row.state is not ReplicaState.SLEEPING
+    ]
+    spans = sorted((row.start_s, row.end_s) for row in awake)
+    assert all(end_s <= start_s + 1e-9 for (_, end_s), (start_s, _) in pairwise(spans))  # one owner at a time
+
+
+def test_a_released_actor_s_device_serves_while_the_tail_is_drawn() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         free = isinstance(event, Beat) and view.slots[0].state is ReplicaState.SERVING
         return (Release(0),) if free and not len(view.samples_at(0)) else ()
@@ -52,27 +80,13 @@ def test_a_freed_actor_s_device_serves_while_the_tail_is_drawn() -> None:
     assert last.start_s == pytest.approx(generation.end_s)
 
 
-def test_services_wait_for_devices_and_an_endless_wait_is_a_fault() -> None:
-    batch = batch_of([(5, [3]), (5, [100])])
-    simulation, generation = one_step(setup_of(actor(0), services=(REFERENCE,)), InTurns(), batch)
-    assert called(simulation, Work.LOGPROBS)[0].start_s == pytest.approx(generation.end_s + 0.7)
-    message = r"slot 1 \(reference\) waits for device 'h100-0', which slot 0 \(generation\) holds"
-    with pytest.raises(SimulationError, match=message):
-        one_step(setup_of(actor(0), services=(REFERENCE,)), Evenly(), batch)
-    simulation = Simulation(setup_of(actor(0), learner=on(LEARNER, slot_setup(0))), Scripted(lambda *_: ()), PRICES)
-    with pytest.raises(SimulationError, match=r"slot 2 \(learner\) waits for device 'h100-0', which slot 0"):
-        simulation.step(batch)
-
-
-def test_generation_that_waits_for_a_device_for_ever_is_a_fault() -> None:
+def test_the_learner_is_never_released() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        return (Release(0),) if isinstance(event, Generated) else ()
+        return (Release(2),) if event == Idle(2) else ()
 
-    simulation, _ = one_step(
-        setup_of(actor(0), learner=on(LEARNER, slot_setup(0))), Scripted(answer), batch_of([(5, [3])])
-    )
-    with pytest.raises(SimulationError, match=r"slot 0 \(generation\) waits .* which slot 2 \(learner\) holds"):
-        simulation.step(batch_of([(5, [3])]))
+    setup = setup_of(actor(0), learner=on(LEARNER, slot_setup(0)))
+    with pytest.raises(SimulationError, match=r"slot 2 \(learner\) keeps the run's state, and is never released"):
+        one_step(setup, Scripted(answer), batch_of([(5, [3])]))
 
 
 def test_a_service_beside_an_actor_does_not_wait() -> None:
@@ -88,36 +102,14 @@ def test_a_service_beside_an_actor_does_not_wait() -> None:
         dataclasses.replace(shared, services=(on(SCORING, slot_setup(0, **whole)),))
 
 
-def test_a_sleeping_replica_pays_for_a_device_only_if_no_other_replica_does() -> None:
+def test_a_device_that_is_used_in_turns_is_paid_for_once() -> None:
     """The actor sleeps while the learner is awake on its device, and the other way round."""
-    setup = setup_of(actor(0), learner=on(LEARNER, slot_setup(0, start_s=1.0)))
-    batches = [dataclasses.replace(batch_of([(5, [30])]), step=step) for step in (1, 2)]
-    bills = {}
-    for book in (PRICES, MEMORY):
-        simulation = Simulation(setup, InTurns("host"), book)
-        for batch in batches:
-            simulation.step(batch)
-        trace = simulation.close()
-        bills[book] = [row for row in trace.holdings if row.device == "h100-0"], trace.steps
-    rows, steps = bills[PRICES]
+    simulation = Simulation(setup_of(actor(0), learner=on(LEARNER, slot_setup(0, start_s=1.0))), Evenly(), PRICES)
+    for step in (1, 2):
+        simulation.step(dataclasses.replace(batch_of([(5, [30])]), step=step))
+    trace = simulation.close()
+    rows = [row for row in trace.holdings if row.device == "h100-0"]
     # The device is held from the node's arrival on, without a gap, and once.
-    assert sum(row.device_s for row in rows) == pytest.approx(steps[-1].end_s - 5.0)
-    assert PRICES.cost_usd(rows) == pytest.approx((steps[-1].end_s - 5.0) * 3.6 / 3600)
-    rows, steps = bills[MEMORY]
-    asleep_s = sum(row.device_s for row in rows if row.state is ReplicaState.SLEEPING)
-    awake_s = sum(row.device_s for row in rows if row.state is not ReplicaState.SLEEPING)
-    assert MEMORY.cost_usd(rows) == pytest.approx((awake_s * 3.6 + asleep_s * 0.36) / 3600)
-    held = {row.name: row.provisioned_device_s for row in summarise(trace, MEMORY).functions}
-    assert held["generation"] + held["learner"] == pytest.approx(awake_s)  # host memory is no device
-
-
-def test_waking_takes_its_tier_s_time() -> None:
-    ends = {}
-    for tier in ("host", "disk", None):
-        simulation = Simulation(setup_of(actor(0)), InTurns(tier), PRICES)
-        for step in (1, 2):
-            simulation.step(dataclasses.replace(batch_of([(5, [30])]), step=step))
-        ends[tier] = simulation.ledger.steps[1].end_s - simulation.ledger.steps[0].end_s
-    # Actor and learner wait for each other: generation 2.0 or its tier, then scoring, then the learner 1.0 or its tier.
-    assert ends["disk"] - ends["host"] == pytest.approx(3 * (1.5 - 0.5))
-    assert ends[None] - ends["host"] == pytest.approx(2.0 - 0.5 + 0.0 - 0.5 + 1.0 - 0.5)
+    assert sum(row.device_s for row in rows) == pytest.approx(trace.steps[-1].end_s - 5.0)
+    assert PRICES.cost_usd(rows) == pytest.approx((trace.steps[-1].end_s - 5.0) * 3.6 / 3600)
+    assert any(row.state is ReplicaState.SLEEPING for row in simulation.ledger.holdings)

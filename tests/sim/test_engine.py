@@ -152,31 +152,14 @@ def test_abort_waits_for_the_iteration_and_crash_does_not() -> None:
     between_s = (fifth_s + sixth_s) / 2
     engine = engine_of(batch, ROOMY)
     engine.submit(everything(batch), 0.0)
-    boundary_s, ended = engine.abort(everything(batch), between_s)
-    assert boundary_s == pytest.approx(sixth_s, rel=EXACT)
-    assert (engine.progress.table.tokens.tolist(), ended.tolist()) == ([7], [])
+    assert engine.abort(everything(batch), between_s) == pytest.approx(sixth_s, rel=EXACT)
+    assert engine.progress.table.tokens.tolist() == [7]
     assert free_blocks(engine) == ROOMY.kv_blocks
     crashed = engine_of(batch, ROOMY)
     crashed.submit(everything(batch), 0.0)
-    ended, lost = crashed.crash(between_s)
-    assert (ended.tolist(), lost.tolist(), crashed.progress.table.tokens.tolist()) == ([], [0], [0])
+    assert crashed.crash(between_s).tolist() == [0]
+    assert crashed.progress.table.tokens.tolist() == [0]
     assert crashed.periods == [(0.0, between_s)]
-
-
-def test_prefill_actor_hands_over_to_a_decode_actor() -> None:
-    batch = batch_of([(10, [4])])
-    progress = StepProgress(batch)
-    shape = EngineShape(4, 100, 16, None, prefill_only=True)
-    prefill = engine_in(progress, shape)
-    prefill.submit(everything(batch), 0.0)
-    assert prefill.advance(math.inf).tolist() == [0]
-    assert progress.table.tokens.tolist() == [1]
-    progress.table.has_kv[:] = True
-    decode = engine_in(progress, ROOMY)
-    decode.submit(everything(batch), 1.0)  # the KV arrives at 1 s
-    assert decode.advance(math.inf).tolist() == [0]
-    assert progress.table.finish_s == pytest.approx([1.0 + decode_s(MODEL, 1, 11, 3)], rel=EXACT)
-    assert decode.prefilled_tokens == 0
 
 
 def test_faults_of_the_caller_are_named() -> None:
@@ -251,7 +234,6 @@ def play(scenario: Scenario, stops: tuple[float, ...] = ()) -> SimulatedEngine:
     """Plays a scenario, with needless stops in between."""
     engine = engine_of(scenario.batch, scenario.shape, slowdown=scenario.slowdown)
     engine.progress.table.tokens[:] = scenario.drawn
-    engine.progress.table.has_kv[:] = np.array(scenario.drawn) > 0
     for at_s, what in outside(scenario):
         for stop_s in stops:
             if engine.now_s < stop_s < at_s:
@@ -262,8 +244,8 @@ def play(scenario: Scenario, stops: tuple[float, ...] = ()) -> SimulatedEngine:
         else:
             engine.advance(at_s)
             within = set(engine.resident.tolist())
-            boundary_s, ended = engine.abort(np.array(sorted(what), dtype=np.int64), at_s)
-            back = sorted((what & within) - set(ended.tolist()))
+            boundary_s = engine.abort(np.array(sorted(what), dtype=np.int64), at_s)
+            back = sorted(sample for sample in what & within if not engine.progress.table.finished[sample])
             engine.submit(np.array(back, dtype=np.int64), boundary_s)
     for stop_s in sorted(stops):
         engine.advance(max(stop_s, engine.now_s))
@@ -277,7 +259,7 @@ def play_naively(scenario: Scenario) -> NaiveEngine:
         if isinstance(what, int):
             engine.advance(at_s)
             arriving = sequence_of(scenario.batch, what)
-            arriving.tokens, arriving.has_kv = scenario.drawn[what], scenario.drawn[what] > 0
+            arriving.tokens = scenario.drawn[what]
             engine.submit(arriving, max(at_s, engine.now_s))
         else:
             boundary_s, tokens = engine.abort(set(what), at_s)
@@ -325,7 +307,7 @@ def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[flo
 def test_makespan_is_at_least_the_longest_response_alone(scenario: Scenario) -> None:
     engine = play(scenario)
     alone_s = max(
-        decode_s(MODEL, 1, int(scenario.batch.prompt_tokens[group]) + max(drawn, 1), int(length) - max(drawn, 1))
+        decode_s(MODEL, 1, int(scenario.batch.prompt_tokens[group]) + drawn + 1, int(length) - drawn - 1)
         for group, length, drawn in zip(
             scenario.batch.group, scenario.batch.response_tokens, scenario.drawn, strict=True
         )

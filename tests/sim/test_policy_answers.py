@@ -12,7 +12,6 @@ from fakes.naive_engine import LinearModel
 from fakes.simple_policies import Evenly, Scripted
 from fakes.small_fleet import (
     LEARNER,
-    MEMORY,
     MODEL,
     PRICES,
     SERVING_S,
@@ -87,7 +86,7 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
         if not isinstance(event, Serving):
             return ()
         told.append(event.slot)
-        return [Release(1, None)]  # it has no samples: there is one group
+        return [Release(1)]  # it has no samples: there is one group
 
     one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [20])]))
     assert told == [0]
@@ -96,7 +95,7 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
 def test_live_fleet_as_a_policy_sees_them() -> None:
     eight = Allocation.of([Device(f"h100-{i}", "h100", i) for i in range(8)])
     setup = setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(0, allocation=eight)))
-    view = fleet_view(setup, MEMORY)
+    view = fleet_view(setup, PRICES)
     assert view.generation() == (0, 1)
     assert [replica_slot.function for replica_slot in view.replica_slots[2:]] == [
         FunctionName.SCORING,
@@ -104,13 +103,15 @@ def test_live_fleet_as_a_policy_sees_them() -> None:
     ]
     assert (view.load_s, view.move_s, view.beat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
     first, learner = view.replica_slots[0], view.replica_slots[3]
-    assert (first.start_s, first.wake_s["disk"], first.usd_per_s) == (2.0, 1.5, pytest.approx(0.001))
+    # The learner is never released, and so its devices are paid for, whatever else is on them.
+    assert (first.start_s, first.usd_per_s, view.replica_slots[1].usd_per_s, learner.usd_per_s) == (2.0, 0.0, 0.0, 0.0)
+    assert view.kept_usd_per_s == pytest.approx(8 * 0.001)
+    apart = fleet_view(setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(2))), PRICES)
+    assert [slot.usd_per_s for slot in apart.replica_slots[:2]] == pytest.approx([0.001, 0.001])
+    assert apart.kept_usd_per_s == pytest.approx(0.001)
     assert first.engine.kv_capacity_tokens == 240
     assert isinstance(first.engine.model, LinearModel)
     assert learner.devices == tuple(f"h100-{i}" for i in range(8))
-    assert learner.usd_per_s == pytest.approx(0.008)
-    assert learner.resident_usd_per_s["host"] == pytest.approx(0.0008)
-    assert fleet_view(setup, PRICES).replica_slots[3].resident_usd_per_s["host"] == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,6 @@ def test_live_fleet_as_a_policy_sees_them() -> None:
         (Start(7), "there is no slot 7; the fleet has the slots 0 to 3"),
         (Release(3), r"slot 3 \(learner\) has no replica to Release"),
         (Release(0), "slot 0 is released with 1 samples; Move them first"),
-        (Release(1, "bed"), r"slot 1 \(generation\) has no sleep tier 'bed'; it has \['disk', 'host'\]"),
         (Assign(1, np.array([0])), "sample 0, given to slot 1, has ended or has a slot; Move it"),
         (Move(0, 3, np.array([0])), "slot 3 draws no samples; generation has the slots 0 to 1"),
         (Move(0, 1, np.array([0, 0])), "names a sample twice"),

@@ -16,17 +16,15 @@ from fakes.small_fleet import (
     MODEL,
     PRICES,
     SERVING_S,
-    SHAPE,
     actor,
     batch_of,
-    called,
     on,
     one_step,
     setup_of,
     slot_setup,
     usage_of,
 )
-from rlhfless.records import Decision, FunctionName, Work
+from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policy import (
@@ -35,7 +33,6 @@ from rlhfless.scaling.policy import (
     Event,
     Generated,
     Idle,
-    Move,
     Note,
     Serving,
     Start,
@@ -44,7 +41,6 @@ from rlhfless.scaling.policy import (
     StepView,
 )
 from rlhfless.scaling.step_times import Phase
-from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.work import first_come_first_served
 
@@ -113,31 +109,6 @@ def test_one_step_off_overlaps_and_needs_devices_of_its_own() -> None:
         setup_of(actor(0), learner=on(LEARNER, slot_setup(0)), schedule="one_step_off")
 
 
-def test_moving_with_kv_costs_its_way_and_no_prefill() -> None:
-    moved: list[tuple[float, int]] = []
-
-    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        if isinstance(event, Beat) and not moved and view.tokens[0] > 10:
-            moved.append((at_s, int(view.tokens[0])))
-            return (Move(0, 1, np.array([0]), with_kv=True),)
-        return ()
-
-    batch = batch_of([(10, [180]), (10, [1])])
-    simulation, generation = one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch)
-    at_s, seen = moved[0]
-    begun_s = SERVING_S + MODEL.prefill_s(10)
-    assert begun_s + decode_s(MODEL, 1, 11, seen - 1) <= at_s < begun_s + decode_s(MODEL, 1, 11, seen)
-    left_s = begun_s + decode_s(MODEL, 1, 11, seen)  # the iteration under way is finished
-    arrived_s = left_s + 0.01 + 0.001 * (10 + seen + 1)
-    expected_s = arrived_s + decode_s(MODEL, 1, 10 + seen + 1, 180 - seen - 1)
-    assert generation.progress.table.finish_s[0] == pytest.approx(expected_s, rel=1e-9)
-    assert sum(call.input_tokens for call in called(simulation, Work.GENERATE)) == 20  # each prompt once
-    none = setup_of(actor(0), actor(1), links=dataclasses.replace(LINKS, kv_token_s=float("inf")))
-    moved.clear()
-    with pytest.raises(SimulationError, match="no connector moves KV from slot 0"):
-        one_step(none, Scripted(answer), batch)
-
-
 def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead() -> None:
     """Nothing happens between the end of the first step's generation and 20 s, by when the second one is over."""
 
@@ -157,16 +128,6 @@ def test_first_come_first_served_by_hand() -> None:
     """Jobs within 30 ms of each other are one call."""
     spans = first_come_first_served(np.array([0.0, 1.0, 5.0, 6.02]), np.array([2.0, 1.0, 1.0, 1.0]))
     assert spans == [(0.0, 3.0), (5.0, pytest.approx(7.02))]
-
-
-def test_prefill_and_decode_apart() -> None:
-    prefill = actor(0, engine=dataclasses.replace(SHAPE, prefill_only=True))
-    _, generation = one_step(setup_of(prefill, actor(1)), Evenly(), batch_of([(10, [4])]))
-    handed_s = SERVING_S + MODEL.prefill_s(10) + 0.01 + 11 * 0.001
-    assert generation.progress.table.finish_s == pytest.approx([handed_s + decode_s(MODEL, 1, 11, 3)], rel=1e-9)
-    assert generation.progress.table.actor.tolist() == [1]
-    with pytest.raises(ValueError, match="kv_token_s is infinite"):
-        setup_of(prefill, actor(1), links=dataclasses.replace(LINKS, kv_token_s=float("inf")))
 
 
 def test_decisions_are_in_the_trace() -> None:

@@ -1,4 +1,4 @@
-"""The time until an engine can serve: a cold start, waking from each tier of sleep, a load of weights. Pure.
+"""The time until an engine can serve: a cold start, and a load of weights. Pure.
 
 Cold starts of vLLM 0.10.1 on one A100 with a warm compile cache, 0.5 to 14 billion parameters: 33.7 + 1.95 s per
 billion, to within 5.6 s (arXiv 2606.07362, upb-cn/vllm-startup-profiler). They include loading weights at 1.75 GB/s;
@@ -7,8 +7,7 @@ without that part it is 0.81 s per billion, and weights are counted at the rate 
 
 from __future__ import annotations
 
-from rlhfless.records import SleepTier, StartPhase
-from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.records import StartPhase
 from rlhfless.scaling.latency.shape import ModelShape
 
 START_S = 33.7
@@ -31,7 +30,8 @@ CHART_S_PER_PARAMETER = 3 * 4 / 25e9
 """Three passes over codes of 4 bytes, at the rate of a GPU's link to the host: an assumption until one is measured."""
 
 WARM_UP_S = 0.1
-"""A wake-up with hardly any weights: vLLM's sleep mode takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
+"""An actor that falls asleep between two versions, without its weights, or wakes for the next one: vLLM's sleep mode
+takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
 
 
 def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
@@ -54,12 +54,3 @@ def start_phases(shape: ModelShape) -> dict[str, float]:
         StartPhase.CHART: CHART_S_PER_PARAMETER * shape.parameters,
         StartPhase.FIRST_LOAD: weight_load_s(shape, DISK_BYTES_PER_S),
     }
-
-
-def wake_s(
-    tier: SleepTier, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float, tensor_parallel: int = 1
-) -> float:
-    """Seconds from sleep to a replica that can serve. Each device of a replica has its own link to host memory."""
-    if tier is SleepTier.HOST:
-        return WARM_UP_S + weight_load_s(shape, tensor_parallel * device.host_bytes_per_s.value)
-    return WARM_UP_S + weight_load_s(shape, store_bytes_per_s)

@@ -1,4 +1,4 @@
-"""Actions that several policies share: starting, making way, releasing, and assigning samples. Pure."""
+"""Actions that several policies share: starting, and assigning samples. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfless.records import Decision, ReplicaState
+from rlhfless.records import Decision
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Event,
-    Generated,
-    Idle,
     Ints,
-    Lost,
     Note,
-    Release,
-    ReplicaSlot,
     Start,
 )
 
@@ -33,56 +27,14 @@ def note(now: PolicyContext, kind: str, choice: str, inputs: Inputs) -> Note:
 
 
 def start(now: PolicyContext, slots: Iterable[int]) -> list[Action]:
-    """Starts or wakes replicas at the slots that have none awake."""
+    """Starts replicas at the slots that have none."""
     return [Start(slot) for slot in slots if now.absent(slot)]
-
-
-def make_way(now: PolicyContext, slots: Iterable[int]) -> list[Action]:
-    """Puts replicas to sleep that are awake and idle on the devices of these slots."""
-    blocking = sorted({other for slot in slots for other in now.layout.neighbours[slot]} - set(slots))
-    return [put_to_sleep(now, other) for other in blocking if now.awake(other) and not now.view.slots[other].working]
-
-
-def put_to_sleep(now: PolicyContext, slot: int) -> Release:
-    """Puts a replica into the tier that wakes soonest; without any tier it gives its devices back."""
-    return leave(now, slot, quickest_tier(now.layout.replica_slots[slot]))
-
-
-def leave(now: PolicyContext, slot: int, tier: str | None) -> Release:
-    """Puts a replica into a tier; without one, or if it has not come up yet, it gives its devices back."""
-    return Release(slot, None if now.view.slots[slot].state is ReplicaState.STARTING else tier)
-
-
-def quickest_tier(replica_slot: ReplicaSlot) -> str | None:
-    """The tier that wakes soonest; None for a slot without tiers."""
-    return min(replica_slot.wake_s, key=lambda tier: (replica_slot.wake_s[tier], tier), default=None)
-
-
-def take_turns(now: PolicyContext, event: Event, actors: Sequence[int]) -> list[Action]:
-    """The actions of policies that weigh no costs: a replica on devices that other functions use sleeps when its work
-    of the step is done, and a lost actor is started again."""
-    match event:
-        case Lost(slot, samples):
-            return rescue(now, slot, samples)
-        case Generated():
-            return [put_to_sleep(now, slot) for slot in actors if now.layout.shared(slot) and now.awake(slot)]
-        case Idle(slot) if now.layout.shared(slot) and now.awake(slot):  # the replica may have made way already
-            return [put_to_sleep(now, slot)]
-    return []
 
 
 def rescue(now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
     """After a loss: the slot gets a new actor, and its samples go to the actors that are awake, or wait for the new
-    one.
-
-    An actor without work, on devices that other functions use, is started again only at its next turn. An actor that
-    decodes for prefill actors has work until all samples have ended.
-    """
-    handed = bool(now.layout.prefill) and slot in now.layout.generation and now.left > 0
-    if not samples.size and not handed and now.layout.shared(slot):
-        return []
-    again = [*make_way(now, [slot]), *start(now, [slot])]
-    return [*again, *assign_to_least(samples, awake_beside(now, slot) or [slot], now.loads)]
+    one."""
+    return [*start(now, [slot]), *assign_to_least(samples, awake_beside(now, slot) or [slot], now.loads)]
 
 
 def awake_beside(now: PolicyContext, slot: int) -> list[int]:
@@ -93,7 +45,7 @@ def awake_beside(now: PolicyContext, slot: int) -> list[int]:
 def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
     """Shares of the step's prompts by the speed of each slot's engine, in their order; siblings stay together."""
     groups = len(now.view.prompt_ids)
-    speeds = _speeds(now, slots)
+    speeds = speeds_of(now, slots)
     if speeds.min() == speeds.max():
         ends = np.arange(len(slots) + 1) * groups // len(slots)
     else:
@@ -103,7 +55,7 @@ def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
     return [Assign(slot, block) for slot, block in blocks if block.size]
 
 
-def _speeds(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
+def speeds_of(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
     """[slots]: tokens per second of each slot's engine in a batch of an equal share of the samples, or of as many as it
     runs at once, each behind a prompt of mean length."""
     share, prompt = -(-now.view.group.size // len(slots)), float(now.view.prompt_tokens.mean())

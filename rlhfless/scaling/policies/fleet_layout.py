@@ -1,8 +1,7 @@
-"""The context in which a policy is asked: the time, the step, and which slots share devices. Pure."""
+"""The context in which a policy is asked: the time, the step, and what each slot is for. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,62 +19,39 @@ class Layout:
 
     replica_slots: tuple[ReplicaSlot, ...]
     generation: tuple[int, ...]
-    """Slots for generation actors that decode, which the run may use now."""
-    prefill: tuple[int, ...]
-    """Slots for generation actors that prefill only, and hand the KV over."""
+    """Slots for generation actors, which the run may use now."""
     others: tuple[int, ...]
     """Slots for all other functions."""
-    neighbours: tuple[frozenset[int], ...]
-    """For each slot, the slots that take turns with it on a device."""
     learner_nodes: frozenset[str]
     alike: tuple[Ints, ...]
-    """Slots for generation actors that decode, in sets of slots that differ only in their place."""
+    """Slots for generation actors, in sets of slots that differ only in their place."""
 
     @classmethod
     def of(cls, replica_slots: tuple[ReplicaSlot, ...]) -> Layout:
-        """The layout of these slots. Raises ValueError if no slot can decode."""
-        engines = [
-            (slot, replica_slot.engine)
+        """The layout of these slots. Raises ValueError if none holds a generation actor."""
+        generation = tuple(
+            slot
             for slot, replica_slot in enumerate(replica_slots)
             if replica_slot.engine is not None and replica_slot.usable
-        ]
-        generation = tuple(slot for slot, engine in engines if not engine.prefill_only)
-        if not generation:
-            raise ValueError("no slot holds a generation actor that decodes; give the fleet at least one")
-        prefill = tuple(slot for slot, engine in engines if engine.prefill_only)
-        by_device: dict[str, set[int]] = {}
-        in_turn = [() if replica_slot.beside else replica_slot.devices for replica_slot in replica_slots]
-        for slot, devices in enumerate(in_turn):
-            for device in devices:
-                by_device.setdefault(device, set()).add(slot)
-        neighbours = tuple(
-            frozenset().union(*(by_device[device] for device in devices)) - {slot}
-            for slot, devices in enumerate(in_turn)
         )
+        if not generation:
+            raise ValueError("no slot holds a generation actor; give the fleet at least one")
         others = tuple(
             slot for slot, replica_slot in enumerate(replica_slots) if replica_slot.role is not FunctionRole.SAMPLES
         )
         nodes = frozenset(
             replica_slot.node for replica_slot in replica_slots if replica_slot.role is FunctionRole.UPDATES
         )
-        alike: dict[tuple[str, bool], list[int]] = {}
+        alike: dict[str, list[int]] = {}
         for slot in generation:
-            alike.setdefault((replica_slots[slot].kind, _shared(replica_slots, neighbours, slot)), []).append(slot)
+            alike.setdefault(replica_slots[slot].kind, []).append(slot)
         sets = tuple(np.array(slots) for slots in alike.values())
-        return cls(replica_slots, generation, prefill, others, neighbours, nodes, sets)
-
-    def shared(self, slot: int) -> bool:
-        """Whether another function uses devices of a slot."""
-        return _shared(self.replica_slots, self.neighbours, slot)
+        return cls(replica_slots, generation, others, nodes, sets)
 
     def max_sequences(self, slot: int) -> int:
         """Sequences that an actor there runs at once."""
         engine = self.replica_slots[slot].engine
         return 0 if engine is None else engine.max_sequences
-
-
-def _shared(replica_slots: Sequence[ReplicaSlot], neighbours: Sequence[frozenset[int]], slot: int) -> bool:
-    return any(replica_slots[other].function != replica_slots[slot].function for other in neighbours[slot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +67,8 @@ class PolicyContext:
         return self.view.slots[slot].state in RELEASABLE
 
     def absent(self, slot: int) -> bool:
-        """Whether there is no replica, or a sleeping one, so that a Start has an effect."""
-        return self.view.slots[slot].state in (None, ReplicaState.SLEEPING)
+        """Whether there is no replica, so that a Start has an effect."""
+        return self.view.slots[slot].state is None
 
     @property
     def left(self) -> int:

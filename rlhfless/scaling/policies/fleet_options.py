@@ -28,11 +28,10 @@ class FleetOptionsCache:
         return known
 
     def options(
-        self, now: PolicyContext, standby: Mapping[int, tuple[str, float]], *, kept: bool = False
+        self, now: PolicyContext, standby: Mapping[int, tuple[str, float]]
     ) -> tuple[FleetOptions, dict[tuple[str, str], list[int]]]:
         """The options that the slots in `standby` give (slot: tier, seconds until an actor there is up), and the slots
-        of each (kind, tier). `kept`: devices that other functions use too are paid for anyway, so their actors cost
-        nothing more."""
+        of each (kind, tier)."""
         behind: dict[tuple[str, str], list[int]] = {}
         for slot, (tier, _) in standby.items():
             behind.setdefault((now.layout.replica_slots[slot].kind, tier), []).append(slot)
@@ -44,9 +43,6 @@ class FleetOptionsCache:
             self.device(now.layout.replica_slots[behind[kind, tiers[0].tier][0]]).with_standby(tuple(tiers))
             for kind, tiers in offered.items()
         )
-        if kept:
-            shared = {now.layout.replica_slots[slot].kind for slot in standby if now.layout.shared(slot)}
-            devices = tuple(device.free() if device.kind in shared else device for device in devices)
         return FleetOptions(devices, len(standby), now.view.fleet.load_s), behind
 
 

@@ -37,8 +37,6 @@ class PolicyKind:
     make: Callable[[Any, RunContract], Policy]
     placement: Literal["colocated", "disaggregated"] | None = None
     """The placement for which it is made; None: any."""
-    prefill: bool = False
-    """Whether it gives work to actors that prefill only."""
     reserved: bool = False
     """Whether its users rent all devices for the whole run, so that devices that are not held are paid for as well."""
 
@@ -51,7 +49,7 @@ def _baseline(name: str) -> Callable[[Any, RunContract], Policy]:
 
 def _static(placement: Literal["colocated", "disaggregated"] | None = None) -> PolicyKind:
     reserved = placement is not None
-    return PolicyKind(StaticSpec, lambda settings, run: Static(settings), placement, prefill=True, reserved=reserved)  # noqa: ARG005
+    return PolicyKind(StaticSpec, lambda settings, run: Static(settings), placement, reserved=reserved)  # noqa: ARG005
 
 
 POLICIES: Mapping[str, PolicyKind] = MappingProxyType(

@@ -1,32 +1,62 @@
 """Fleets that never change, as in verl and OpenRLHF. Pure.
 
-All actors work in every step, with equal shares of the prompts. If generation shares its devices with other functions
-(verl), a replica that has finished sleeps, with its weights in host memory, and wakes for its next turn. If it does not
-(OpenRLHF), no device is ever given back. If there are actors that prefill only (DistServe, arXiv 2401.09670), all
-prompts begin there.
+All actors work in every step, and no device is ever given back. Prompts are dealt by the mean length of their responses
+at their last visit, the longest first, each to the actor that would end first; prompts that were not seen yet count as
+the mean of all, and before there is any mean, all actors get equal shares of the prompts in their order.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
-from rlhfless.scaling.policies.fleet_actions import assign_groups, make_way, start, take_turns
-from rlhfless.scaling.policies.fleet_layout import Contexts
-from rlhfless.scaling.policy import Action, Event, StepBegan, StepView
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfless.scaling.policies.fleet_actions import assign_groups, rescue, speeds_of, start
+from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
+from rlhfless.scaling.policy import Action, Assign, Event, Generated, Lost, StepBegan, StepView
 from rlhfless.spec.policies import StaticSpec
 
 
 class Static:
-    """The first `actors` slots for generation, in every step, and all for prefill."""
+    """The first `actors` slots for generation, in every step."""
 
     def __init__(self, settings: StaticSpec) -> None:
         self._actors = settings.actors
         self._contexts = Contexts()
+        self._means: dict[str, float] = {}
+        """By prompt: mean tokens of its responses at its last visit."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
-        prefill = now.layout.prefill
-        actors = (*prefill, *now.layout.generation[: self._actors])
-        if isinstance(event, StepBegan):
-            return [*make_way(now, actors), *start(now, actors), *assign_groups(now, prefill or actors)]
-        return take_turns(now, event, actors)
+        match event:
+            case StepBegan():
+                actors = now.layout.generation[: self._actors]
+                dealt = self._dealt(now, actors) if self._means else assign_groups(now, actors)
+                return [*start(now, actors), *dealt]
+            case Generated():
+                means = np.bincount(view.group, view.tokens) / np.bincount(view.group)
+                self._means.update(zip(view.prompt_ids, means.tolist(), strict=True))
+            case Lost(slot, samples):
+                return rescue(now, slot, samples)
+        return []
+
+    def _dealt(self, now: PolicyContext, actors: Sequence[int]) -> list[Action]:
+        """The longest prompts first, each with all siblings to the actor that would end first; of the prompts that an
+        actor gets the longest are drawn first, too."""
+        unseen = sum(self._means.values()) / len(self._means)
+        lengths = np.array([self._means.get(name, unseen) for name in now.view.prompt_ids])
+        ends = [(0.0, slot) for slot in range(len(actors))]
+        speeds, home = speeds_of(now, actors), np.empty(lengths.size, np.int64)
+        by_length: NDArray[np.int64] = np.argsort(-lengths, kind="stable")
+        work = lengths * np.bincount(now.view.group)
+        for group in by_length.tolist():
+            end, index = ends[0]
+            home[group] = index
+            heapq.heapreplace(ends, (end + work[group] / speeds[index], index))
+        rank = np.empty_like(by_length)
+        rank[by_length] = np.arange(by_length.size)
+        order = np.argsort(rank[now.view.group], kind="stable")
+        shares = ((slot, order[home[now.view.group[order]] == index]) for index, slot in enumerate(actors))
+        return [Assign(slot, samples) for slot, samples in shares if samples.size]

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhfless.scaling.policies.fleet_actions import assign_groups, make_way, start, take_turns
+from rlhfless.scaling.policies.fleet_actions import assign_groups, rescue, start
 from rlhfless.scaling.policies.fleet_layout import Contexts
-from rlhfless.scaling.policy import StepBegan
+from rlhfless.scaling.policy import Lost, StepBegan
 from rlhfless.spec import OwnSpec
 
 
@@ -27,5 +27,5 @@ class BySamples:
         if isinstance(event, StepBegan):
             wanted = -(-view.group.size // self.settings.samples_per_actor)
             actors = now.layout.generation[:wanted]
-            return [*make_way(now, actors), *start(now, actors), *assign_groups(now, actors)]
-        return take_turns(now, event, now.layout.generation)
+            return [*start(now, actors), *assign_groups(now, actors)]
+        return rescue(now, event.slot, event.samples) if isinstance(event, Lost) else []

@@ -7,12 +7,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.records import SleepTier
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.devices import DeviceSheet, UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
-from rlhfless.scaling.latency.startup import start_s, wake_s, weight_load_s
+from rlhfless.scaling.latency.startup import start_s, weight_load_s
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -158,11 +157,3 @@ def test_a_cold_start_as_it_was_measured() -> None:
     seven = ModelShape.of_config(LLAMA_8B | {"num_hidden_layers": 27})
     billions = seven.parameters / 1e9
     assert start_s(seven) + weight_load_s(seven, 1.75e9) == pytest.approx(33.7 + 1.95 * billions)
-
-
-def test_deeper_sleep_takes_longer_to_wake_from() -> None:
-    host, process = (wake_s(tier, SHAPE, device(), 2e9) for tier in SleepTier)
-    assert host == pytest.approx(0.1 + SHAPE.total_bytes / 5e10)
-    assert process == pytest.approx(0.1 + SHAPE.total_bytes / 2e9)
-    assert host < process < start_s(SHAPE) + weight_load_s(SHAPE, 2e9)
-    assert wake_s(SleepTier.HOST, SHAPE, device(), 2e9, tensor_parallel=2) < host

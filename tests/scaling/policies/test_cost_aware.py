@@ -14,7 +14,6 @@ from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
-from rlhfless.scaling.policies.cost_aware.planner import SlotAssignment
 from rlhfless.scaling.policies.cost_aware.prewarm import gain_usd, is_due
 from rlhfless.scaling.policy import (
     Action,
@@ -36,7 +35,7 @@ from rlhfless.sim.experiment.bounds import Clairvoyant
 from rlhfless.spec import CheapestSpec, CostAwareSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 
-FLEET = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(9))
+FLEET = fleet_of(*(replica_slot(index, start_s=2.0) for index in range(3)), learner(9))
 LENGTHS = np.array([40, 10, 30, 20, 60, 50])
 ALL_UP = (UP, UP, UP, UP)
 
@@ -75,8 +74,8 @@ def test_time_alone_spreads_similar_lengths_and_cost_alone_shares_every_iteratio
     cheap = list(knowing(WeightedSpec(time_weight=0.0)).decide(0.0, StepBegan(), fresh()))
     (slot,) = dealt(cheap)
     assert dealt(cheap)[slot] == [4, 5, 0, 2, 3, 1]
-    # Actors that are not needed sleep: to sleep 40 s costs a tenth of holding on, and to leave means to start again.
-    assert [a for a in cheap if isinstance(a, Release)] == [Release(p, "host") for p in range(3) if p != slot]
+    # No step has ended yet, so the next use is as far as a start is long: staying and leaving cost the same.
+    assert [a for a in cheap if isinstance(a, Release)] == []
 
 
 def test_a_deadline_is_kept_for_the_least_money() -> None:
@@ -111,11 +110,14 @@ def test_samples_of_an_unknown_length_are_all_dealt_out() -> None:
     assert {a.slot for a in actions if isinstance(a, Start)} >= set(given)
 
 
-def test_an_actor_with_little_left_is_dissolved_and_sleeps() -> None:
+def test_an_actor_with_little_left_is_dissolved_and_released() -> None:
     """50 iterations alone cost 0.525 s; beside another sample they cost 0.025 s of its actor's time."""
     policy = knowing(WeightedSpec(time_weight=0.0))
     policy.decide(0.0, StepBegan(), fresh())
-    actions = list(policy.decide(10.0, Beat(), view({0: [4], 1: [5]}, tokens=0)))
+    policy.decide(20.0, Generated(), view({}, 0))
+    policy.decide(60.0, StepEnded(0.0, 60.0), view({}, 0))  # 40 s from one step's generation to the next one's
+    policy.decide(60.0, StepBegan(), fresh())
+    actions = list(policy.decide(70.0, Beat(), view({0: [4], 1: [5]}, tokens=0)))
     (move,) = (a for a in actions if isinstance(a, Move))
     assert {move.source, move.target} == {0, 1}
     assert [a.slot for a in actions if isinstance(a, Release)] == [move.source, 2]
@@ -177,14 +179,14 @@ def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_slot() ->
     assert dealt(alone) == {0: [4, 5]}
 
 
-def test_all_sleep_after_generation_and_wake_ahead_of_the_next_step() -> None:
+def test_all_leave_after_generation_and_start_ahead_of_the_next_step() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
     for begin_s in (0.0, 60.0):
         actors = dealt(policy.decide(begin_s, StepBegan(), fresh()))
         actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
         policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
-    assert [a for a in actions if isinstance(a, Release)] == [Release(slot, "host") for slot in range(3)]
-    # The learner took 40 s after generation in the step before, and waking takes 2 s.
+    assert [a for a in actions if isinstance(a, Release)] == [Release(slot) for slot in range(3)]
+    # The learner took 40 s after generation in the step before, and a start takes 2 s.
     assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, 60 + 20 + 40 - 2)
 
 
@@ -199,22 +201,6 @@ def test_what_one_more_actor_is_worth_in_a_step() -> None:
     assert gain_usd(plan_of(10.0, time_usd_per_s=np.inf), plan_of(7.0)) == np.inf
     assert gain_usd(plan_of(10.0, time_usd_per_s=np.inf), plan_of(9.9)) == 0.0
     assert gain_usd(plan_of(10.0, feasible=False), plan_of(7.0)) == np.inf
-
-
-def test_an_actor_that_starts_for_later_steps_keeps_the_step_until_it_is_up() -> None:
-    before = SlotAssignment((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
-    after = before.wait_for([2, 3, 4], 40.0)  # one sample stays, so only two can wait
-    assert after.slots == (0, 1, 2, 3)
-    assert after.ready_s == (1.0, 1.0, 40.0, 40.0)
-    assert [samples.tolist() for samples in after.samples] == [[4], [1], [5], [0]]
-    assert after.home.tolist() == [3, 1, -1, -1, 0, 2]
-
-
-def test_a_group_of_one_sample_has_none_to_wait_with() -> None:
-    before = SlotAssignment((0,), (1.0,), (np.array([0]),), np.array([0]))
-    after = before.wait_for([1, 2], 40.0)
-    assert after.slots == (0,)
-    assert [samples.tolist() for samples in after.samples] == [[0]]
 
 
 def plan_of(step_s: float, usd: float = 1.0, time_usd_per_s: float = 0.0, *, feasible: bool = True) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
@@ -50,16 +49,9 @@ def test_the_tail_goes_once_to_the_actor_that_has_most_of_it() -> None:
     assert list(policy.decide(1.0, Beat(), view({0: [1], 1: [3], 2: [9]}))) == []  # 3 of 10: no tail yet
     actions = list(policy.decide(2.0, Beat(), view({0: [1], 2: [9]})))
     moved = [a for a in actions if isinstance(a, Move)]
-    assert [(a.source, a.target, a.samples.tolist(), a.with_kv) for a in moved] == [(2, 0, [9], False)]
+    assert [(a.source, a.target, a.samples.tolist()) for a in moved] == [(2, 0, [9])]
     assert [a.decision.choice for a in actions if isinstance(a, Note)] == ["1 actors keep the tail"]
     assert list(policy.decide(3.0, Beat(), view({0: [1, 9]}))) == []
-
-
-def test_kv_travels_where_a_connector_carries_it() -> None:
-    fleet = dataclasses.replace(ALONE, kv_token_s=1e-6)
-    actions = begun(fleet).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=fleet))
-    assert [a.with_kv for a in actions if isinstance(a, Move)] == [True]
-    assert math.isinf(ALONE.kv_token_s)
 
 
 @pytest.mark.parametrize(("kv_tokens", "moves"), [(219, 0), (220, 1)])
@@ -71,15 +63,11 @@ def test_a_tail_that_would_not_fit_into_one_memory_stays_with_two(kv_tokens: int
     assert len([a for a in actions if isinstance(a, Move)]) == moves
 
 
-def test_only_devices_that_others_want_are_given_up() -> None:
-    """Scoring, reference and learner begin on them; a static fleet keeps the rest."""
-    actions = begun(SHARED).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=SHARED))
-    assert [a for a in actions if isinstance(a, Release)] == [Release(1, "host"), Release(2, "host")]
+def test_no_device_is_given_up() -> None:
     policy = begun()
     assert not [a for a in policy.decide(2.0, Beat(), view({0: [1], 2: [9]})) if isinstance(a, Release)]
     assert list(policy.decide(3.0, Generated(), view({}))) == []
     assert list(policy.decide(4.0, Idle(3), view({}))) == []
-    assert list(begun(SHARED).decide(4.0, Idle(3), view({}, fleet=SHARED))) == [Release(3, "host")]
 
 
 def test_lost_samples_go_to_the_actors_with_least_while_their_place_starts_again() -> None:

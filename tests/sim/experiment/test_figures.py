@@ -25,7 +25,9 @@ def book(**h100: object) -> PriceBook:
     return PriceBook(
         devices=(
             DevicePrice(kind="cpu-core", usd_per_hour=0.36, source="test", as_of=TODAY),
-            DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY, **h100),
+            DevicePrice.model_validate(
+                {"kind": "h100", "usd_per_hour": 3.6, "source": "test", "as_of": TODAY, "rented_by": "device"} | h100
+            ),
         )
     )
 
@@ -60,6 +62,16 @@ def test_windows_by_hand() -> None:
     assert (second.cold_device_s, second.busy_device_s, second.idle_device_s) == pytest.approx((0.0, 3.0, 1.0))
     assert first.usd == pytest.approx(10 * 0.001 + 10 * 0.0001)
     assert second.usd == pytest.approx(4 * 0.001 + 6 * 0.0001)
+
+
+def test_nodes_that_are_rented_whole_are_paid_for_throughout() -> None:
+    """Two devices that the policy may hold, and two others on their node, over all of both windows."""
+    nodes = book(rented_by="node", billing=Billing(granularity_s=60.0, source="test", as_of=TODAY))
+    supply = DeviceSupply({"h100": 2}, reserved=False, spare={"h100": 2})
+    first, second = step_figures(trace(), nodes, supply)
+    rounded = 4 * (60 - 16) * 0.001 / 2
+    assert first.usd == pytest.approx(4 * 10 * 0.001 + 10 * 0.0001 + rounded)
+    assert second.usd == pytest.approx(4 * 6 * 0.001 + 6 * 0.0001 + rounded)
 
 
 def test_reserved_and_owned_devices_are_paid_for_while_no_run_holds_them() -> None:

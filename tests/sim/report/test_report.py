@@ -109,26 +109,6 @@ def test_faults_of_policies_and_settings_are_told() -> None:
         compare(scenario(), ["clairvoyan"])
 
 
-def test_prefill_and_decode_on_devices_of_their_own() -> None:
-    """One of the devices is for prefill alone: all responses are drawn, and a slow way for the KV is paid for."""
-    split = {"mode": "disaggregated", "learner_devices": 1, "prefill_devices": 1}
-    entry = {"name": "static", "label": "split", "placement": split}
-    seconds = []
-    for kv_bytes_per_s in (1e12, 1e6):
-        cluster = {"machines": [{"kind": "l40s", "devices_per_node": 4}], "kv_bytes_per_s": kv_bytes_per_s}
-        found = compare(scenario(cluster=cluster, policies=[entry]))
-        assert all(step.response_tokens > 0 for one in found.results["split"] for step in one.steps)
-        seconds.append(found.results["split"][0].time_s)
-    context_bytes = 20 * 4 * 2 * 2 * 64 * 2  # 20 tokens: of 4 layers, keys and values of 2 heads of 64, in 2 bytes
-    assert seconds[1] - seconds[0] > 4 * context_bytes / 1e6  # in each of 4 steps, for a prompt about that long
-    with pytest.raises(
-        InputError, match=r"aware gives no work to devices that prefill only \(1\)\n    leave placement"
-    ):
-        compare(scenario(policies=[{"name": "cost_aware", "label": "aware", "placement": split}]))
-    with pytest.raises(InputError, match="1 devices prefill, and no actor is left that decodes"):
-        compare(scenario(policies=[entry]))
-
-
 def test_the_page_is_whole_and_asks_no_server(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     tags = Tags()

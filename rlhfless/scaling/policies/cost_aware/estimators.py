@@ -100,32 +100,28 @@ class RestTimes:
 
 
 class StartTimes:
-    """The time that replicas take to come up, by kind of slot and tier; the figure of the slot until one was
-    measured."""
+    """The time that replicas take to come up, by kind of slot; the figure of the slot until one was measured."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str, str | None], Recent] = {}
-        self._asked: dict[int, tuple[float, str | None, float]] = {}
-        """By slot: when its start takes effect, from which tier, and how long it waits for its devices."""
+        self._seen: dict[tuple[str, str], Recent] = {}
+        self._asked: dict[int, tuple[float, float]] = {}
+        """By slot: when its start takes effect, and how long it waits for its devices."""
 
     def see(self, now: PolicyContext, actions: Sequence[Action]) -> None:
-        """Notes actions of the policy: starts and wakes are timed from when they take effect."""
-        tiers: dict[int, str | None] = {}
+        """Notes actions of the policy: starts are timed from when they take effect."""
         for action in actions:
             if isinstance(action, Release):
-                tiers[action.slot] = action.tier
                 self._asked.pop(action.slot, None)
             elif isinstance(action, Start):
-                tier = tiers.get(action.slot, now.view.slots[action.slot].tier)
-                waits_s = _reacquire_s(now.layout.replica_slots[action.slot], tier)
-                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), tier, waits_s
+                waits_s = now.layout.replica_slots[action.slot].reacquire_s
+                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), waits_s
 
     def up(self, now: PolicyContext, slot: int) -> None:
         """A replica has loaded its weights and serves: measures its start."""
         if slot in self._asked:
-            since_s, tier, waits_s = self._asked.pop(slot)
+            since_s, waits_s = self._asked.pop(slot)
             replica_slot = now.layout.replica_slots[slot]
-            seen = self._seen.setdefault((str(replica_slot.function), replica_slot.kind, tier), Recent())
+            seen = self._seen.setdefault((str(replica_slot.function), replica_slot.kind), Recent())
             seen.add(max(now.at_s - since_s - waits_s - now.view.fleet.load_s, 0.0))
 
     def forget(self, slot: int) -> None:
@@ -133,14 +129,12 @@ class StartTimes:
         self._asked.pop(slot, None)
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
-        """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
-        replica_slot, slot_view = now.layout.replica_slots[slot], now.view.slots[slot]
-        if slot_view.state is ReplicaState.STARTING:
-            since_s, tier, waits_s = self._asked.get(slot, (now.at_s, None, 0.0))
-            return STARTING, max(since_s + waits_s + self._up_s(replica_slot, tier) - now.at_s, 0.0)
-        if now.awake(slot):
-            return WARM, 0.0
-        return slot_view.tier or COLD, self.wake_s(replica_slot, slot_view.tier)
+        """The standby of a slot, and the seconds until a replica there is up, without its load of weights."""
+        replica_slot = now.layout.replica_slots[slot]
+        if now.view.slots[slot].state is ReplicaState.STARTING:
+            since_s, waits_s = self._asked.get(slot, (now.at_s, 0.0))
+            return STARTING, max(since_s + waits_s + self._up_s(replica_slot) - now.at_s, 0.0)
+        return (WARM, 0.0) if now.awake(slot) else (COLD, self.start_s(replica_slot))
 
     def until_serving_s(self, now: PolicyContext, slot: int) -> float:
         """Seconds until an actor at a slot can take samples."""
@@ -148,21 +142,14 @@ class StartTimes:
             return 0.0
         return self.standby(now, slot)[1] + now.view.fleet.load_s
 
-    def wake_s(self, replica_slot: ReplicaSlot, tier: str | None) -> float:
-        """Seconds from a tier (None: a cold start, with the wait for devices) until a replica is up, without its load
-        of weights."""
-        return _reacquire_s(replica_slot, tier) + self._up_s(replica_slot, tier)
+    def start_s(self, replica_slot: ReplicaSlot) -> float:
+        """Seconds of a cold start, with the wait for devices, until a replica is up, without its load of weights."""
+        return replica_slot.reacquire_s + self._up_s(replica_slot)
 
-    def _up_s(self, replica_slot: ReplicaSlot, tier: str | None) -> float:
+    def _up_s(self, replica_slot: ReplicaSlot) -> float:
         """The same, once its devices are there."""
-        seen = self._seen.get((str(replica_slot.function), replica_slot.kind, tier))
-        if seen is not None:
-            return seen.value
-        return replica_slot.start_s if tier is None else replica_slot.wake_s[tier]
-
-
-def _reacquire_s(replica_slot: ReplicaSlot, tier: str | None) -> float:
-    return replica_slot.reacquire_s if tier is None else 0.0
+        seen = self._seen.get((str(replica_slot.function), replica_slot.kind))
+        return replica_slot.start_s if seen is None else seen.value
 
 
 class Spending:
@@ -212,14 +199,8 @@ class Spending:
 
 
 def _usd_per_s(now: PolicyContext, slot: int) -> float:
-    """The current price of a replica. A replica that sleeps at the price of its devices pays only while no other is
-    awake there."""
-    replica_slot, tier = now.layout.replica_slots[slot], now.view.slots[slot].tier
-    if tier is None:
-        return replica_slot.usd_per_s if now.awake(slot) else 0.0
-    asleep = replica_slot.resident_usd_per_s[tier]
-    taken = asleep >= replica_slot.usd_per_s and any(now.awake(other) for other in now.layout.neighbours[slot])
-    return 0.0 if taken else asleep
+    """The current price of a replica."""
+    return now.layout.replica_slots[slot].usd_per_s if now.awake(slot) else 0.0
 
 
 class Pace:

@@ -2,19 +2,12 @@
 
 A device that is given back stays paid for until its lease is over (`RentalTerms`). If it is needed again before,
 nothing is saved and nothing lost. If later, the next lease is rounded up as well, and the function that needs the
-device waits: the learner, while all devices that it has already are paid for.
+device waits.
 """
 
 from __future__ import annotations
 
-import math
-
-from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
-
-LATE_SHARE = 0.5
-"""Actors end, and could be given back, in the second half of generation; a device is worth giving back only if what is
-lost by that is less."""
 
 
 class HeldDevices:
@@ -50,38 +43,7 @@ class HeldDevices:
             return replica_slot.usd_per_s * gap_s
         return replica_slot.usd_per_s * (paid_s + terms.another_s(lease_s)) + self._wait_usd(now, slot)
 
-    def kept(self, now: PolicyContext, generation_s: float, lease_s: float) -> bool:
-        """Whether devices that generation shares are not worth giving back in a step whose generation takes so long."""
-        terms = now.view.fleet.terms
-        shared = [slot for slot in now.layout.generation if now.layout.shared(slot)]
-        if not shared:
-            return False
-        slot = shared[0]
-        usd_per_s = now.layout.replica_slots[slot].usd_per_s
-        if terms.free:
-            return usd_per_s == 0  # owned, and of no use to others
-        lost_usd = usd_per_s * terms.another_s(lease_s) + self._wait_usd(now, slot)
-        return lost_usd >= LATE_SHARE * usd_per_s * generation_s
-
     def _wait_usd(self, now: PolicyContext, slot: int) -> float:
-        """Cost of the wait for a slot's devices by the function that needs them next."""
-        learner = [
-            now.layout.replica_slots[other].usd_per_s
-            for other in now.layout.neighbours[slot]
-            if now.layout.replica_slots[other].role is FunctionRole.UPDATES
-        ]
-        waiting = max(learner, default=now.layout.replica_slots[slot].usd_per_s) + now.view.fleet.kept_usd_per_s
+        """Cost of the wait for a slot's devices."""
+        waiting = now.layout.replica_slots[slot].usd_per_s + now.view.fleet.kept_usd_per_s
         return waiting * now.view.fleet.terms.reacquire_s
-
-
-def may_stay(now: PolicyContext, slot: int) -> bool:
-    """Whether an idle actor can keep its devices until generation has ended: nothing but the learner, which comes after
-    it, needs them."""
-    roles = {now.layout.replica_slots[other].role for other in now.layout.neighbours[slot]}
-    return roles <= {FunctionRole.UPDATES, FunctionRole.SAMPLES}
-
-
-def kept_usd_per_s(now: PolicyContext) -> float:
-    """Price of all devices that generation shares with other functions."""
-    slots = (slot for slot in now.layout.generation if now.layout.shared(slot))
-    return math.fsum(now.layout.replica_slots[slot].usd_per_s for slot in slots)

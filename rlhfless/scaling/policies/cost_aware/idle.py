@@ -1,8 +1,7 @@
 """The state of idle replicas until their next use, and the time of their start ahead of it. Pure.
 
-Generation is wanted when the next step begins, the learner when generation has ended, a service by its first complete
-group (or when generation has ended, if it shares devices with it). The duration of each of these is estimated from the
-run so far; the rest of generation in this step is the last forecast (`StepForecast`).
+Generation is wanted when the next step begins, a service by its first complete group. The duration of each of these is
+estimated from the run so far; the rest of generation in this step is the last forecast (`StepForecast`).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import numpy as np
 
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
-from rlhfless.scaling.policies.cost_aware.held import HeldDevices, may_stay
-from rlhfless.scaling.policies.fleet_actions import Inputs, leave, note
+from rlhfless.scaling.policies.cost_aware.held import HeldDevices
+from rlhfless.scaling.policies.fleet_actions import Inputs, note
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
-from rlhfless.scaling.policy import Action, Start
+from rlhfless.scaling.policy import Action, Release, Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,73 +36,53 @@ class StepForecast:
 
 @dataclass(frozen=True, slots=True)
 class IdleState:
-    """The state of an idle replica: it stays awake, sleeps in a tier, or gives its devices back (no tier)."""
+    """What an idle replica does until its next use: it stays awake, or gives its devices back."""
 
     stays: bool
-    tier: str | None
     usd: float
-    """Keep-alive cost until the end of the gap, including the cost of the wake or start at its end."""
+    """Cost until the end of the gap, including the cost of a start at its end."""
     freed_usd_per_s: float
     """The saving of each second against staying, without the costs of its begin and end."""
 
 
 def cheapest_idle_state(
-    now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, taken_s: float, again_usd: float = 0.0
+    now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, again_usd: float = 0.0
 ) -> IdleState:
-    """The cheapest idle state of a replica over a gap of g seconds; among equal costs the state that is up sooner. A
-    replica whose devices cost d a second, and which is up again after u seconds (by tier), pays
+    """The cheaper of two states of a replica over a gap of g seconds; at equal costs it stays. A replica whose devices
+    cost d a second, and which is up again after u seconds, pays
 
         stay    d g
-        sleep   r (g - u) + d u + w x      r: residency of the tier
         leave   d u + w x
 
-    where x is the part of u for which replicas that cost w a second wait: all of u, or, if the replica can be started
-    ahead of time, only the part that does not fit into the gap. This is the ski-rental problem (Karlin et al.,
-    Algorithmica 3, 1988) with tiers as further options between renting and buying. If sleep has no price of its own, a
-    replica that sleeps on a shared device pays only while no other replica is awake there: not for `taken_s` of the
-    gap. A replica on devices that another function will need cannot stay, nor start ahead of time. `again_usd` is the
-    cost of giving the devices back and taking them again (`held`): of all states but the first.
+    where x is the part of u for which replicas that cost w a second wait: as it is started ahead of time, the part that
+    does not fit into the gap. This is the ski-rental problem (Karlin et al., Algorithmica 3, 1988). `again_usd` is the
+    cost of giving the devices back and taking them again (`held`).
     """
-    replica_slot, shared, waiting = now.layout.replica_slots[slot], now.layout.shared(slot), waiting_usd_per_s(now)
-    price = replica_slot.usd_per_s
-    states = [] if shared else [IdleState(True, None, price * gap_s, 0.0)]
-    for tier in (*sorted(replica_slot.wake_s, key=lambda tier: replica_slot.wake_s[tier]), None):
-        up_s = starts.wake_s(replica_slot, tier)
-        rate = 0.0 if tier is None else replica_slot.resident_usd_per_s[tier]
-        unpaid_s = taken_s if rate >= price else 0.0
-        late_s = up_s if shared else max(up_s - gap_s, 0.0)
-        asleep_s = max(gap_s - unpaid_s - (up_s - late_s), 0.0)
-        usd = rate * asleep_s + price * up_s + waiting * late_s + again_usd
-        states.append(IdleState(False, tier, usd, price - rate))
-    return min(states, key=lambda state: state.usd)
+    replica_slot = now.layout.replica_slots[slot]
+    price, up_s = replica_slot.usd_per_s, starts.start_s(replica_slot)
+    leave_usd = price * up_s + waiting_usd_per_s(now) * max(up_s - gap_s, 0.0) + again_usd
+    if price * gap_s <= leave_usd:
+        return IdleState(True, price * gap_s, 0.0)
+    return IdleState(False, leave_usd, price)
 
 
 def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
     """Brings an idle replica to a state."""
     if state.stays:
         return []
-    left = leave(now, slot, state.tier)
-    choice = f"slot {slot} gives its devices back" if left.tier is None else f"slot {slot} sleeps in {left.tier}"
     inputs: Inputs = {"function": str(now.layout.replica_slots[slot].function), "usd": state.usd}
-    return [left, note(now, "release", choice, inputs)]
+    return [Release(slot), note(now, "release", f"slot {slot} gives its devices back", inputs)]
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
-    """The price of a longer step, beside its actors: owned devices that are paid for anyway, other functions' replicas
-    that are awake or, as services with devices of their own, soon will be, and the host memory of all that sleep."""
+    """The price of a longer step, beside its actors: devices that are paid for anyway, and other functions' replicas
+    that are awake or, as services, soon will be."""
     total = [now.view.fleet.kept_usd_per_s]
-    for slot, (replica_slot, slot_view) in enumerate(zip(now.layout.replica_slots, now.view.slots, strict=True)):
-        if slot_view.tier is not None:
-            asleep = replica_slot.resident_usd_per_s[slot_view.tier]
-            total += [asleep] if asleep < replica_slot.usd_per_s else []
-        elif slot in now.layout.others and (now.awake(slot) or _serves_alone(now, slot)):
+    for slot in now.layout.others:
+        replica_slot = now.layout.replica_slots[slot]
+        if now.awake(slot) or replica_slot.role is not FunctionRole.UPDATES:
             total.append(replica_slot.usd_per_s)
     return math.fsum(total)
-
-
-def _serves_alone(now: PolicyContext, slot: int) -> bool:
-    learner = now.layout.replica_slots[slot].role is FunctionRole.UPDATES
-    return not learner and not now.layout.shared(slot)
 
 
 class IdleScheduler:
@@ -113,11 +92,8 @@ class IdleScheduler:
         self._starts = starts
         self._held = held
         self._step_s = Recent()
-        self._serving: set[int] = set()
-        """Services that have not done the step."""
         self._after = Recent()
         """From the end of generation until the next step begins, per token of the step."""
-        self._generation_s = Recent()
         self._wanted_s: dict[int, Recent] = {}
         """By slot of a service: from the step's begin until its first complete group. A service that comes up late
         delays the whole step, so it is started for the earliest."""
@@ -138,16 +114,14 @@ class IdleScheduler:
         """Starts services ahead of their first group."""
         self._began_s[now.view.step] = now.at_s
         self._first_group = False
-        slots = now.layout.replica_slots
-        self._serving = {slot for slot in now.layout.others if slots[slot].role is not FunctionRole.UPDATES}
         actions: list[Action] = []
         for slot in now.layout.others:
-            if slot in self._wanted_s and not now.layout.shared(slot) and now.absent(slot):
-                actions.append(self._ahead(now, slot, now.view.slots[slot].tier, self._wanted_s[slot].least))
+            if slot in self._wanted_s and now.absent(slot):
+                actions.append(self._ahead(now, slot, self._wanted_s[slot].least))
         return actions
 
-    def look(self, now: PolicyContext, generated_s: float) -> list[Action]:
-        """At a beat: notes the first complete group, and starts the learner ahead of the end of generation."""
+    def look(self, now: PolicyContext) -> None:
+        """At a beat: notes the first complete group."""
         if not self._first_group and now.view.finished.any():
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
@@ -155,69 +129,38 @@ class IdleScheduler:
                 for slot in now.layout.others:
                     if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES:
                         self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
-        actions: list[Action] = []
-        for slot in now.layout.others:
-            replica_slot = now.layout.replica_slots[slot]
-            waking = replica_slot.role is FunctionRole.UPDATES and not now.layout.shared(slot) and now.absent(slot)
-            if waking and now.at_s + self._starts.wake_s(replica_slot, now.view.slots[slot].tier) >= generated_s:
-                actions.append(Start(slot))
-        return actions
 
     def generated(self, now: PolicyContext, actors: Iterable[int], forecast: StepForecast) -> list[Action]:
         """Generation has ended: all actors are idle, and `actors` are to be up again when the next step begins."""
         self._generated[now.view.step] = now.at_s, forecast.tokens
-        self._generation_s.add(now.at_s - self._began_s[now.view.step])
         actions: list[Action] = []
-        tiers = {slot: now.view.slots[slot].tier for slot in now.layout.generation}
+        absent = {slot for slot in now.layout.generation if not now.awake(slot)}
         for slot in now.layout.generation:
-            if now.awake(slot):
-                state = self.state(now, slot, forecast)
+            if now.awake(slot) and not (state := self.state(now, slot, forecast)).stays:
                 actions += release(now, slot, state)
-                tiers[slot] = state.tier
-                if state.stays:
-                    del tiers[slot]
+                absent.add(slot)
         if self._after.count:
-            for slot in actors:
-                if slot in tiers and not now.layout.shared(slot):
-                    actions.append(self._ahead(now, slot, tiers[slot], self.after_s(forecast.tokens)))
+            after_s = self.after_s(forecast.tokens)
+            actions += [self._ahead(now, slot, after_s) for slot in actors if slot in absent]
         return actions
 
-    def _ahead(self, now: PolicyContext, slot: int, tier: str | None, gap_s: float) -> Start:
-        """Starts a replica from a tier so that it is up at the end of a gap."""
-        return Start(slot, now.at_s + gap_s - self._starts.wake_s(now.layout.replica_slots[slot], tier))
+    def _ahead(self, now: PolicyContext, slot: int, gap_s: float) -> Start:
+        """Starts a replica so that it is up at the end of a gap."""
+        return Start(slot, now.at_s + gap_s - self._starts.start_s(now.layout.replica_slots[slot]))
 
     def idle(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
-        """A function other than generation has finished its work of the step. After the last service, actors that kept
-        their devices make way for the learner."""
-        self._serving.discard(slot)
-        actions = [] if self._serving else self._make_way(now)
-        if not now.awake(slot):
-            return actions
-        wanted_s = self._generation_s.value
-        if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES and not now.layout.shared(slot):
-            wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
+        """A function other than generation has finished its work of the step. The learner keeps the run's state, and
+        is never released."""
+        if not now.awake(slot) or now.layout.replica_slots[slot].role is FunctionRole.UPDATES:
+            return []
+        wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
         ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
-        again_usd = 0.0 if now.layout.shared(slot) else self._again_usd(now, slot, gap_s)
-        state = cheapest_idle_state(now, slot, self._starts, gap_s, gap_s, again_usd)
-        return [*actions, *release(now, slot, state)]
-
-    def kept(self, now: PolicyContext) -> bool:
-        """Whether devices that generation shares are not worth giving back within this step."""
-        generation_s = self._generation_s.value if self._generation_s.count else math.inf
-        return self._held.kept(now, generation_s, self._step_s.value)
+        state = cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s))
+        return release(now, slot, state)
 
     def _again_usd(self, now: PolicyContext, slot: int, gap_s: float) -> float:
         return 0.0 if now.view.fleet.terms.free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
-
-    def _make_way(self, now: PolicyContext) -> list[Action]:
-        if now.view.fleet.terms.free or now.left:
-            return []
-        actions: list[Action] = []
-        for slot in now.layout.generation:
-            if now.layout.shared(slot) and now.awake(slot):
-                actions += release(now, slot, cheapest_idle_state(now, slot, self._starts, 0.0, 0.0))
-        return actions
 
     def step_ended(self, step: int, end_s: float) -> None:
         """Learns how long the step took from the end of generation."""
@@ -230,16 +173,7 @@ class IdleScheduler:
 
     def state(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
         """The state of a generation actor without work until the next step."""
-        after_s = self.after_s(forecast.tokens)
-        gap_s = max(forecast.generated_s - now.at_s, 0.0) + after_s
+        gap_s = max(forecast.generated_s - now.at_s, 0.0) + self.after_s(forecast.tokens)
         if not self._after.count:
             gap_s = now.layout.replica_slots[slot].start_s  # unknown: the break-even of the ski-rental problem
-        if now.view.fleet.terms.free:
-            return cheapest_idle_state(now, slot, self._starts, gap_s, after_s)
-        if not now.layout.shared(slot):
-            return cheapest_idle_state(now, slot, self._starts, gap_s, after_s, self._again_usd(now, slot, gap_s))
-        until_s = max(forecast.generated_s - now.at_s, 0.0)
-        keep_usd = now.layout.replica_slots[slot].usd_per_s * until_s
-        if may_stay(now, slot) and keep_usd <= self._again_usd(now, slot, until_s):
-            return IdleState(True, None, keep_usd, 0.0)
-        return cheapest_idle_state(now, slot, self._starts, gap_s, after_s)
+        return cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s))

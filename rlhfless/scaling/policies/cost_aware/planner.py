@@ -22,7 +22,7 @@ from rlhfless.scaling.policies.cost_aware.completion import ends_by
 from rlhfless.scaling.policies.cost_aware.deadline import StepMargin
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
-from rlhfless.scaling.policies.cost_aware.prewarm import asleep_instead, gain_usd, is_due
+from rlhfless.scaling.policies.cost_aware.prewarm import gain_usd, is_due, warm_instead
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policies.fleet_options import COLD, FleetOptionsCache
 from rlhfless.scaling.policy import Ints, StepView
@@ -49,8 +49,6 @@ class PlanRequest:
     """Steps of the run before this one."""
     steps_left: int
     """Steps of the run that remain, including this one."""
-    kept: bool = False
-    """Whether devices that generation shares are paid for in the whole step, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +59,6 @@ class SlotAssignment:
     ready_s: tuple[float, ...]  # [actors]: from now until each can work
     samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
     home: Ints  # [samples]
-
-    def wait_for(self, slots: Sequence[int], ready_s: float) -> SlotAssignment:
-        """Gives each of these slots one sample of the largest group, to be up before the step ends."""
-        largest = max(range(len(self.slots)), key=lambda index: self.samples[index].size)
-        slots = slots[: self.samples[largest].size - 1]
-        kept, taken = np.split(self.samples[largest], [self.samples[largest].size - len(slots)])
-        home = self.home.copy()
-        home[taken] = slots
-        samples = (*self.samples[:largest], kept, *self.samples[largest + 1 :], *taken[:, None])
-        return SlotAssignment((*self.slots, *slots), (*self.ready_s, *(ready_s for _ in slots)), samples, home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +73,6 @@ class StepPlan:
     """The confidence that was asked of the forecasts."""
     limit_s: float
     """Seconds from now until generation should have ended."""
-    waits: bool
-    """Whether the step is made longer, until actors for later steps are up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +95,16 @@ def plan_step(
 ) -> StepPlan:
     """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
-    options, behind = fleet_options.options(now, standby, kept=request.kept)
+    options, behind = fleet_options.options(now, standby)
     safest = _safest(now.view, lengths, request, options)
     assignment = assign(safest.plan, behind, safest.step)
     cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
     if cold and request.steps_left > 1 and is_due(request.steps_done, safest.plan):
-        prewarm = _prewarm(now, safest, request, fleet_options, starts, standby, cold)
-    if request.kept:  # a device without an actor would be given back
-        spare = [slot for slot, (tier, _) in standby.items() if tier != COLD and slot not in assignment.slots]
-        spare = [slot for slot in spare if now.layout.shared(slot)]
-        assignment = assignment.wait_for(spare, max((standby[slot][1] for slot in spare), default=0.0))
-    late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > safest.plan.step_s]
-    if late:
-        up_s = max(standby[slot][1] for slot in late)
-        assignment = assignment.wait_for(late, up_s + now.view.fleet.load_s)
+        prewarm = _prewarm(now, safest, request, fleet_options, standby, cold)
     contract = request.contract
     limit_s = contract.deadline_s / safest.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
-    return StepPlan(safest.plan, assignment, prewarm, safest.confidence, limit_s, bool(late))
+    return StepPlan(safest.plan, assignment, prewarm, safest.confidence, limit_s)
 
 
 def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, options: FleetOptions) -> Tried:
@@ -160,13 +138,11 @@ def _prewarm(
     found: Tried,
     request: PlanRequest,
     fleet_options: FleetOptionsCache,
-    starts: StartTimes,
     standby: Mapping[int, tuple[str, float]],
     cold: Sequence[int],
 ) -> tuple[int, ...]:
-    """The `cold` slots that a plan would use if they slept, provided the gain is worth their starts (`prewarm`)."""
-    asleep = asleep_instead(now.layout, standby, starts)
-    richer, behind = fleet_options.options(now, asleep, kept=request.kept)
+    """The `cold` slots that a plan would use if they were warm, provided the gain is worth their starts (`prewarm`)."""
+    richer, behind = fleet_options.options(now, warm_instead(standby))
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
     chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
     price = sum(now.layout.replica_slots[slot].usd_per_s * standby[slot][1] for slot in chosen)

@@ -17,12 +17,12 @@ from rlhfless.scaling.policies.cost_aware.completion import longest_response, un
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim
 from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster, RemainingLengths
-from rlhfless.scaling.policies.cost_aware.held import HeldDevices, kept_usd_per_s
+from rlhfless.scaling.policies.cost_aware.held import HeldDevices
 from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release, waiting_usd_per_s
 from rlhfless.scaling.policies.cost_aware.migration import MigrationState
 from rlhfless.scaling.policies.cost_aware.planner import PlanRequest, StepPlan, plan_step
 from rlhfless.scaling.policies.cost_aware.replan import Replanner, is_due
-from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, make_way, start
+from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
@@ -120,8 +120,7 @@ class CostAware:
         made = plan_step(now, lengths, request, self._fleet_options, self._starts)
         state, self._forecast = self._replanner.begin(now, lengths, made, before)
         self._spending.planned(made.plan.usd)
-        if not made.waits:
-            self._deadline.planned(made.plan.step_s, state.last_s)
+        self._deadline.planned(made.plan.step_s, state.last_s)
         self._aim = self._aim_of(now, lengths, request, made, state)
         self._steps += 1
         self._actors, self._prewarmed = made.assignment.slots, set(made.prewarm)
@@ -151,9 +150,7 @@ class CostAware:
             share = 1.0 if seen else UNSEEN_SHARE
             contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
         run_left = max(self._run.steps - self._steps, 1)
-        kept = self._idle.kept(now)
-        waiting = waiting_usd_per_s(now) + (kept_usd_per_s(now) if kept else 0.0)
-        return PlanRequest(contract, margin, waiting, after_s, self._steps, run_left, kept)
+        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, self._steps, run_left)
 
     def _aim_of(
         self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState
@@ -179,16 +176,17 @@ class CostAware:
         for slot in now.layout.generation:
             if slot not in self._actors and now.awake(slot):
                 actions += release(now, slot, self._idle.state(now, slot, self._forecast))
-        actions += make_way(now, self._actors)
         actions += start(now, dict.fromkeys((*self._actors, *made.prewarm)))
         return [*actions, *(Assign(*given) for given in zip(self._actors, made.assignment.samples, strict=True))]
 
     def _beat(self, now: PolicyContext) -> list[Action]:
-        actions, loads = self._idle.look(now, self._forecast.generated_s), now.loads
+        self._idle.look(now)
+        actions: list[Action] = []
+        loads = now.loads
         if is_due(now, self._forecast):
             lengths = self._forecaster.look(now.view)
             moves = self._replanner.replan(now, lengths, self._aim, self._forecast, self._prewarmed)
-            actions, loads, self._forecast = [*actions, *moves.actions], moves.loads, moves.forecast
+            actions, loads, self._forecast = moves.actions, moves.loads, moves.forecast
         for slot in now.layout.generation:
             if loads[slot] == 0 and now.awake(slot) and slot not in self._prewarmed:
                 actions += release(now, slot, self._idle.state(now, slot, self._forecast))
@@ -203,7 +201,7 @@ class CostAware:
         awake = awake_beside(now, slot)
         again: list[Action] = []
         if samples.size and not awake:
-            again = [*make_way(now, [slot]), Start(slot)]
+            again = [Start(slot)]
         return [*again, *assign_to_least(samples, awake or [slot], now.loads)]
 
 

@@ -1,15 +1,11 @@
 """Actors that are started for later steps, although this step would not pay for their cold start. Pure.
 
 A cold start takes as long as a step, so no single step would ever pay for one more actor. Its value is the gain of a
-plan in which the slots without a replica had a sleeping one, in this step and each remaining step:
+plan in which the slots without a replica had a warm one, in this step and each remaining step:
 
     gain per step x steps left > price of the cold starts
 
 It is considered in the steps 1, 2, 4, 8 ... of a run, and whenever a deadline cannot be kept (`is_due`).
-
-Where generation shares its devices, an actor that still starts when generation ends would be in the way of the other
-functions. So if the step is shorter than a cold start, each of the new actors gets one sample
-(`SlotAssignment.wait_for`): the step lasts until they are up, once.
 """
 
 from __future__ import annotations
@@ -18,27 +14,17 @@ import math
 from collections.abc import Mapping
 
 from rlhfless.scaling.plan import Plan
-from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.fleet_actions import quickest_tier
-from rlhfless.scaling.policies.fleet_layout import Layout
 from rlhfless.scaling.policies.fleet_options import COLD
+
+STARTED = f"{COLD}, then warm"
 
 FASTER = 0.98
 """A plan counts as faster if it ends two percent earlier."""
 
 
-def asleep_instead(
-    layout: Layout, standby: Mapping[int, tuple[str, float]], starts: StartTimes
-) -> dict[int, tuple[str, float]]:
-    """The standby of all slots if each slot without a replica had a sleeping one, in a tier with a name of its own."""
-    instead = {}
-    for slot, (tier, wait_s) in standby.items():
-        asleep = quickest_tier(layout.replica_slots[slot])
-        if tier == COLD and asleep is not None:
-            instead[slot] = f"{COLD}, then {asleep}", starts.wake_s(layout.replica_slots[slot], asleep)
-        else:
-            instead[slot] = tier, wait_s
-    return instead
+def warm_instead(standby: Mapping[int, tuple[str, float]]) -> dict[int, tuple[str, float]]:
+    """The standby of all slots if each slot without a replica had a warm one, under a name of its own."""
+    return {slot: (STARTED, 0.0) if tier == COLD else (tier, wait_s) for slot, (tier, wait_s) in standby.items()}
 
 
 def is_due(steps: int, chosen: Plan) -> bool:

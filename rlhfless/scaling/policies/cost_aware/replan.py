@@ -31,10 +31,10 @@ from rlhfless.scaling.policies.cost_aware.migration import (
     relieve,
 )
 from rlhfless.scaling.policies.cost_aware.planner import StepPlan
-from rlhfless.scaling.policies.fleet_actions import Inputs, make_way, note, start
+from rlhfless.scaling.policies.fleet_actions import Inputs, note, start
 from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
 from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
-from rlhfless.scaling.policy import Action, Flags, Ints, Move
+from rlhfless.scaling.policy import Action, Ints, Move
 
 LEFT_SHARE = 0.75
 """A replan is due when only this share of the samples that were left at the last one is still left."""
@@ -166,7 +166,8 @@ class Replanner:
             # A deadline that is no longer certain need not stay certain, but it is not given up.
             confidence = min(max(state.chance(limit_s), confidence), margin.level)
         state.judge(np.flatnonzero(state.count), state.each(confidence))
-        if math.isinf(aim.time_usd_per_s):  # always late
+        # Where only time counts, or no actor's release would save anything, the step is always late.
+        if math.isinf(aim.time_usd_per_s) or not state.freed_usd_per_s.any():
             return Aim(0.0, 0.0, SURE, SURE)
         return Aim(limit_s, aim.time_usd_per_s, state.each(confidence), state.each(margin.level))
 
@@ -222,8 +223,8 @@ def _dissolve(
 
 
 class Transfers:
-    """The time to have the KV of a slot's samples at another actor: computed again, or moved, whichever is sooner. A
-    prefix that the samples share is computed, or got from another actor, once for all of them."""
+    """The time to compute the KV of a slot's samples again at another actor. A prefix that the samples share is
+    computed, or got from another actor, once for all of them."""
 
     def __init__(self, now: PolicyContext, rows: Unfinished) -> None:
         home, context = rows.home[rows.begun], rows.context[rows.begun]
@@ -233,18 +234,13 @@ class Transfers:
         if now.view.prefixes is not None:
             total = np.bincount(home, now.view.prefixes.shared_tokens[group], minlength=now.slots)
             shared = total / np.maximum(count, 1)
-        again_s, moved_s = np.zeros(now.slots), np.full(now.slots, math.inf)
+        again_s = np.zeros(now.slots)
         for slot in np.flatnonzero(count).tolist():
             model, before = _model(now, slot), int(shared[slot])
             again_s[slot] = (model.prefill_s(int(mean[slot])) - model.prefill_s(before)) * count[slot]
             again_s[slot] += _prefixes_s(now, model, group[home == slot])
-        if math.isfinite(now.view.fleet.kv_token_s):
-            moved_s = mean * now.view.fleet.kv_token_s
-        self.seconds: Floats = now.view.fleet.move_s + np.minimum(again_s, moved_s)
-        """[slots]: seconds to compute the KV of all samples of a slot one after the other, or to move it in
-        parallel."""
-        self._with_kv: Flags = moved_s < again_s
-        """[slots]: whether the KV is moved."""
+        self.seconds: Floats = now.view.fleet.move_s + again_s
+        """[slots]: seconds to compute the KV of all samples of a slot one after the other."""
 
     def moves(self, now: PolicyContext, rows: Unfinished) -> list[Action]:
         """Moves samples from their slots to the slots in `rows`; a target without an actor is started."""
@@ -252,11 +248,11 @@ class Transfers:
         moved = np.flatnonzero(before != rows.home)
         sources, targets = before[moved], rows.home[moved]
         absent = [slot for slot in np.unique(targets).tolist() if now.absent(slot)]
-        actions = [*make_way(now, absent), *start(now, absent)]
+        actions = start(now, absent)
         pair = sources * now.slots + targets
         for source, target in (divmod(code, now.slots) for code in np.unique(pair).tolist()):
             samples = rows.lengths.samples[moved[pair == source * now.slots + target]]
-            actions.append(Move(source, target, samples, bool(self._with_kv[source])))
+            actions.append(Move(source, target, samples))
         return actions
 
 

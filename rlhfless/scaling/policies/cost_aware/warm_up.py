@@ -5,8 +5,6 @@ Compiled code is kept on disk, if there is a writable folder (`scaling.compiled`
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from rlhfless.records import FunctionName, FunctionRole, ReplicaState
@@ -63,13 +61,11 @@ def _fleet() -> FleetView:
             node="node",
             usd_per_s=0.001,
             start_s=1.0,
-            wake_s={},
-            resident_usd_per_s={},
             engine=EngineLimits(model, kv_capacity_tokens=10_000, max_sequences=PROMPTS * SIBLINGS // 2 // ACTORS),
         )
         for index in range(ACTORS)
     )
-    return FleetView(replica_slots, 0.1, 0.01, math.inf, 0.1, MAX_TOKENS)
+    return FleetView(replica_slots, 0.1, 0.01, 0.1, MAX_TOKENS)
 
 
 def _view(fleet: FleetView, step: int, tokens: np.ndarray, home: np.ndarray) -> StepView:

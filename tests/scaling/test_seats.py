@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.fleet.seats import AGING_S, SeatTurns
+from rlhfless.scaling.seats import AGING_S, SeatTurns
 
 
 def test_a_turn_passes_to_the_run_that_asked_first() -> None:

@@ -1,0 +1,133 @@
+"""Several runs of a scenario on one cluster: one after the other, each on its own part, or in turns by phase.
+
+Each run is simulated alone on its devices, with its own seed; its phases are what turns are made of. With turns, the
+reference works after generation, although it may begin earlier alone where it has devices of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records.traces import Trace
+from rlhfless.sim.experiment.run import ExperimentTask, FleetShape, layout_of, run
+from rlhfless.sim.scenarios.build import ScenarioLayout
+from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
+from rlhfless.sim.scenarios.timing import DoesNotFit, learner_devices_needed
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
+from rlhfless.sim.sharing import Phase, share
+from rlhfless.spec import WeightedSpec
+from rlhfless.spec.errors import InputError, Problem
+
+AFTER = (Work.LOGPROBS, Work.EVALUATE, Work.LEARN, Work.PUBLISH)
+
+ONE_BY_ONE = "one after the other"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A way to have several runs on one cluster."""
+
+    name: str
+    makespan_s: float
+    """Seconds until all runs have ended."""
+    mean_end_s: float
+    """Mean seconds until a run has ended."""
+    used: float
+    """Share of the devices' time in which a function worked on them, whether or not it used them all."""
+
+
+def arrangements(scenario: Scenario, runs: int, policy: str = "cost_aware") -> list[Arrangement]:
+    """All arrangements that fit, `ONE_BY_ONE` first. The cluster must have one kind of devices.
+
+    Raises InputError for a cluster with several kinds of devices.
+    """
+    if len(scenario.cluster.machines) > 1:
+        kinds = ", ".join(machines.kind for machines in scenario.cluster.machines)
+        what, hint = f"runs share devices of one kind, and there are {kinds}", "leave all but one of them out"
+        raise InputError(scenario.name, [Problem("cluster.machines", what, hint)])
+    return list(_Arranger(scenario, runs, policy).all())
+
+
+class _Arranger:
+    def __init__(self, scenario: Scenario, runs: int, policy: str) -> None:
+        self._scenario = scenario
+        self._runs = runs
+        self._entry = PolicyEntry(name=policy)
+        self._devices = scenario.cluster.machines[0].devices
+
+    def all(self) -> Iterator[Arrangement]:
+        whole = self._phases(FleetShape(_COLOCATED), range(self._runs), "all")
+        alone_s = [share([phases]).makespan_s for phases in whole]
+        ends = [sum(alone_s[: number + 1]) for number in range(self._runs)]
+        yield self._arrangement(ONE_BY_ONE, ends, whole)
+        for tenants in range(self._runs, 0, -1):
+            parts, rest = divmod(self._runs, tenants)
+            if rest == 0 and (made := self._parts(parts, tenants)) is not None:
+                yield made
+        if (apart := self._apart()) is not None:
+            yield apart
+
+    def _parts(self, parts: int, tenants: int) -> Arrangement | None:
+        """So many parts of the cluster, each with so many runs in turns; None if a run does not fit."""
+        size = self._devices // parts
+        name = f"{parts} parts of {size} devices" if parts > 1 else "all devices"
+        name += f", {tenants} runs in turns on each" if tenants > 1 and parts > 1 else ", in turns" * (tenants > 1)
+        try:
+            runs = self._phases(FleetShape(_COLOCATED, size), range(self._runs), "all")
+        except DoesNotFit:
+            return None
+        ends = [end for part in range(parts) for end in share(runs[part * tenants : (part + 1) * tenants]).ends_s]
+        return self._arrangement(name, ends, runs, parts)
+
+    def _apart(self) -> Arrangement | None:
+        """Actors and learners on devices of their own, all runs in turns."""
+        learner = max(learner_devices_needed(self._scenario, self._scenario.cluster.machines[0].kind), 1)
+        half = -(-self._devices // 2)
+        placement = ScenarioPlacementSpec(mode="disaggregated", learner_devices=max(learner, half))
+        try:
+            runs = self._phases(FleetShape(placement), range(self._runs), None)
+        except DoesNotFit:
+            return None
+        timeline = share(runs)
+        learner = max(learner, half)
+        name = f"{self._devices - learner} devices for actors, {learner} for learners, in turns"
+        used = sum(timeline.busy_s.values()) / (2 * timeline.makespan_s)
+        return Arrangement(name, timeline.makespan_s, sum(timeline.ends_s) / self._runs, used)
+
+    def _arrangement(
+        self, name: str, ends: Sequence[float], runs: Sequence[Sequence[Phase]], parts: int = 1
+    ) -> Arrangement:
+        worked_s = sum(phase.work_s for phases in runs for phase in phases)
+        return Arrangement(name, max(ends), sum(ends) / len(ends), worked_s / (max(ends) * parts))
+
+    def _phases(self, fleet: FleetShape, seeds: Sequence[int], seat: str | None) -> list[list[Phase]]:
+        layout = layout_of(self._scenario, fleet)
+        contract = (WeightedSpec(time_weight=1.0),)
+        traces = (run(ExperimentTask(self._scenario, self._entry, fleet, contract, seed, True)).trace for seed in seeds)
+        return [list(_phases(trace, layout, seat)) for trace in traces if trace is not None]
+
+
+_COLOCATED = ScenarioPlacementSpec(mode="colocated")
+
+
+def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[Phase]:
+    """Two phases a step. `seat`: the one that all functions share; None: actors and learner have their own."""
+    actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
+    for record in trace.steps:
+        drawn_s, scored_s, after_s = _spent_s(trace, record)
+        seats = frozenset({seat or "actors"})
+        yield Phase(FunctionName.GENERATION, seats, drawn_s, 0.0, actor.sleep_s, actor.wake_s)
+        seats = frozenset({seat or "learner"})
+        yield Phase(FunctionName.LEARNER, seats, after_s, scored_s, learner.sleep_s, learner.wake_s)
+
+
+def _spent_s(trace: Trace, record: StepRecord) -> tuple[float, float, float]:
+    """Of one step: seconds from the first load of weights to the last token, from there until all samples are scored,
+    and of reference and learner."""
+    calls = [call for call in trace.invocations if call.step == record.step]
+    begun_s = min(call.start_s for call in calls if call.work is Work.LOAD_WEIGHTS)
+    drawn_s = record.start_s + record.metrics["generation_s"]
+    scored_s = max((call.end_s for call in calls if call.work is Work.SCORE), default=drawn_s)
+    return drawn_s - begun_s, max(scored_s - drawn_s, 0.0), sum(c.duration_s for c in calls if c.work in AFTER)

@@ -1,0 +1,140 @@
+"""Runs that share devices in turns of whole phases. Pure; whose turn it is says `SeatTurns`, which says it live, too.
+
+A phase is a function's work of one step on its devices. A run keeps its turn there until another run waits and its
+phase is over; then its function falls asleep, and the other run's wakes. A phase is never interrupted, and takes as
+long as if the run were alone: runs do not slow each other down but by waiting.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count
+
+from rlhfless.scaling.seats import SeatTurns
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A function's work of one step."""
+
+    function: str
+    seats: frozenset[str]
+    """Devices, or groups of them, that it needs together."""
+    work_s: float
+    before_s: float = 0.0
+    """From the end of the run's phase before: work on no device, such as scoring on CPU cores."""
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTimeline:
+    """What became of runs that shared devices."""
+
+    ends_s: tuple[float, ...]
+    """By run: when its last phase ended."""
+    busy_s: Mapping[str, float]
+    """By seat: seconds in which a phase worked there."""
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.ends_s, default=0.0)
+
+
+def share(runs: Sequence[Sequence[Phase]], priorities: Sequence[int] | None = None) -> SharedTimeline:
+    """Plays runs that all begin at once. `priorities` by run; by default all alike.
+
+    Raises ValueError for a run with two phases that need some seats in common, and not the same: in a live run,
+    functions that share devices, directly or by way of others, have their turn on all of these together.
+    """
+    for run in runs:
+        for first, second in combinations(sorted({phase.seats for phase in run}, key=sorted), 2):
+            if first & second:
+                raise ValueError(f"one phase needs {sorted(first)}, and another {sorted(second)}; give both the same")
+    return _Players(runs, priorities or [0] * len(runs)).play()
+
+
+class _Players:
+    """The runs, each between two phases, waiting for its turn, in a phase, or through."""
+
+    def __init__(self, runs: Sequence[Sequence[Phase]], priorities: Sequence[int]) -> None:
+        self._runs = runs
+        self._priorities = priorities
+        self._turns = SeatTurns()
+        self._next = [0] * len(runs)
+        self._awake: dict[str, tuple[int, Phase]] = {}
+        """By seat: the run, and the last phase of its function there."""
+        self._waiting: set[int] = set()
+        self._working: set[str] = set()
+        """Seats with a phase under way."""
+        self._falling: dict[str, int] = {}
+        """By seat whose function falls asleep: its run."""
+        self._ends_s = [0.0] * len(runs)
+        self._busy_s: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[float, int, str, int, frozenset[str]]] = []
+        self._order = count()
+
+    def play(self) -> SharedTimeline:
+        for run in range(len(self._runs)):
+            self._after(run, 0.0)
+        while self._events:
+            at_s = self._events[0][0]
+            while self._events and self._events[0][0] == at_s:
+                _, _, what, run, seats = heapq.heappop(self._events)
+                if what == "ask":
+                    self._waiting.add(run)
+                elif what == "end":
+                    self._working -= seats
+                    self._after(run, at_s)
+                else:
+                    self._asleep(run, seats, at_s)
+            self._go_on(at_s)
+        return SharedTimeline(tuple(self._ends_s), dict(self._busy_s))
+
+    def _add(self, at_s: float, what: str, run: int, seats: Iterable[str] = ()) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), what, run, frozenset(seats)))
+
+    def _after(self, run: int, at_s: float) -> None:
+        """A run has ended a phase: it asks for its next turn, or is through."""
+        if self._next[run] < len(self._runs[run]):
+            self._add(at_s + self._runs[run][self._next[run]].before_s, "ask", run)
+        else:
+            self._ends_s[run] = at_s
+
+    def _go_on(self, at_s: float) -> None:
+        """Begins all phases whose turn it is; a run whose turn another one waits for, and that does not work, falls
+        asleep."""
+        for run in sorted(self._waiting, key=lambda run: (-self._priorities[run], run)):
+            phase = self._runs[run][self._next[run]]
+            falls_asleep = any(self._falling.get(seat) == run for seat in phase.seats)
+            if not falls_asleep and self._turns.ask(str(run), phase.seats, self._priorities[run], at_s):
+                self._begin(run, phase, at_s)
+        resting: dict[int, list[str]] = defaultdict(list)
+        for seat, (run, _) in self._awake.items():
+            if seat not in self._working and seat not in self._falling:
+                resting[run].append(seat)
+        for run, seats in resting.items():
+            if self._turns.wanted(str(run), seats):
+                self._falling |= dict.fromkeys(seats, run)
+                self._add(at_s + max(self._awake[seat][1].sleep_s for seat in seats), "asleep", run, seats)
+
+    def _begin(self, run: int, phase: Phase, at_s: float) -> None:
+        self._waiting.discard(run)
+        self._working |= phase.seats
+        self._next[run] += 1
+        before = [self._awake[seat] for seat in sorted(phase.seats) if seat in self._awake]
+        stays = len(before) == len(phase.seats) and all(of.function == phase.function for _, of in before)
+        change_s = 0.0 if stays else max((of.sleep_s for _, of in before), default=0.0) + phase.wake_s
+        for seat in phase.seats:
+            self._awake[seat] = run, phase
+            self._busy_s[seat] += phase.work_s
+        self._add(at_s + change_s + phase.work_s, "end", run, phase.seats)
+
+    def _asleep(self, run: int, seats: frozenset[str], at_s: float) -> None:
+        """What of a run was falling asleep is."""
+        for seat in seats:
+            del self._awake[seat], self._falling[seat]
+        self._turns.pass_on(str(run), seats, at_s)

@@ -1,0 +1,95 @@
+"""Runs in turns of whole phases: by hand, and what holds for all of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes.tiny_scenario import scenario
+from rlhfless.sim.experiment.shared import ONE_BY_ONE, arrangements
+from rlhfless.sim.sharing import Phase, share
+from rlhfless.spec.errors import InputError
+
+
+def phase(function: str, work_s: float, *seats: str, **changes: float) -> Phase:
+    return Phase(function, frozenset(seats), work_s, **changes)
+
+
+def test_one_run_alone_changes_functions_and_nothing_else() -> None:
+    """2 s of generation, 0.5 s of scoring, the actor asleep in 0.1 s, the learner awake in 0.3 s, and 3 s of its work;
+    then back: 0.4 s and 0.2 s."""
+    drawn = phase("generation", 2.0, "gpu", sleep_s=0.1, wake_s=0.2)
+    learned = phase("learner", 3.0, "gpu", before_s=0.5, sleep_s=0.4, wake_s=0.3)
+    timeline = share([[drawn, learned, drawn]])
+    assert timeline.makespan_s == pytest.approx(0.2 + 2.0 + 0.5 + 0.1 + 0.3 + 3.0 + 0.4 + 0.2 + 2.0)
+    assert timeline.busy_s == {"gpu": 7.0}
+
+
+def test_two_runs_with_a_device_for_each_function_take_turns() -> None:
+    """While one learns for 3 s the other one draws for 2 s; each change of run costs 0.1 s of sleep and 0.2 s of wake.
+    A: actors 0.2 to 2.2, learner 2.4 to 5.4. B waits for the actors until A's are asleep: 2.3, draws 2.5 to 4.5, and
+    waits for the learner until 5.5: 5.7 to 8.7."""
+    costs = {"sleep_s": 0.1, "wake_s": 0.2}
+    step = [phase("generation", 2.0, "actors", **costs), phase("learner", 3.0, "learner", **costs)]
+    timeline = share([step, step])
+    assert timeline.ends_s == pytest.approx((5.4, 8.7))
+    assert share([step, step], priorities=[0, 5]).ends_s == pytest.approx((8.7, 5.4))
+
+
+def test_a_run_keeps_its_turn_while_no_other_waits() -> None:
+    drawn = phase("generation", 1.0, "gpu", sleep_s=0.5, wake_s=0.5)
+    assert share([[drawn, drawn, drawn]]).makespan_s == pytest.approx(0.5 + 3.0)
+    late = phase("generation", 1.0, "gpu", before_s=2.0, sleep_s=0.5, wake_s=0.5)
+    # The second run asks at 2 s: the first one has drawn its second response by 2.5 s, and sleeps at 3.0 s.
+    assert share([[drawn, drawn], [late]]).ends_s == pytest.approx((2.5, 4.5))
+
+
+def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[Phase]]:
+    one = st.builds(
+        lambda function, seats, work_s, before_s, cost_s: phase(
+            function, work_s, *seats, before_s=before_s, sleep_s=cost_s, wake_s=cost_s
+        ),
+        st.sampled_from(["generation", "learner"]),
+        st.sampled_from(where),
+        st.floats(0.1, 5.0),
+        st.sampled_from([0.0, 1.0]),
+        st.sampled_from([0.0, 0.3]),
+    )
+    return st.lists(one, min_size=1, max_size=6)
+
+
+@given(st.lists(phases(("a",), ("b",)) | phases(("a", "b")), min_size=1, max_size=5))
+@settings(max_examples=200)
+def test_no_seat_works_twice_and_no_run_is_lost(runs: list[list[Phase]]) -> None:
+    timeline = share(runs)
+    asked = {seat: sum(p.work_s for run in runs for p in run if seat in p.seats) for seat in ("a", "b")}
+    for seat, work_s in asked.items():
+        assert timeline.busy_s.get(seat, 0.0) == pytest.approx(work_s)
+        assert timeline.makespan_s >= work_s - 1e-9
+    for run, end_s in zip(runs, timeline.ends_s, strict=True):
+        assert end_s >= sum(p.before_s + p.work_s for p in run) - 1e-9
+    one_by_one_s = sum(share([run]).makespan_s for run in runs)
+    changes_s = sum(2 * p.sleep_s + 2 * p.wake_s for run in runs for p in run)
+    assert timeline.makespan_s <= one_by_one_s + changes_s + 1e-6  # each change of run costs at most this
+
+
+def test_seats_that_overlap_within_a_run_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one phase needs \['a'\], and another \['a', 'b'\]; give both the same"):
+        share([[phase("generation", 1.0, "a"), phase("learner", 1.0, "a", "b")]])
+
+
+def test_arrangements_of_a_scenario() -> None:
+    one = scenario(cluster={"machines": [{"kind": "l40s", "devices_per_node": 4}]}, steps=3)
+    found = arrangements(one, 2)
+    assert [each.name for each in found] == [
+        ONE_BY_ONE,
+        "all devices, in turns",
+        "2 parts of 2 devices",
+        "2 devices for actors, 2 for learners, in turns",
+    ]
+    assert all(0 < each.used <= 1 + 1e-9 for each in found)
+    assert all(each.mean_end_s <= each.makespan_s for each in found)
+    mixed = {"machines": [{"kind": kind, "devices_per_node": 4} for kind in ("l40s", "h100")]}
+    with pytest.raises(InputError, match="runs share devices of one kind, and there are l40s, h100"):
+        arrangements(scenario(cluster=mixed), 2)
