@@ -2,19 +2,22 @@
 
 Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder itself.
 Any other asks its node's cache first; if the version is not there, one reader downloads it, in pieces over several
-connections, while the others of the node wait for the lock, so a node pulls and hashes each version once. A download is
-checked against the version's digest before it takes its name in the cache, so that, as in `FolderStore`, every version
-that can be seen is complete and right.
+connections, while the others of the node wait for the lock, so a node pulls and hashes each version once. A node that
+has the version before asks for what changed (`delta`), and gets the whole version if that is no shorter, or does not
+come to it. A download is checked against the version's digest before it takes its name in the cache, so that, as in
+`FolderStore`, every version that can be seen is complete and right.
 
-Not done: TLS (run it inside the cluster's network), and transfers of parts of versions.
+Not done: TLS (run it inside the cluster's network).
 """
 
 from __future__ import annotations
 
 import fcntl
 import hmac
+import logging
 import os
 import secrets
+import tempfile
 import threading
 import time
 import urllib.error
@@ -31,9 +34,10 @@ from typing import IO, Any
 import torch
 
 from rlhfless.records import WeightVersion
+from rlhfless.weights.delta import apply, delta
 from rlhfless.weights.digest import digest_by_threads, threads
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import file_name, put, read_file, replacing, spare, version_of
+from rlhfless.weights.files import Draft, file_name, put, read_file, replacing, spare, version_of
 from rlhfless.weights.seal import known_hashes, seal
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
@@ -48,6 +52,10 @@ _LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish
 _LOCK_POLL_S = 0.02
 _CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
 _CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
+_SINCE = "?since="  # asks for what changed since another version
+_CHANGES = ".changes"  # a file of the server's, beside its versions
+
+log = logging.getLogger(__name__)
 
 
 class HttpStoreServer:
@@ -72,7 +80,8 @@ class HttpStoreServer:
         """
         self.token = token or secrets.token_urlsafe(32)
         self._folder = FolderStore(folder)
-        handler = type("Handler", (_Handler,), {"store": self._folder, "token": self.token})
+        common = {"store": self._folder, "token": self.token, "comparing": threading.Lock()}
+        handler = type("Handler", (_Handler,), common)
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.url = f"http://{advertised_host or host}:{self._server.server_address[1]}"
@@ -112,29 +121,46 @@ class HttpStoreServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET of one version, whole or a range of it (`Range: bytes=N-M`)."""
+    """GET of one version, whole or a range of it (`Range: bytes=N-M`), or of what changed since another one."""
 
     store: FolderStore
     token: str
+    comparing: threading.Lock
+    """One request at a time looks what changed; the others find it then."""
     timeout = _STALL_TIMEOUT_S
 
     def do_GET(self) -> None:  # the name is http.server's
         if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.token}"):
             self.send_error(HTTPStatus.UNAUTHORIZED, "wrong or missing bearer token")
             return
+        name, _, since = self.path.removeprefix(_PREFIX).partition(_SINCE)
         try:
-            file = self._path().open("rb")
+            file = (self._changes(name, since) if since else self._path(name)).open("rb")
         except (ValueError, FileNotFoundError):
-            self.send_error(HTTPStatus.NOT_FOUND, "no such version")
+            self.send_error(HTTPStatus.NOT_FOUND, "no such version, or no changes that are shorter")
             return
         with file:
             self._answer(file)
 
-    def _path(self) -> Path:
-        name = self.path.removeprefix(_PREFIX)
+    def _path(self, name: str) -> Path:
         if "/" in name:
             raise ValueError(f"{self.path} is not a version")
         return self.store.path(version_of(name))
+
+    def _changes(self, name: str, since: str) -> Path:
+        """The file with what changed, made when it is asked for first; it is empty if all should be sent instead.
+        Raises FileNotFoundError then, or if a version is not there any more."""
+        new, old = self._path(name), self._path(since)
+        path = new.with_name(f"{version_of(name).digest}-{version_of(since).digest}{_CHANGES}")
+        with self.comparing:
+            if not path.exists():
+                _drop_changes(new.parent)
+                with replacing(new.parent, path) as draft:
+                    delta(old, new, draft.file)
+                    draft.file.truncate()  # it may have been another file before
+        if not path.stat().st_size:
+            raise FileNotFoundError(path)
+        return path
 
     def _answer(self, file: IO[bytes]) -> None:
         size, asked = os.fstat(file.fileno()).st_size, self.headers.get("Range")
@@ -201,22 +227,37 @@ class HttpStore:
             yield
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
-        what = f"weights {url} (digest {version.digest})"
+        before = [each for each in self._cache.versions() if each != version]
+        if before and self._patched(url, path, version, self._cache.path(before[-1])):
+            return
         with replacing(path.parent, path) as draft:
-            file = draft.file.fileno()
-            size = self._piece(url, file, 0, what)
-            with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
-                rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
-                list(pool.map(lambda start: self._piece(url, file, start, what), rest))
-            received = digest_by_threads(read_file(Path(draft.file.name), version.digest), threads()).hexdigest()
-            if received != version.digest:
-                raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
-            seal(file, version.digest)
+            self._pieces(url, draft.file.fileno(), f"weights {url} (digest {version.digest})")
+            _check(url, draft, version)
 
-    def _piece(self, url: str, file: int, start: int, what: str) -> int:
+    def _patched(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
+        """Makes the version from the one before and what changed. Returns False if all is to be downloaded instead."""
+        what = f"changes of weights {url} (digest {version.digest})"
+        try:
+            with replacing(path.parent, path) as draft, tempfile.TemporaryFile(dir=path.parent) as changes:
+                self._pieces(f"{url}{_SINCE}{before.name}", changes.fileno(), what, attempts=1)
+                apply(before, changes, draft.file.fileno())
+                _check(url, draft, version)
+        except WeightFileError as error:
+            log.debug("the whole version is downloaded: %s", error)
+            return False
+        return True
+
+    def _pieces(self, url: str, file: int, what: str, attempts: int = _ATTEMPTS) -> None:
+        """Download all of a URL."""
+        size = self._piece(url, file, 0, what, attempts)
+        with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
+            rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
+            list(pool.map(lambda start: self._piece(url, file, start, what, attempts), rest))
+
+    def _piece(self, url: str, file: int, start: int, what: str, attempts: int) -> int:
         """Download the piece that begins at byte `start`; returns the size of the whole file."""
         place = start
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(attempts):
             try:
                 with self._opened(url, place, start + _PIECE_BYTES) as response:
                     size = int(response.headers["Content-Range"].rpartition("/")[2])
@@ -232,9 +273,9 @@ class HttpStore:
                 failure = error
             except OSError as error:  # refused, reset, timed out, cut short
                 failure = error
-            if attempt + 1 < _ATTEMPTS:
+            if attempt + 1 < attempts:
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        raise WeightFileError(f"{what}: {_ATTEMPTS} attempts failed: {failure}") from failure
+        raise WeightFileError(f"{what}: {attempts} attempts failed: {failure}") from failure
 
     def _opened(self, url: str, start: int, end: int) -> Any:
         """The server's answer, with bytes from `start` to `end` of the file."""
@@ -250,6 +291,21 @@ class HttpStore:
         for path in cached[:-_CACHED_VERSIONS]:
             if path != newest:
                 spare(path)
+
+
+def _check(url: str, draft: Draft, version: WeightVersion) -> None:
+    """Seals a version that has been received. Raises WeightFileError if it is not the one that its name says."""
+    draft.file.flush()
+    received = digest_by_threads(read_file(Path(draft.file.name), version.digest), threads()).hexdigest()
+    if received != version.digest:
+        raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
+    seal(draft.file.fileno(), version.digest)
+
+
+def _drop_changes(folder: Path) -> None:
+    """Of the version before: no node asks for them any more, or it gets all."""
+    for path in folder.glob(f"*{_CHANGES}"):
+        path.unlink(missing_ok=True)
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:

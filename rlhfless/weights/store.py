@@ -8,7 +8,7 @@ once, and the bytes stay as long as any reader has the file open or mapped; the 
 only if none has. No lock is needed for that. A reader does fail if a version that was *announced* to it is deleted
 before the reader opens it; so `retain` every announced version.
 
-Not done: delta encoding, and stores that several learners publish to (fencing by attempt is the caller's).
+Not done: stores that several learners publish to (fencing by attempt is the caller's).
 """
 
 from __future__ import annotations
