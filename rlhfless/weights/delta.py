@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import put
 
 Words = npt.NDArray[np.uint16]
+Places = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Data = bytes | mmap.mmap
 
 CHUNK_WORDS = 1 << 16
 """So that a place within a chunk takes two bytes."""
@@ -67,59 +69,65 @@ def _changes(before: Words, after: Words, number: int) -> bytes:
     count = int(np.count_nonzero(differ))
     if not count:
         return b""
-    places = np.packbits(differ) if count >= _DENSE_FROM else np.flatnonzero(differ).astype("<u2")
-    return b"".join((_CHUNK.pack(number, count), places.tobytes(), after[chunk][differ].tobytes()))
+    places = np.flatnonzero(differ)
+    where = np.packbits(differ) if count >= _DENSE_FROM else places.astype("<u2")
+    return b"".join((_CHUNK.pack(number, count), where.tobytes(), after[chunk][places].tobytes()))
 
 
-def apply(old: Path, changes: IO[bytes], file: int) -> None:
+def apply(old: Path, changes: Data, file: int) -> None:
     """Writes the new version to an open file: the old one's words, but for what changed.
 
     Raises WeightFileError if the changes are not of this version; the new version's digest says whether they were all.
     """
     _, before, _ = _parts(old)
-    header_bytes, words, rest = _HEAD.unpack(_read(changes, _HEAD.size))
+    header_bytes, words, rest = _HEAD.unpack(_part(changes, 0, _HEAD.size))
     if words != len(before):
         raise WeightFileError(f"changes of {words:,} words are not of {old}, which has {len(before):,}")
-    put(file, _read(changes, header_bytes), 0)
-    put(file, _read(changes, rest), header_bytes + 2 * words)
-    at = 0
-    for number, count in _chunks(changes):
-        place = number * CHUNK_WORDS
-        size = min(CHUNK_WORDS, words - place)
-        if number * CHUNK_WORDS >= words or count > size or place < at:
-            raise WeightFileError(f"changes of {old} name chunk {number} of {count:,} words, which it does not have")
-        put(file, before[at:place].tobytes(), header_bytes + 2 * at)
-        chunk = before[place : place + size].copy()
-        places = _places(changes, count, size)
-        chunk[places] = np.frombuffer(_read(changes, 2 * count), "<u2")
-        put(file, chunk.tobytes(), header_bytes + 2 * place)
-        at = place + size
-    put(file, before[at:].tobytes(), header_bytes + 2 * at)
+    begins = _HEAD.size + header_bytes + rest
+    changed = dict(_chunks(changes, begins, words))
+    put(file, _part(changes, _HEAD.size, header_bytes), 0)
+    put(file, _part(changes, _HEAD.size + header_bytes, rest), header_bytes + 2 * words)
+
+    def fill(number: int) -> None:
+        # Through a buffer that stays in a core's cache: to map the new file costs a fault for each of its pages.
+        chunk = before[number * CHUNK_WORDS : (number + 1) * CHUNK_WORDS].copy()
+        if number in changed:
+            where, values = changed[number]
+            chunk[_places(where, chunk.size)] = values
+        put(file, chunk.view(np.uint8).data, header_bytes + 2 * number * CHUNK_WORDS)
+
+    with ThreadPoolExecutor(threads(), "apply") as pool:
+        for _ in pool.map(fill, range(-(-words // CHUNK_WORDS))):
+            pass
 
 
-def _chunks(changes: IO[bytes]) -> Iterator[tuple[int, int]]:
-    while head := changes.read(_CHUNK.size):
-        yield _CHUNK.unpack(head) if len(head) == _CHUNK.size else _cut_short()
+def _chunks(changes: Data, at: int, words: int) -> Iterator[tuple[int, tuple[Places, Words]]]:
+    """By number of a chunk: where its words differ, as they were sent, and the new words."""
+    while at < len(changes):
+        number, count = _CHUNK.unpack(_part(changes, at, _CHUNK.size))
+        size = min(CHUNK_WORDS, words - number * CHUNK_WORDS)
+        if not 0 < count <= size:
+            raise WeightFileError(
+                f"the changes of a version name {count:,} words of chunk {number}, which has {size:,}"
+            )
+        dense = count >= _DENSE_FROM
+        bytes_of_places = -(-size // 8) if dense else 2 * count
+        where = np.frombuffer(_part(changes, at + _CHUNK.size, bytes_of_places), np.uint8 if dense else "<u2")
+        at += _CHUNK.size + bytes_of_places
+        yield number, (where, np.frombuffer(_part(changes, at, 2 * count), "<u2"))
+        at += 2 * count
 
 
-def _places(changes: IO[bytes], count: int, size: int) -> npt.NDArray[np.int64]:
-    if count < _DENSE_FROM:
-        places = np.frombuffer(_read(changes, 2 * count), "<u2").astype(np.int64)
-        if places.size and int(places.max()) >= size:
-            _cut_short()
-        return places
-    bits = np.unpackbits(np.frombuffer(_read(changes, -(-size // 8)), np.uint8), count=size)
-    places = np.flatnonzero(bits)
-    return places if places.size == count else _cut_short()
+def _places(where: Places, size: int) -> npt.NDArray[np.bool_] | Places:
+    """The places of a chunk that differ, as numpy takes them."""
+    return np.unpackbits(where.astype(np.uint8), count=size).view(np.bool_) if where.dtype == np.uint8 else where
 
 
-def _read(changes: IO[bytes], size: int) -> bytes:
-    data = changes.read(size)
-    return data if len(data) == size else _cut_short()
-
-
-def _cut_short() -> NoReturn:
-    raise WeightFileError("the changes of a version were cut short, or damaged")
+def _part(changes: Data, start: int, size: int) -> memoryview:
+    part = memoryview(changes)[start : start + size]
+    if len(part) < size:
+        raise WeightFileError("the changes of a version were cut short, or damaged")
+    return part
 
 
 def _parts(path: Path) -> tuple[bytes, Words, bytes]:

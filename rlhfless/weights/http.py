@@ -2,10 +2,10 @@
 
 Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder itself.
 Any other asks its node's cache first; if the version is not there, one reader downloads it, in pieces over several
-connections, while the others of the node wait for the lock, so a node pulls and hashes each version once. A node that
-has the version before asks for what changed (`delta`), and gets the whole version if that is no shorter, or does not
-come to it. A download is checked against the version's digest before it takes its name in the cache, so that, as in
-`FolderStore`, every version that can be seen is complete and right.
+connections, while the others of the node wait for the lock, so a node pulls and hashes each version once. Over a slow
+network a node that has the version before asks for what changed (`delta`), and gets the whole version if that is no
+shorter, or does not come to it. A download is checked against the version's digest before it takes its name in the
+cache, so that, as in `FolderStore`, every version that can be seen is complete and right.
 
 Not done: TLS (run it inside the cluster's network).
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import hmac
 import logging
+import mmap
 import os
 import secrets
 import tempfile
@@ -52,6 +53,13 @@ _LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish
 _LOCK_POLL_S = 0.02
 _CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
 _CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
+_FAST_BYTES_PER_S = 1e9
+"""A network from which on a whole version is there sooner. On two cores that do both sides, of 1 GB with 5 % of its
+elements changed 0.9 GB fewer are sent, and 1.0 s more is spent on finding and applying what changed."""
+
+_RATE = ".rate"
+"""A file of the cache: at how many bytes per second the last whole version came."""
+
 _SINCE = "?since="  # asks for what changed since another version
 _CHANGES = ".changes"  # a file of the server's, beside its versions
 
@@ -228,10 +236,14 @@ class HttpStore:
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
         before = [each for each in self._cache.versions() if each != version]
-        if before and self._patched(url, path, version, self._cache.path(before[-1])):
+        rate = self._cache.folder / _RATE
+        slow = rate.exists() and float(rate.read_text()) < _FAST_BYTES_PER_S
+        if before and slow and self._patched(url, path, version, self._cache.path(before[-1])):
             return
         with replacing(path.parent, path) as draft:
-            self._pieces(url, draft.file.fileno(), f"weights {url} (digest {version.digest})")
+            began_s = time.monotonic()
+            size = self._pieces(url, draft.file.fileno(), f"weights {url} (digest {version.digest})")
+            rate.write_text(str(size / max(time.monotonic() - began_s, 1e-9)))
             _check(url, draft, version)
 
     def _patched(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
@@ -240,19 +252,21 @@ class HttpStore:
         try:
             with replacing(path.parent, path) as draft, tempfile.TemporaryFile(dir=path.parent) as changes:
                 self._pieces(f"{url}{_SINCE}{before.name}", changes.fileno(), what, attempts=1)
-                apply(before, changes, draft.file.fileno())
+                with mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    apply(before, data, draft.file.fileno())
                 _check(url, draft, version)
         except WeightFileError as error:
             log.debug("the whole version is downloaded: %s", error)
             return False
         return True
 
-    def _pieces(self, url: str, file: int, what: str, attempts: int = _ATTEMPTS) -> None:
-        """Download all of a URL."""
+    def _pieces(self, url: str, file: int, what: str, attempts: int = _ATTEMPTS) -> int:
+        """Download all of a URL; returns its size."""
         size = self._piece(url, file, 0, what, attempts)
         with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
             rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
             list(pool.map(lambda start: self._piece(url, file, start, what, attempts), rest))
+        return size
 
     def _piece(self, url: str, file: int, start: int, what: str, attempts: int) -> int:
         """Download the piece that begins at byte `start`; returns the size of the whole file."""

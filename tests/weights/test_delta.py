@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from pathlib import Path
 
@@ -53,10 +54,9 @@ def test_applying_it_gives_the_same_bytes(
     if not delta(Path(old.location), Path(new.location), changes):
         assert share > 0  # of a few words, all may have changed
         return
-    changes.seek(0)
     made = tmp_path_factory.mktemp("made") / "made"
     with made.open("wb+") as file:
-        apply(Path(old.location), changes, file.fileno())
+        apply(Path(old.location), changes.getvalue(), file.fileno())
     assert made.read_bytes() == Path(new.location).read_bytes()
 
 
@@ -97,12 +97,12 @@ def test_changes_that_are_damaged_or_another_version_s_are_refused(tmp_path: Pat
     data = changes.getvalue()
     for damaged in (data[:-1], data[: len(data) // 2], b"", data[:10]):
         with (tmp_path / "out").open("wb+") as file, pytest.raises(WeightFileError, match="cut short, or damaged"):
-            apply(Path(old.location), io.BytesIO(damaged), file.fileno())
+            apply(Path(old.location), damaged, file.fileno())
     with (
         (tmp_path / "out").open("wb+") as file,
         pytest.raises(WeightFileError, match=r"changes of 1,\d+ words are not"),
     ):
-        apply(Path(small.location), io.BytesIO(data), file.fileno())
+        apply(Path(small.location), data, file.fileno())
 
 
 # -- over HTTP
@@ -113,11 +113,13 @@ def received(reader: http.HttpStore, monkeypatch: pytest.MonkeyPatch) -> list[tu
     seen: list[tuple[str, int]] = []
     pieces = http.HttpStore._pieces
 
-    def counting(self: http.HttpStore, url: str, file: int, what: str, attempts: int = 1) -> None:
-        pieces(self, url, file, what, attempts)
+    def counting(self: http.HttpStore, url: str, file: int, what: str, attempts: int = 1) -> int:
+        size = pieces(self, url, file, what, attempts)
         seen.append(("changes" if http._SINCE in url else "all", os.fstat(file).st_size))
+        return size
 
     monkeypatch.setattr(http.HttpStore, "_pieces", counting)
+    monkeypatch.setattr(http, "_FAST_BYTES_PER_S", math.inf)
     return seen
 
 
@@ -137,6 +139,19 @@ def test_a_node_that_has_the_version_before_gets_what_changed(tmp_path: Path, mo
     assert all(size < 0.1 * whole for _, size in seen[1:])
     # The server keeps the changes of the newest version alone.
     assert len(list((tmp_path / "store").glob(f"*{http._CHANGES}"))) == 1
+
+
+def test_over_a_fast_network_it_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tensors_of(100_000, odd=False)
+    with HttpStoreServer(tmp_path / "store") as server:
+        reader = http.HttpStore(server.token, tmp_path / "cache")
+        seen = received(reader, monkeypatch)
+        monkeypatch.setattr(http, "_FAST_BYTES_PER_S", 1.0)
+        for step in range(2):
+            stored = server.put("run", 0, step, changed(before, 0.01 * step, 0))
+            assert digest_of(reader.read(stored.location)) == stored.version.digest
+    assert [what for what, _ in seen] == ["all", "all"]
+    assert float((tmp_path / "cache" / http._RATE).read_text()) > 1.0
 
 
 def test_it_gets_all_where_changes_are_no_shorter_or_do_not_give_the_version(
