@@ -19,7 +19,7 @@ from rlhfless.scaling.policies.cost_aware.completion import (
     queue_iterations,
 )
 from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
-from rlhfless.scaling.policies.cost_aware.migration import Aim, MigrationState, dissolve, part_of
+from rlhfless.scaling.policies.cost_aware.migration import MigrationState, part_of
 
 DEVICE = DeviceOption("h100", MODEL, 10_000, 8, 0.001, ())
 """An iteration takes 10 ms, and 0.5 ms more for each sequence."""
@@ -127,16 +127,3 @@ def test_samples_that_leave_a_queue_let_the_others_come_in_sooner() -> None:
     state.judge(np.arange(2), 0.5)
     assert state.end_s.tolist() == pytest.approx([left, alone])
     assert state.count.tolist() == [8, 8]
-
-
-def test_the_actor_with_less_is_dissolved_if_the_other_ends_in_time() -> None:
-    state, recompute_s = state_of(known([20, 20], [0, 1])), np.full(2, 0.001)
-    slots, worth = np.arange(2), state.hold_s[0] * FREED[0]
-    move = dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), slots, slots, recompute_s)
-    assert move is not None
-    assert (move.source, move.target) == (0, 1)
-    # The other one takes half a millisecond more for each iteration, and what computing the KV again takes.
-    assert move.saves_usd == pytest.approx(worth - 0.001 * (0.001 + 20 * 0.0005), rel=0.01)
-    assert dissolve(state, Aim(state.last_s, 0.0, 0.5, 0.5), slots, slots, recompute_s) is None
-    assert dissolve(state, Aim(1.0, 1.0, 0.5, 0.5), slots, slots, recompute_s) is None  # time is worth more
-    assert dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), slots, slots, np.full(2, 1.0)) is None

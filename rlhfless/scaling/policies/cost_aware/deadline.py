@@ -80,12 +80,8 @@ class StepAim:
     """Predicted seconds of the step after generation."""
     time_usd_per_s: float = 0.0
     """The value of a second of the step; if it is infinite, nothing may delay its end."""
-    thrifty: bool = False
-    """Whether money that the step saves may buy time in a later one."""
     longest: tuple[Floats, Floats] | None = None
     """The result of `completion.longest_response` when the step began; None if lengths are known."""
-    tested: bool = False
-    """Whether forecasts have been checked by an earlier step, or lengths are known."""
 
 
 class DeadlineMargin:

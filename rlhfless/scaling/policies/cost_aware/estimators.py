@@ -67,38 +67,6 @@ class Recent:
         return self.value + normal * (1 + (normal**2 + 1) / (4 * freedom)) * self.scatter
 
 
-class RestTimes:
-    """How much longer the rest of a step took than it was predicted to take when it was looked at first: an error that
-    the forecasts of all its samples have in common."""
-
-    def __init__(self, scatter: float, weight: int) -> None:
-        """Before the first step: right, with this scatter, which counts as `weight` steps."""
-        self._ratio = Recent(1.0, scatter, weight)
-        self._first: tuple[float, float] | None = None
-
-    def begin(self) -> None:
-        """Another step begins, and was not looked at."""
-        self._first = None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether this is the first look at the step."""
-        return self._first is None
-
-    def look(self, at_s: float, rest_s: float) -> None:
-        """The step is predicted to take another `rest_s`, at even odds."""
-        self._first = at_s, rest_s
-
-    def end(self, at_s: float) -> None:
-        """Generation has ended."""
-        if self._first is not None and self._first[1] > 0:
-            self._ratio.add((at_s - self._first[0]) / self._first[1])
-
-    def factor(self, confidence: float | None) -> float:
-        """The median ratio, or an upper bound of it with this confidence; at least 1."""
-        return max(self._ratio.value if confidence is None else self._ratio.at(confidence), 1.0)
-
-
 class StartTimes:
     """The time that replicas take to come up, by kind of slot; the figure of the slot until one was measured."""
 

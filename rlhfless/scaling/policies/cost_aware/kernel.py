@@ -32,17 +32,6 @@ class ExpectedWork(NamedTuple):
     columns: Floats  # [3, slots, T]
 
 
-class Actors(NamedTuple):
-    """The actors of a step, with their current estimates (`migration.MigrationState`). All [slots]."""
-
-    samples: Ints
-    kv_tokens: Ints  # that they can hold
-    freed: Floats  # USD per second that it works less
-    ready_s: Floats
-    hold_s: Floats
-    end_s: Floats
-
-
 @part
 def _iteration_s(speeds: Speeds, slot: int, sequences: float, context: float) -> float:
     """a(max(S, 1)) + g C / min(S, 1): the seconds of an iteration by the models, given that at least one sample is
@@ -113,58 +102,6 @@ def _trial(work: ExpectedWork, slot: int, more: Floats, extra: int, limits: Floa
             elif unended_before > limits[limit]:
                 share = (unended_before - limits[limit]) / (unended_before - unended)
                 out[1 + limit] = total_before + share * (total - total_before)
-
-
-@compiled
-def best_dissolved(
-    work: ExpectedWork,
-    actors: Actors,
-    sources: Ints,
-    takers: Ints,
-    recompute_s: Floats,
-    limits: Floats,
-    aim: tuple[float, float, float, float, float],
-    scratch: Floats,
-) -> tuple[int, int, float, float]:
-    """The best move of all samples of one of the `sources` to one of the `takers`: source, target, saving, and the
-    later end of the two. (-1, -1, ...) if no move saves enough (`migration.dissolve`).
-
-    `limits` [2] of N: for the estimated end, and for the end that must be in time. The `aim`: the time limit, the
-    current end of all actors, the value of a second, the least share of the given-up cost that must be saved, and the
-    share of KV memory that may be filled. `scratch` [3].
-    """
-    limit_s, last_s, time_usd_per_s, least_gain, kv_share = aim
-    found_source, found_target, found_usd, found_s = -1, -1, 0.0, 0.0
-    for source in sources:
-        given_up = actors.freed[source] * actors.hold_s[source]
-        for target in takers:
-            if source == target or not _has_room(work, actors, source, target, kv_share):
-                continue
-            _trial(work, target, work.columns, source, limits, scratch)
-            before_s = actors.ready_s[target] + recompute_s[source]
-            end_s = before_s + scratch[1]
-            later_s = 0.0
-            for slot in range(actors.end_s.size):
-                if slot != source and slot != target:
-                    later_s = max(later_s, actors.end_s[slot])
-            usd = given_up - actors.freed[target] * (before_s + scratch[0] - actors.hold_s[target])
-            usd -= time_usd_per_s * (max(end_s, later_s) - last_s)
-            enough = usd > least_gain * given_up and before_s + scratch[2] <= limit_s
-            if enough and (found_source < 0 or usd > found_usd):
-                found_source, found_target, found_usd, found_s = source, target, usd, end_s
-    return found_source, found_target, found_usd, found_s
-
-
-@part
-def _has_room(work: ExpectedWork, actors: Actors, source: int, target: int, kv_share: float) -> bool:
-    """Whether the target can hold the samples of the source."""
-    columns = work.columns
-    if actors.samples[target] + actors.samples[source] > work.speeds.most[target]:
-        return False
-    for point in range(columns.shape[2]):
-        if columns[CONTEXT, target, point] + columns[CONTEXT, source, point] > kv_share * actors.kv_tokens[target]:
-            return False
-    return True
 
 
 @compiled

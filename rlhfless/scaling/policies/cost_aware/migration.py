@@ -1,13 +1,10 @@
-"""Migration by value: actors are dissolved into others, or relieved, if that saves more than it costs. Pure.
+"""Migration by value: actors are relieved if that saves more than it costs. Pure.
 
-    dissolve   all samples of an actor move to another actor. This saves the remaining cost of the first, and costs the
-               additional time of the second: more sequences in its batch, and the KV of the moved samples, computed
-               again or moved.
     relieve    from the actor that ends last, the half of its samples that should end first moves to another actor,
                which has little left or is started for it. This is done while the actor would end too late, or if the
                saved time is worth more than its cost.
 
-Both are judged by the completion model: rows of expected sequences and contexts, which add up.
+It is judged by the completion model: rows of expected sequences and contexts, which add up.
 """
 
 from __future__ import annotations
@@ -18,19 +15,12 @@ import numpy as np
 
 from rlhfless.scaling.policies.cost_aware import kernel
 from rlhfless.scaling.policies.cost_aware.completion import FEW, Alive, EngineTable, Unfinished, alive
-from rlhfless.scaling.policies.cost_aware.counting import SEQUENCES
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats
-from rlhfless.scaling.policies.cost_aware.kernel import Actors, ExpectedWork
+from rlhfless.scaling.policies.cost_aware.kernel import ExpectedWork
 from rlhfless.scaling.policy import Ints
 
 LEAST_GAIN = 0.1
 """Hysteresis: a move may turn out wrong, so it must save at least this share of the given-up cost."""
-
-SOURCES = 4
-"""The number of actors that are tried as sources of a dissolution, those with the fewest samples; others seldom pay."""
-
-KV_SHARE = 0.95
-"""The share of an actor's KV memory that may be filled, by expectation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +33,6 @@ class Aim:
     """The value of shortening the step by a second."""
     confidence: float
     """Confidence of the estimated end of an actor."""
-    caution: float
-    """Least confidence that an actor that takes the samples of another ends in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +67,6 @@ class MigrationState:
         """[slots]: the same with the confidence of the aim."""
         self.work = ExpectedWork(engines.speeds, pace, expected.grid, self.columns)
         self._nothing = np.zeros((3, 1, expected.grid.size))
-
-    @property
-    def actors(self) -> Actors:
-        """The state's own arrays."""
-        return Actors(self.count, self.engines.kv_tokens, self.freed_usd_per_s, self.ready_s, self.hold_s, self.end_s)
 
     @property
     def last_s(self) -> float:
@@ -152,26 +135,6 @@ class Transfer:
     """The moved part; all samples if None."""
 
 
-def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompute_s: Floats) -> Transfer | None:
-    """The best dissolution of one of `sources`, or None. The state is not changed. With f, the saving of a second less
-    of an actor, and h, the seconds until it has no work left, now and after the move, it saves
-
-        given_up - f_target (h_target after - h_target now) - time_usd_per_s (last end after - last end now)
-
-    where given_up = f_source h_source. That must be more than `LEAST_GAIN` of given_up, and the target must end in
-    time. `able`: slots that serve. `recompute_s` [slots]: seconds to compute the KV of a slot's samples again at
-    another actor, or to move it.
-    """
-    working, takers = sources[state.count[sources] > 0], able[state.count[able] > 0]
-    fewest = working[np.argsort(state.columns[SEQUENCES, working, 0], kind="stable")][:SOURCES]
-    # Two actors that each end in time with probability p both do with p^2, so that is asked of the one that remains.
-    limits = -2 * np.log((aim.confidence, aim.caution))
-    asked = aim.limit_s, state.last_s, aim.time_usd_per_s, LEAST_GAIN, KV_SHARE
-    dissolved = kernel.best_dissolved(state.work, state.actors, fewest, takers, recompute_s, limits, asked, np.empty(3))
-    source, target, usd, end_s = dissolved
-    return None if source < 0 else Transfer(source, target, usd, end_s)
-
-
 def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> MovedPart:
     """Some of an actor's rows as the completion model counts them, on the state's grid; at the target none of them
     waits."""
@@ -199,9 +162,12 @@ def may_relieve(state: MigrationState, aim: Aim) -> bool:
 
 
 def relieve(state: MigrationState, aim: Aim, part: MovedPart, targets: Ints, wait_s: Floats) -> Transfer | None:
-    """The best target for `part` of the actor that ends last, or None if no move helps. The state is not changed. A
-    move saves time_usd_per_s x the seconds by which the last end is earlier, less f x the change of h of both actors (f
-    and h as in `dissolve`). `wait_s` [targets]: seconds until the samples can continue there, in addition to `ready_s`.
+    """The best target for `part` of the actor that ends last, or None if no move helps. The state is not changed.
+    With f, the saving of a second less of an actor, and h, the seconds until it has no work left, a move saves
+
+        time_usd_per_s x the seconds by which the last end is earlier - f x the change of h of both actors
+
+    `wait_s` [targets]: seconds until the samples can continue there, in addition to `ready_s`.
     """
     source = int(np.argmax(state.end_s))
     targets, wait_s = targets[targets != source], wait_s[targets != source]

@@ -22,13 +22,17 @@ from rlhfless.scaling.policies.cost_aware.completion import ends_by
 from rlhfless.scaling.policies.cost_aware.deadline import StepMargin
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
-from rlhfless.scaling.policies.cost_aware.prewarm import gain_usd, is_due, warm_instead
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policies.fleet_options import COLD, FleetOptionsCache
 from rlhfless.scaling.policy import Ints, StepView
 
 CAUTION_STEP = 0.2
 """Precision of the bisection for the most cautious feasible plan: three more plans."""
+
+FASTER = 0.98
+"""A plan counts as faster if it ends two percent earlier."""
+
+STARTED = f"{COLD}, then warm"
 
 SIMILAR_MEAN = 1.25
 """Prompts whose forecasts differ by less than this factor may change places in the sorted list, for the sake of common
@@ -45,8 +49,6 @@ class PlanRequest:
     """Cost of a second of the step in addition to its actors."""
     after_s: float
     """Predicted seconds of the step after generation, as the contract was computed with."""
-    steps_done: int
-    """Steps of the run before this one."""
     steps_left: int
     """Steps of the run that remain, including this one."""
 
@@ -100,7 +102,7 @@ def plan_step(
     assignment = assign(safest.plan, behind, safest.step)
     cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
-    if cold and request.steps_left > 1 and is_due(request.steps_done, safest.plan):
+    if cold and request.steps_left > 1:
         prewarm = _prewarm(now, safest, request, fleet_options, standby, cold)
     contract = request.contract
     limit_s = contract.deadline_s / safest.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
@@ -141,12 +143,16 @@ def _prewarm(
     standby: Mapping[int, tuple[str, float]],
     cold: Sequence[int],
 ) -> tuple[int, ...]:
-    """The `cold` slots that a plan would use if they were warm, provided the gain is worth their starts (`prewarm`)."""
-    richer, behind = fleet_options.options(now, warm_instead(standby))
+    """The `cold` slots that start for later steps: those that a plan would use if they were warm, where the deadline
+    cannot be kept without them, or only time counts. No single step pays for a cold start."""
+    if found.plan.feasible and math.isfinite(found.plan.time_usd_per_s):
+        return ()
+    warm = {slot: (STARTED, 0.0) if tier == COLD else (tier, wait_s) for slot, (tier, wait_s) in standby.items()}
+    richer, behind = fleet_options.options(now, warm)
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
-    chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
-    price = sum(now.layout.replica_slots[slot].usd_per_s * standby[slot][1] for slot in chosen)
-    return chosen if gain_usd(found.plan, other) * (request.steps_left - 1) > price else ()
+    if other.step_s >= found.plan.step_s * FASTER:
+        return ()
+    return tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
 
 
 def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Responses:

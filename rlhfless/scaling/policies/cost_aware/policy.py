@@ -49,10 +49,6 @@ UNSEEN_SHARE = 0.5
 long."""
 
 
-AMPLE = 1.3
-"""A budget by the cost of the step's plan from which on money is not saved for later steps."""
-
-
 class CostAware:
     """State of one run."""
 
@@ -100,7 +96,6 @@ class CostAware:
             case Generated():
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, now.view, self._aim)
-                self._replanner.generated(now.at_s)
                 self._forecast = StepForecast(now.tokens, now.at_s)
                 return self._idle.generated(now, self._actors, self._forecast)
             case Idle(slot):
@@ -150,12 +145,12 @@ class CostAware:
             share = 1.0 if seen else UNSEEN_SHARE
             contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
         run_left = max(self._run.steps - self._steps, 1)
-        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, self._steps, run_left)
+        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, run_left)
 
     def _aim_of(
         self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState
     ) -> StepAim:
-        longest, budget = None, request.contract
+        longest = None
         if not lengths.known:
             longest = longest_response(unfinished_of(lengths, now.view, made.assignment.home), now.slots)
         return StepAim(
@@ -165,9 +160,7 @@ class CostAware:
             foreseen_s=now.at_s + max(made.limit_s, state.last_s),
             after_s=request.after_s,
             time_usd_per_s=made.plan.time_usd_per_s,
-            thrifty=isinstance(budget, FastestUnderBudget) and budget.budget_usd < AMPLE * made.plan.usd,
             longest=longest,
-            tested=self._deadline.steps > 0 or lengths.known,
         )
 
     def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
@@ -185,7 +178,7 @@ class CostAware:
         loads = now.loads
         if is_due(now, self._forecast):
             lengths = self._forecaster.look(now.view)
-            moves = self._replanner.replan(now, lengths, self._aim, self._forecast, self._prewarmed)
+            moves = self._replanner.replan(now, lengths, self._aim, self._forecast)
             actions, loads, self._forecast = moves.actions, moves.loads, moves.forecast
         for slot in now.layout.generation:
             if loads[slot] == 0 and now.awake(slot) and slot not in self._prewarmed:

@@ -1,4 +1,4 @@
-"""Replans a step while it runs: forecasts the remaining work, dissolves actors and relieves the last actor. Pure.
+"""Replans a step while it runs: forecasts the remaining work, and relieves the last actor. Pure.
 
 A replan is due when a share of the samples that were left at the last one has ended, or when a share of the time
 predicted then has passed; so a step has about a dozen replans, however many samples and beats it has.
@@ -17,15 +17,14 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive, unfinished_of
-from rlhfless.scaling.policies.cost_aware.deadline import FIRST_SCATTER, FIRST_STEPS, StepAim
-from rlhfless.scaling.policies.cost_aware.estimators import Pace, RestTimes, StartTimes
+from rlhfless.scaling.policies.cost_aware.deadline import StepAim
+from rlhfless.scaling.policies.cost_aware.estimators import Pace, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast
 from rlhfless.scaling.policies.cost_aware.migration import (
     Aim,
     MigrationState,
     Transfer,
-    dissolve,
     may_relieve,
     part_of,
     relieve,
@@ -41,10 +40,6 @@ LEFT_SHARE = 0.75
 
 PASSED_SHARE = 0.25
 """Or when this share of the time that the last replan predicted has passed."""
-
-UNTESTED_SHARE = 0.1
-"""No actor is dissolved in a run's first step while more than this share of its samples is left: the samples that have
-ended by then are the shortest, and it is not known yet how good a forecast from them is."""
 
 SURE = 0.99
 """Confidence that a move does not delay the step, if nothing may delay it."""
@@ -73,7 +68,6 @@ class Replanner:
         self._idle = idle
         self._starts = starts
         self._pace = Pace(0)
-        self._rest = RestTimes(FIRST_SCATTER, FIRST_STEPS)
         self._layout: Layout | None = None
         self._engines: EngineTable | None = None
 
@@ -89,46 +83,18 @@ class Replanner:
         state = self._state(now, rows, ready_s, count, before)
         state.judge(np.flatnonzero(count), state.each(made.confidence))
         self._pace.begin()
-        self._rest.begin()
         return state, _forecast(now, state, before.tokens)
 
-    def replan(
-        self, now: PolicyContext, lengths: RemainingLengths, aim: StepAim, last: StepForecast, prewarmed: set[int]
-    ) -> Replan:
-        """Moves samples where that pays. `prewarmed` are slots that start for later steps, and keep their samples."""
+    def replan(self, now: PolicyContext, lengths: RemainingLengths, aim: StepAim, last: StepForecast) -> Replan:
+        """Moves samples where that pays."""
         rows = unfinished_of(lengths, now.view, now.view.home[lengths.samples])
         state = self._state(now, rows, self._ready_s(now), now.loads, last)
         self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(now, state))
         tokens = now.tokens + float(lengths.means.sum())
-        if self._rest.wanted:
-            state.judge(np.flatnonzero(state.count), state.each(aim.margin.even))
-            self._rest.look(now.at_s, state.last_s)
         target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
-        sources = [slot for slot in now.layout.generation if slot not in prewarmed]
-        may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
-        notes: list[Action] = []
-        if may_dissolve:
-            notes += _dissolve(now, state, self._no_later(target, state, aim), rows, transfer, sources)
-        notes += self._relieve(now, state, _surely(target, state), rows, transfer)
+        notes = self._relieve(now, state, _surely(target, state), rows, transfer)
         self._pace.go_on(_iteration_s(now, state))
         return Replan([*transfer.moves(now, rows), *notes], state.count, _forecast(now, state, tokens))
-
-    def generated(self, at_s: float) -> None:
-        """Generation has ended: learns how long it took from the first replan on."""
-        self._rest.end(at_s)
-
-    def _no_later(self, target: Aim, state: MigrationState, aim: StepAim) -> Aim:
-        """The goals of a dissolution: one that surely does not end the step later is allowed in a step that is late.
-
-        The completion model takes the errors of lengths to be independent. If all responses are longer than forecast,
-        an actor with the work of two ends later by all of that, and the end of the step, which one response may decide,
-        does not. So the actor must end before the others by the error that forecasts of the run have had.
-        """
-        if state.last_s <= target.limit_s:
-            return target
-        only_time = math.isinf(aim.time_usd_per_s) and not aim.thrifty
-        limit_s = max(state.last_s / self._rest.factor(SURE if only_time else None), target.limit_s)
-        return dataclasses.replace(target, limit_s=limit_s, caution=max(target.caution, SURE))
 
     def _state(
         self, now: PolicyContext, rows: Unfinished, ready_s: Floats, count: Ints, last: StepForecast
@@ -168,8 +134,8 @@ class Replanner:
         state.judge(np.flatnonzero(state.count), state.each(confidence))
         # Where only time counts, or no actor's release would save anything, the step is always late.
         if math.isinf(aim.time_usd_per_s) or not state.freed_usd_per_s.any():
-            return Aim(0.0, 0.0, SURE, SURE)
-        return Aim(limit_s, aim.time_usd_per_s, state.each(confidence), state.each(margin.level))
+            return Aim(0.0, 0.0, SURE)
+        return Aim(limit_s, aim.time_usd_per_s, state.each(confidence))
 
     def _relieve(
         self, now: PolicyContext, state: MigrationState, aim: Aim, rows: Unfinished, transfer: Transfers
@@ -206,20 +172,6 @@ def _surely(aim: Aim, state: MigrationState) -> Aim:
     """The goals of a relief: in a step that is late, the actor's new end is judged with the confidence of a move that
     must not fail, so that only reliefs that surely gain time are paid for."""
     return aim if state.last_s <= aim.limit_s else dataclasses.replace(aim, confidence=SURE)
-
-
-def _dissolve(
-    now: PolicyContext, state: MigrationState, aim: Aim, rows: Unfinished, transfer: Transfers, sources: list[int]
-) -> list[Action]:
-    """Dissolves actors, as long as that pays."""
-    able = [slot for slot in now.layout.generation if now.view.slots[slot].state is ReplicaState.SERVING]
-    of, to = np.array(sources, np.int64), np.array(able, np.int64)
-    notes: list[Action] = []
-    while (move := dissolve(state, aim, of, to, transfer.seconds)) is not None:
-        state.carry_out(move, float(transfer.seconds[move.source]), aim.confidence)
-        rows.home[rows.home == move.source] = move.target
-        notes.append(_note(now, move, "dissolve", aim))
-    return notes
 
 
 class Transfers:
