@@ -99,8 +99,8 @@ def test_a_tail_gets_its_prefix_and_the_replay_knows_it(
     learner, generation = found[FunctionName.LEARNER], found[FunctionName.GENERATION]
     assert learner.predicted == pytest.approx(learner.measured, rel=1e-6)
     assert generation.predicted == pytest.approx(generation.measured, rel=0.05)
-    # The reference computes a prefix once in each call, and how many groups a call has depends on when they end: once for
-    # all of them, or for each by itself.
+    # The reference computes a prefix once in each call, and how many groups a call has depends on when they end: all of
+    # them, or each by itself.
     reference = found[FunctionName.REFERENCE]
     assert all(1 <= times < 16 for times in (reference.predicted, reference.measured))
 
