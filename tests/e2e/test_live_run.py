@@ -149,7 +149,7 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
         assert [span.start for span in spans] == [0] + [span.end for span in spans[:-1]]
         assert spans[-1].end == row.response_tokens == len(row.token_ids or ())
     (redrawn,) = [decision for decision in trace.decisions if decision.step == 4 and decision.kind == "redrawn"]
-    # The last token of each is drawn anew; of a sample that had one token alone, the second actor drew all that is left.
+    # The last token of each is drawn anew; a sample that had one token alone has all of its tokens of the second actor.
     assert redrawn.inputs["tokens"] >= len(moved)
     assert redrawn.inputs["differ"] == 0
 
