@@ -40,7 +40,8 @@ from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights import http
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
-from rlhfless.weights.http import HttpStore, HttpStoreServer
+from rlhfless.weights.http import HttpStore
+from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoredWeights
 
 ROUNDS = 7

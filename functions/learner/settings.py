@@ -27,7 +27,7 @@ class StoreHome:
         """The store; if there is a token it is served at `host`, this node's address, from threads of this process as
         long as it lives."""
         # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
-        from rlhfless.weights.http import HttpStoreServer
+        from rlhfless.weights.http_server import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 
         if not self.token:

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless.weights import http
+from rlhfless.weights import http, http_server
 from rlhfless.weights.delta import CHUNK_WORDS, apply, delta
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.http import HttpStoreServer
+from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore
 
 
@@ -115,7 +115,7 @@ def received(reader: http.HttpStore, monkeypatch: pytest.MonkeyPatch) -> list[tu
 
     def counting(self: http.HttpStore, url: str, file: int, what: str, attempts: int = 1) -> int:
         size = pieces(self, url, file, what, attempts)
-        seen.append(("changes" if http._SINCE in url else "all", os.fstat(file).st_size))
+        seen.append(("changes" if http_server.SINCE in url else "all", os.fstat(file).st_size))
         return size
 
     monkeypatch.setattr(http.HttpStore, "_pieces", counting)
@@ -138,7 +138,7 @@ def test_a_node_that_has_the_version_before_gets_what_changed(tmp_path: Path, mo
     whole = seen[0][1]
     assert all(size < 0.1 * whole for _, size in seen[1:])
     # The server keeps the changes of the newest version alone.
-    assert len(list((tmp_path / "store").glob(f"*{http._CHANGES}"))) == 1
+    assert len(list((tmp_path / "store").glob(f"*{http_server.CHANGES}"))) == 1
 
 
 def test_over_a_fast_network_it_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights import digest as digest_module
-from rlhfless.weights import http, seal
+from rlhfless.weights import http, http_server, seal
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import file_name, version_of
-from rlhfless.weights.http import HttpStoreServer
+from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader, WeightStore
 
 
@@ -309,9 +309,9 @@ def test_http_continues_an_interrupted_download(
 ) -> None:
     stored = _put(served)
     ranges: list[str | None] = []
-    answer = http._Handler._answer
+    answer = http_server._Handler._answer
 
-    def hang_up_once(self: http._Handler, file: object) -> None:
+    def hang_up_once(self: http_server._Handler, file: object) -> None:
         ranges.append(self.headers.get("Range"))
         if len(ranges) == 1:
             self.send_response(206)
@@ -323,7 +323,7 @@ def test_http_continues_an_interrupted_download(
         else:
             answer(self, file)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(http._Handler, "_answer", hang_up_once)
+    monkeypatch.setattr(http_server._Handler, "_answer", hang_up_once)
     assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (stored.version.digest)
     piece = http._PIECE_BYTES
     assert ranges == [f"bytes=0-{piece - 1}", f"bytes=1000-{piece - 1}"]
@@ -334,13 +334,13 @@ def test_http_fetches_a_version_in_pieces(
 ) -> None:
     monkeypatch.setattr(http, "_PIECE_BYTES", 100_000)
     ranges: list[str | None] = []
-    answer = http._Handler._answer
+    answer = http_server._Handler._answer
 
-    def noting(self: http._Handler, file: object) -> None:
+    def noting(self: http_server._Handler, file: object) -> None:
         ranges.append(self.headers.get("Range"))
         answer(self, file)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(http._Handler, "_answer", noting)
+    monkeypatch.setattr(http_server._Handler, "_answer", noting)
     stored = _put(served)
     reader = http.HttpStore(served.token, tmp_path / "cache")
     assert digest_of(reader.read(stored.location)) == stored.version.digest

@@ -1,0 +1,149 @@
+"""The server of a store over HTTP (rlhfless.weights.http): one node serves its folder, to requests with its token."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import threading
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import IO
+
+from rlhfless.records import WeightVersion
+from rlhfless.weights.delta import delta
+from rlhfless.weights.files import replacing, version_of
+from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
+
+PREFIX = "/versions/"
+SINCE = "?since="  # asks for what changed since another version
+CHANGES = ".changes"  # a file beside the versions
+STALL_TIMEOUT_S = 20.0  # longest silence of the other side; a long but steady download is fine
+_CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
+
+
+class HttpStoreServer:
+    """A `WeightStore` in a folder of this node; other nodes read its versions by URL. A context manager."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertised_host: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        """Serves at once, from threads of this process.
+
+        Args:
+            folder: the store.
+            host: address to listen on.
+            port: 0 for any free one.
+            advertised_host: host name in the URLs, if readers know this node by another name than `host`.
+            token: the bearer token of readers, if it must be known before the server starts; random by default.
+        """
+        self.token = token or secrets.token_urlsafe(32)
+        self._folder = FolderStore(folder)
+        common = {"store": self._folder, "token": self.token, "comparing": threading.Lock()}
+        handler = type("Handler", (_Handler,), common)
+        self._server = ThreadingHTTPServer((host, port), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://{advertised_host or host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSE_POLL_S,), name="weight-store", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> HttpStoreServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops serving; the folder stays."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+        """See `WeightStore.put`; the location is a URL."""
+        stored = self._folder.put(run_id, attempt, step, tensors)
+        return replace(stored, location=f"{self.url}{PREFIX}{Path(stored.location).name}")
+
+    def versions(self) -> tuple[WeightVersion, ...]:
+        """See `WeightStore.versions`."""
+        return self._folder.versions()
+
+    def delete(self, version: WeightVersion) -> None:
+        """See `WeightStore.delete`."""
+        self._folder.delete(version)
+
+    def retain(self, keep: set[WeightVersion]) -> None:
+        """See `WeightStore.retain`."""
+        self._folder.retain(keep)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET of one version, whole or a range of it (`Range: bytes=N-M`), or of what changed since another one."""
+
+    store: FolderStore
+    token: str
+    comparing: threading.Lock
+    """One request at a time looks what changed; the others find it then."""
+    timeout = STALL_TIMEOUT_S
+
+    def do_GET(self) -> None:  # the name is http.server's
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.token}"):
+            self.send_error(HTTPStatus.UNAUTHORIZED, "wrong or missing bearer token")
+            return
+        name, _, since = self.path.removeprefix(PREFIX).partition(SINCE)
+        try:
+            file = (self._changes(name, since) if since else self._path(name)).open("rb")
+        except (ValueError, FileNotFoundError):
+            self.send_error(HTTPStatus.NOT_FOUND, "no such version, or no changes that are shorter")
+            return
+        with file:
+            self._answer(file)
+
+    def _path(self, name: str) -> Path:
+        if "/" in name:
+            raise ValueError(f"{self.path} is not a version")
+        return self.store.path(version_of(name))
+
+    def _changes(self, name: str, since: str) -> Path:
+        """The file with what changed, made when it is asked for first; it is empty if all should be sent instead.
+        Raises FileNotFoundError then, or if a version is not there any more."""
+        new, old = self._path(name), self._path(since)
+        path = new.with_name(f"{version_of(name).digest}-{version_of(since).digest}{CHANGES}")
+        with self.comparing:
+            if not path.exists():
+                _drop_changes(new.parent)
+                with replacing(new.parent, path) as draft:
+                    delta(old, new, draft.file)
+                    draft.file.truncate()  # it may have been another file before
+        if not path.stat().st_size:
+            raise FileNotFoundError(path)
+        return path
+
+    def _answer(self, file: IO[bytes]) -> None:
+        size, asked = os.fstat(file.fileno()).st_size, self.headers.get("Range")
+        first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or size) + 1, size)
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
+        self.send_header("Content-Length", str(end - start))
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        self.end_headers()
+        self.connection.sendfile(file, start, end - start)  # without a copy of its own
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent: readers report their own failures."""
+
+
+def _drop_changes(folder: Path) -> None:
+    """Of the version before: no node asks for them any more, or it gets all."""
+    for path in folder.glob(f"*{CHANGES}"):
+        path.unlink(missing_ok=True)
