@@ -225,7 +225,8 @@ class SimulatedFleet:
         self.replicas[slot] = SimulatedReplica(
             self._ledger, self._functions[slot], self._label(slot), slot_setup.allocation, begin_s, life
         )
-        self.agenda.add(begin_s + late_s + slot_setup.start_s, Up(slot, self._turns[slot]))
+        start_s = 0.0 if self.setup.warm and life == 1 else slot_setup.start_s
+        self.agenda.add(begin_s + late_s + start_s, Up(slot, self._turns[slot]))
         mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):
             self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), SpotInterrupted(slot, life))

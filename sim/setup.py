@@ -155,6 +155,10 @@ class Setup:
     terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """What it costs to give a device back and take it again."""
     prefixes: PrefixUse = PrefixUse()
+    warm: bool = False
+    """Each slot's first start takes no time: the run is under way when the simulation begins."""
+    fewest_actors: int = 0
+    """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`)."""
 
     def __post_init__(self) -> None:
         if self.schedule == "one_step_off" and self._takes_turns():

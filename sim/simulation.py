@@ -282,6 +282,9 @@ class Simulation:
             self.fleet.start_later(action.slot, action.at_s)
 
     def _release(self, release: Release) -> None:
+        actors = range(len(self.setup.actors))
+        if release.slot in actors and sum(map(self.fleet.expects, actors)) <= self.setup.fewest_actors:
+            return
         if release.slot in self._services:
             self._take(release.slot)
         elif release.slot != self._learner:

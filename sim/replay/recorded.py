@@ -1,13 +1,15 @@
 """A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
 
 Limits that a trace does not contain are assumed not to apply: KV memory suffices, and no actor was interrupted. The
-start of the fleet, and the replacement of lost replicas, are no part of a replay.
+start of the fleet, and the replacement of lost replicas, are no part of a replay; what another policy releases and
+starts again takes as long as the run's own starts took.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -35,23 +38,23 @@ MOVE_S = 0.01
 def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
     """The run's fleet. Raises TraceError if the trace lacks a part of it."""
     fleet = RecordedFleet(trace)
-    services = [_service(fleet, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
+    services = [_service(trace, fleet, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
     for name, line in latency.columns.items():
-        services.append(_service(fleet, name, Work.LOGPROBS, line.fixed_s, line.token_s))
+        services.append(_service(trace, fleet, name, Work.LOGPROBS, line.fixed_s, line.token_s))
     evaluates = latency.evaluate
     ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
     learner = LearnerShape(
-        _slot_setup(fleet.allocation(FunctionName.LEARNER)),
+        _slot_setup(fleet.allocation(FunctionName.LEARNER), 0.0),
         latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
         evaluates.token_s if evaluates else 0.0,
         latency.learn.token_s,
         latency.publish_s,
         int(trace.meta.spec.get("mini_batches", 1)) * (ranks if isinstance(ranks, int) else 1),
     )
-    shape = _engine_shape(trace)
+    shape, start_s = _engine_shape(trace), _start_s(trace, FunctionName.GENERATION)
     prices = PricedModel(latency.engine, shape.max_sequences)
     return Setup(
-        tuple(ActorShape(_slot_setup(allocation), shape, prices) for allocation in fleet.actors),
+        tuple(ActorShape(_slot_setup(allocation, start_s), shape, prices) for allocation in fleet.actors),
         tuple(services),
         learner,
         Transport("folder", 1.0, latency.load_weights_s, 0),
@@ -61,6 +64,8 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
         max(row.response_tokens for row in trace.rollouts),
         0,
         prefixes=_prefix_use(trace),
+        warm=True,
+        fewest_actors=int(trace.meta.spec.get("scaling", {}).get("generation", {}).get("min_actors", 0)),
     )
 
 
@@ -103,13 +108,22 @@ def _samples(begun: list[tuple[float, int]]) -> Ints:
     return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
 
 
-def _service(fleet: RecordedFleet, function: str, work: Work, group_s: float, token_s: float) -> ServiceShape:
-    return ServiceShape(_slot_setup(fleet.allocation(function)), function, work, group_s, token_s)
+def _service(
+    trace: Trace, fleet: RecordedFleet, function: str, work: Work, group_s: float, token_s: float
+) -> ServiceShape:
+    slot_setup = _slot_setup(fleet.allocation(function), _start_s(trace, function))
+    return ServiceShape(slot_setup, function, work, group_s, token_s)
 
 
-def _slot_setup(allocation: Allocation) -> SlotSetup:
+def _slot_setup(allocation: Allocation, start_s: float) -> SlotSetup:
     """The live fleet keeps all functions of a device up at the same time, each with its share."""
-    return SlotSetup(allocation, "recorded", 0.0, beside=True)
+    return SlotSetup(allocation, "recorded", start_s, beside=True)
+
+
+def _start_s(trace: Trace, function: str) -> float:
+    """Mean seconds of the function's cold starts; 0 if the trace has none."""
+    starts = cold_starts([holding for holding in trace.holdings if holding.function == function])
+    return fmean(end_s - start_s for start_s, end_s in starts) if starts else 0.0
 
 
 def _engine_shape(trace: Trace) -> EngineShape:

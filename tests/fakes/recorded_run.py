@@ -86,9 +86,7 @@ def record(
 
 def _setup(actors: int) -> Setup:
     def slot_setup(core: int, start_s: float = 1.0) -> SlotSetup:
-        return SlotSetup(
-            Allocation.of([Device(f"cpu-{core}", "cpu-core", core)], 0.3), "node", start_s, {}, beside=True
-        )
+        return SlotSetup(Allocation.of([Device(f"cpu-{core}", "cpu-core", core)], 0.3), "node", start_s, beside=True)
 
     shape = EngineShape(256, 100_000, CPU_BLOCK_TOKENS, 8192)
     prices = PricedModel(ENGINE, shape.max_sequences)

@@ -19,6 +19,7 @@ from rlhfless.sim.replay.calibrate import calibrate, line_through
 from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
 from rlhfless.sim.replay.measured import helper_cores, shared_s
+from rlhfless.sim.replay.recorded import setup_of
 from rlhfless.sim.replay.replay import replay
 from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.workloads.runtime import read_runtime
@@ -145,6 +146,20 @@ def test_another_policy_is_asked(one_actor: Path, latency: LatencyFile) -> None:
     again = replay(read_trace(one_actor), read_runtime(one_actor), latency, ("static", make_policy("static")))
     assert again.policy == "static"
     assert again.errors[-1].error < 0.03  # it is the policy that the run had
+
+
+def test_a_fleet_that_is_replayed_is_up_and_what_comes_later_takes_as_long_as_in_the_run(
+    one_actor: Path, latency: LatencyFile
+) -> None:
+    trace = read_trace(one_actor)
+    setup = setup_of(trace, latency)
+    assert setup.warm
+    assert setup.fewest_actors == 0
+    starts = [slot.start_s for slot in setup.slot_setups]
+    assert starts == pytest.approx([1.0, 1.0, 0.0])  # the learner is never released
+    spec = trace.meta.spec | {"scaling": {"generation": {"min_actors": 1}}}
+    asked = replace(trace, meta=replace(trace.meta, spec=spec))
+    assert setup_of(asked, latency).fewest_actors == 1
 
 
 def test_the_file_reads_back_and_is_checked(latency: LatencyFile, tmp_path: Path) -> None:
