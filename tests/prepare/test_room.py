@@ -12,7 +12,7 @@ import torch
 from rlhfless.prepare.memory.room import Needed, Room, chart_shared_memory, room_at, room_problems
 from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.http import HttpStoreServer
+from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoreFull
 
 ROOM = Room("/dev/shm", 40 * GIB, True, 100 * GIB)
