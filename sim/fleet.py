@@ -33,7 +33,7 @@ class SimulationError(RuntimeError):
 class SimulatedFleet:
     """All slots, and the replica at each."""
 
-    def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool] = lambda slot: False) -> None:  # noqa: ARG005
+    def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool]) -> None:
         """`idle`: whether the function of a slot has no work of its phase left, so that its turn may end."""
         self.setup = setup
         self._idle = idle
@@ -97,10 +97,6 @@ class SimulatedFleet:
             if self.state(slot) is ReplicaState.SLEEPING:
                 self.start(slot, at_s)
 
-    def pass_turns(self, at_s: float) -> None:
-        """Replicas that wait for devices get those of functions that have no work left."""
-        self._begin_waiting(at_s)
-
     def start(self, slot: int, at_s: float) -> None:
         """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is awake."""
         self._check(slot)
@@ -109,7 +105,7 @@ class SimulatedFleet:
         self._touched.add(slot)
         self._turns[slot] += 1
         self._waiting[slot] = at_s
-        self._begin_waiting(at_s)
+        self.pass_turns(at_s)
 
     def start_later(self, slot: int, at_s: float) -> None:
         """Asks for a replica at a later time; void if one is asked for before."""
@@ -131,7 +127,7 @@ class SimulatedFleet:
             raise SimulationError(f"{self.name(slot)} keeps the run's state, and is never released")
         if replica is not None:
             self._end(slot, max(at_s, replica.busy_s))
-        self._begin_waiting(at_s)
+        self.pass_turns(at_s)
 
     def ask(self, step: int, at_s: float) -> None:
         """From now on, actors need the weights after `step` training steps: actors with others are STALE."""
@@ -201,8 +197,9 @@ class SimulatedFleet:
     def _label(self, slot: int) -> str:
         return f"{self._functions[slot]}-{slot}"
 
-    def _begin_waiting(self, at_s: float) -> None:
-        """Begins waiting replicas whose devices are free, in the order in which they were asked for."""
+    def pass_turns(self, at_s: float) -> None:
+        """Begins waiting replicas whose devices are free, or belong to functions without work left, in the order in
+        which they were asked for."""
         for slot, asked_s in list(self._waiting.items()):
             while (held := self._devices.held(slot)) is not None and self._may_sleep(held[1]):
                 self._sleep(held[1], at_s)
@@ -268,7 +265,7 @@ class SimulatedFleet:
         replica.note(replica.life.died(at_s))
         self._waiting.pop(slot, None)
         self._end(slot, at_s, free_s=at_s + self.setup.node_s)
-        self._begin_waiting(at_s)
+        self.pass_turns(at_s)
 
     def _up(self, slot: int, at_s: float) -> bool:
         replica = self.replicas[slot]

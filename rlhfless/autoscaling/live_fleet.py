@@ -9,7 +9,8 @@ The price of an actor is the saving of its release, so in a fleet that never cha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
@@ -24,11 +25,14 @@ from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, DevicePrice, PriceBook
 from rlhfless.spec import RunSpec
 
 MOVE_S = 0.05
 """Time of a move: an abort, the way through the driver, and a new request, between actors whose cores are all busy."""
+
+SAVED = attrgetter("saved_usd_per_hour")
+"""What the release of a device saves, of its DevicePrice."""
 
 NODE = "cluster"
 """The node of every slot: devices do not say which node they are on."""
@@ -195,7 +199,7 @@ class LiveFleet:
                 kind=allocation.devices[0].kind,
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
-                usd_per_s=0.0 if self._is_kept(pool) else self._usd_per_s(allocation),
+                usd_per_s=0.0 if self._is_kept(pool) else self._usd_per_s(allocation, SAVED),
                 start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
                 engine=engines.get(allocation.devices[0].kind),
                 usable=not samples or number not in self._unusable,
@@ -222,19 +226,13 @@ class LiveFleet:
 
     def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
         """What the pool costs whatever a policy releases."""
-        prices, kept = self._ledger.prices, self._is_kept(pool)
-        usd_per_hour = (
-            share * (price.usd_per_hour if kept else price.released_usd_per_hour)
-            for allocation in pool.allocations
-            for price, share in ((prices.device(device.kind), share) for device, share in allocation.shared)
-        )
-        return sum(usd_per_hour) / SECONDS_PER_HOUR
+        per_hour = attrgetter("usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour")
+        return sum(self._usd_per_s(allocation, per_hour) for allocation in pool.allocations)
 
-    def _usd_per_s(self, allocation: Allocation) -> float:
-        """The saving of a release."""
+    def _usd_per_s(self, allocation: Allocation, per_hour: Callable[[DevicePrice], float]) -> float:
         prices = self._ledger.prices
-        saved = (prices.device(device.kind).saved_usd_per_hour * share for device, share in allocation.shared)
-        return sum(saved) / SECONDS_PER_HOUR
+        usd_per_hour = (per_hour(prices.device(device.kind)) * share for device, share in allocation.shared)
+        return sum(usd_per_hour) / SECONDS_PER_HOUR
 
     def _engine(self, kind: str) -> EngineLimits:
         limits = self._spec.generation.engine

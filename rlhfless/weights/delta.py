@@ -120,7 +120,7 @@ def _chunks(changes: Data, at: int, words: int) -> Iterator[tuple[int, tuple[Pla
 
 def _places(where: Places, size: int) -> npt.NDArray[np.bool_] | Places:
     """The places of a chunk that differ, as numpy takes them."""
-    return np.unpackbits(where.astype(np.uint8), count=size).view(np.bool_) if where.dtype == np.uint8 else where
+    return np.unpackbits(where.view(np.uint8), count=size).view(np.bool_) if where.dtype == np.uint8 else where
 
 
 def _part(changes: Data, start: int, size: int) -> memoryview:

@@ -108,7 +108,7 @@ class HttpStore:
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
         before = [each for each in self._cache.versions() if each != version]
         rate = self._cache.folder / _RATE
-        slow = rate.exists() and float(rate.read_text()) < _FAST_BYTES_PER_S
+        slow = rate.exists() and float(rate.read_text() or "inf") < _FAST_BYTES_PER_S  # empty: its writer was killed
         if before and slow and self._patched(url, path, version, self._cache.path(before[-1])):
             return
         with replacing(path.parent, path) as draft:
@@ -121,11 +121,14 @@ class HttpStore:
         """Makes the version from the one before and what changed. Returns False if all is to be downloaded instead."""
         what = f"changes of weights {url} (digest {version.digest})"
         try:
-            with replacing(path.parent, path) as draft, tempfile.TemporaryFile(dir=path.parent) as changes:
+            with tempfile.TemporaryFile(dir=path.parent) as changes:
                 self._pieces(f"{url}{SINCE}{before.name}", changes.fileno(), what, attempts=1)
-                with mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                with (
+                    mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                    replacing(path.parent, path) as draft,
+                ):
                     apply(before, data, draft.file.fileno())
-                _check(url, draft, version)
+                    _check(url, draft, version)
         except WeightFileError as error:
             log.debug("the whole version is downloaded: %s", error)
             return False

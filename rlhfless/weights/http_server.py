@@ -14,7 +14,7 @@ from typing import IO
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.delta import delta
-from rlhfless.weights.files import replacing, version_of
+from rlhfless.weights.files import TEMPORARY_PREFIX, version_of
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 PREFIX = "/versions/"
@@ -120,10 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
         path = new.with_name(f"{version_of(name).digest}-{version_of(since).digest}{CHANGES}")
         with self.comparing:
             if not path.exists():
-                _drop_changes(new.parent)
-                with replacing(new.parent, path) as draft:
-                    delta(old, new, draft.file)
-                    draft.file.truncate()  # it may have been another file before
+                _drop_changes(new.parent, version_of(name).digest)
+                # Not by `replacing`, which would take the spare file that the next version is written over.
+                draft = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+                with draft.open("wb") as file:
+                    delta(old, new, file)
+                draft.rename(path)
         if not path.stat().st_size:
             raise FileNotFoundError(path)
         return path
@@ -143,7 +145,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent: readers report their own failures."""
 
 
-def _drop_changes(folder: Path) -> None:
-    """Of the version before: no node asks for them any more, or it gets all."""
+def _drop_changes(folder: Path, newest: str) -> None:
+    """Deletes what changed up to versions other than `newest` (a digest): a node that lacks it gets the whole version.
+    Nodes may hold different versions before the newest, so what changed since each of them stays."""
     for path in folder.glob(f"*{CHANGES}"):
-        path.unlink(missing_ok=True)
+        if not path.name.startswith(newest):
+            path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.plan import responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.responses import Floats
-from rlhfless.scaling.policies.fleet_actions import Inputs, note, rescue, start
+from rlhfless.scaling.policies.fleet_actions import Inputs, note, rescue, samples_by_prompt, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, Layout, PolicyContext
 from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
@@ -90,9 +90,7 @@ class RLHFlessPublished:
         predicted = self._predicted(view)
         by_length = np.argsort(predicted, kind="stable")
         ends = np.concatenate([[0], np.cumsum(np.bincount(view.group)[by_length])])
-        rank = np.empty_like(by_length)
-        rank[by_length] = np.arange(by_length.size)
-        order = np.argsort(rank[view.group], kind="stable")
+        order = samples_by_prompt(by_length, view.group)
         cuts, inputs = self._sweep(now, predicted, order, ends)
         self._actors = _near_learner(layout)[: cuts.size - 1]
         self._owner = np.empty(view.group.size, np.int64)

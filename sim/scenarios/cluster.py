@@ -56,6 +56,8 @@ class MachinesSpec(SpecModel):
                 f"tenure is {self.tenure!r} and released_value {self.released_value}; owned machines need a "
                 "released_value from 0 (idle ones are worth nothing) to 1, and others have none"
             )
+        if self.tenure == "owned" and self.rented_by is not None:
+            raise ValueError(f"rented_by is {self.rented_by!r}, and the machines are owned; leave it out")
         return self
 
     @property

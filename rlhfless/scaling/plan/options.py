@@ -59,10 +59,6 @@ class DeviceOption:
         """The same kind with other actors on it. It keeps the curve, which takes milliseconds to fit."""
         return self._with(standby=standby)
 
-    def free(self) -> DeviceOption:
-        """The same kind, whose actors cost nothing."""
-        return self._with(usd_per_s=0.0)
-
     def _with(self, **changes: Any) -> DeviceOption:
         other = replace(self, **changes)
         vars(other)["curve"] = self.curve

@@ -42,6 +42,14 @@ def awake_beside(now: PolicyContext, slot: int) -> list[int]:
     return [other for other in now.layout.generation if other != slot and now.awake(other)]
 
 
+def samples_by_prompt(prompts: Ints, group: Ints) -> Ints:
+    """[samples]: the samples, prompt by prompt in the order of `prompts` [prompts]; `group` [samples] has each one's
+    prompt."""
+    rank = np.empty_like(prompts)
+    rank[prompts] = np.arange(prompts.size)
+    return np.argsort(rank[group], kind="stable")
+
+
 def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
     """Shares of the step's prompts by the speed of each slot's engine, in their order; siblings stay together."""
     groups = len(now.view.prompt_ids)

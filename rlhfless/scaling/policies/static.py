@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfless.scaling.policies.fleet_actions import assign_groups, rescue, speeds_of, start
+from rlhfless.scaling.policies.fleet_actions import assign_groups, rescue, samples_by_prompt, speeds_of, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policy import Action, Assign, Event, Generated, Lost, StepBegan, StepView
 from rlhfless.spec.policies import StaticSpec
@@ -55,8 +55,6 @@ class Static:
             end, index = ends[0]
             home[group] = index
             heapq.heapreplace(ends, (end + work[group] / speeds[index], index))
-        rank = np.empty_like(by_length)
-        rank[by_length] = np.arange(by_length.size)
-        order = np.argsort(rank[now.view.group], kind="stable")
+        order = samples_by_prompt(by_length, now.view.group)
         shares = ((slot, order[home[now.view.group[order]] == index]) for index, slot in enumerate(actors))
         return [Assign(slot, samples) for slot, samples in shares if samples.size]

@@ -180,7 +180,6 @@ class EngineTable:
             inner = slice(len(curve.slopes_s) - 1)
             knots[row, inner], bends_s[row, inner] = curve.knots[1:-1], np.diff(curve.slopes_s)
         self.most = np.array([1 if device is None else device.max_sequences for device in devices])
-        self.kv_tokens = np.array([0 if device is None else device.kv_capacity_tokens for device in devices])
         self.speeds = Speeds(
             curve=np.array([0 if device is None else index[id(device)] for device in devices]),
             most=self.most,

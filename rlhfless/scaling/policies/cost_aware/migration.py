@@ -107,18 +107,14 @@ class MigrationState:
         source, target = move.source, move.target
         self.take(source, target, move.part)
         self.ready_s[target] += recompute_s
-        self.hold_s[source] = self.end_s[source] = 0.0
-        self.judge(np.array([target] if move.part is None else [source, target]), confidence)
+        self.judge(np.array([source, target]), confidence)
 
-    def take(self, source: int, target: int, part: MovedPart | None) -> None:
-        """Moves a part of an actor's samples, or all if None, to another actor, without judging either."""
-        moved = self.columns[:, source].copy() if part is None else part.columns[:, 0]
-        freed = moved if part is None else part.freed[:, 0]
-        count = self.count[source] if part is None else part.count
-        self.columns[:, target] += moved
-        self.columns[:, source] = np.maximum(self.columns[:, source] - freed, 0.0)
-        self.count[target] += count
-        self.count[source] -= count
+    def take(self, source: int, target: int, part: MovedPart) -> None:
+        """Moves a part of an actor's samples to another actor, without judging either."""
+        self.columns[:, target] += part.columns[:, 0]
+        self.columns[:, source] = np.maximum(self.columns[:, source] - part.freed[:, 0], 0.0)
+        self.count[target] += part.count
+        self.count[source] -= part.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +127,7 @@ class Transfer:
     """The saving, with time counted as money."""
     end_s: float
     """The later end of the two actors after the move."""
-    part: MovedPart | None = None
-    """The moved part; all samples if None."""
+    part: MovedPart
 
 
 def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> MovedPart:

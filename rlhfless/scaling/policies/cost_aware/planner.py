@@ -22,6 +22,7 @@ from rlhfless.scaling.policies.cost_aware.completion import ends_by
 from rlhfless.scaling.policies.cost_aware.deadline import StepMargin
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
+from rlhfless.scaling.policies.fleet_actions import samples_by_prompt
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policies.fleet_options import COLD, FleetOptionsCache
 from rlhfless.scaling.policy import Ints, StepView
@@ -161,9 +162,7 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     if lengths.known:  # then it is also known which sibling is long
         return responses(lengths.means, view.group, view.prompt_tokens, view.prefixes)
     by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
-    rank = np.empty(by_mean.size, np.int64)
-    rank[by_mean] = np.arange(by_mean.size)
-    order = np.argsort(rank[view.group], kind="stable")
+    order = samples_by_prompt(by_mean, view.group)
     ranks = np.empty(order.size)
     ranks[order] = even_ranks(order.size)
     step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens, view.prefixes)
