@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.state import available_resources_per_node, state
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorAlreadyExistsError, GetTimeoutError, RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
@@ -39,6 +39,9 @@ PROBE_S = 60.0
 POLL_S = 0.25
 """How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
 A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
+
+SERVE_S = 60.0
+"""Longest wait for Serve's controller that another driver is making: a small process, up in a few seconds."""
 
 CONCURRENT_CALLS = 1024
 """Calls one replica may have in flight: streams, beats, aborts and probes must never queue behind each other (Serve's
@@ -101,8 +104,7 @@ class Cluster:
         else:
             ray_session.start_private(private_ray.make(folder), cores=len(os.sched_getaffinity(0)))
         _make_router_configs_one_at_a_time()
-        # No replica is reached by HTTP, so no proxy is started.
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+        _start_serve(SERVE_S)
         return cls(None if spec.ray_address else folder)
 
     @property
@@ -205,6 +207,22 @@ def _gpu_memory_bytes(node: str) -> int | None:
         return int(ray.get(on_node(node, first_gpu_bytes), timeout=PROBE_S))
     except (RayError, GetTimeoutError):
         return None
+
+
+def _start_serve(within_s: float) -> None:
+    """Start Serve, or use what is there. No replica is reached by HTTP, so no proxy is started.
+
+    Serve looks for its controller and then makes one, so a controller that another driver makes between the two is an
+    error, and so is its own when Ray asks twice because the head was just replaced; Serve finds it at the next try."""
+    end_s = time.monotonic() + within_s
+    while True:
+        try:
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+            return
+        except ActorAlreadyExistsError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(POLL_S)
 
 
 def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants, worker
+from ray.exceptions import RayError
 
 from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.functions.loopback import is_loopback
@@ -99,6 +100,8 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
         raise
     if isinstance(results[0], ConnectionError):
         raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {results[0]}") from results[0]
+    if isinstance(results[0], RayError):  # its head was replaced while this process joined, for example
+        raise NoCluster(f"Ray did not let this run in: {type(results[0]).__name__}: {results[0]}") from results[0]
     if type(results[0]) is Exception:  # Ray's own, where one of its processes is not up in time
         raise NoCluster(
             f"Ray did not start: {results[0]} See the logs in {folder / FOLDER}, and start again."

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorAlreadyExistsError
 
-from rlhfless.fleet import ray_session
+from rlhfless.fleet import cluster, ray_session
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.spec import PlacementSpec
@@ -36,6 +37,35 @@ async def test_other_forms_of_addresses_are_left_to_ray(
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=ConnectionError("could not find any running Ray")))
     with pytest.raises(NoCluster, match=f"no Ray cluster at placement.ray_address '{address}': could not find"):
         await Cluster.start(PlacementSpec(ray_address=address), tmp_path)
+
+
+def test_a_controller_that_another_driver_makes_at_the_same_moment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve fails where the controller's name was taken after it looked, as the next look finds it."""
+    monkeypatch.setattr(cluster, "POLL_S", 0.0)
+    calls: list[object] = []
+
+    def start(**_: object) -> None:
+        calls.append(None)
+        if len(calls) <= taken:
+            raise ActorAlreadyExistsError("Actor with name 'SERVE_CONTROLLER_ACTOR' already exists")
+
+    monkeypatch.setattr(cluster.serve, "start", start)
+    taken = 1
+    cluster._start_serve(within_s=60)
+    assert len(calls) == 2
+    calls.clear()
+    taken = 10**9
+    with pytest.raises(ActorAlreadyExistsError):
+        cluster._start_serve(within_s=0)
+
+
+async def test_a_cluster_that_fails_a_driver_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service starts another attempt after NoCluster; an error of another kind would pause the run."""
+    monkeypatch.setattr(Cluster, "_start", starts(fails_with=ActorAlreadyExistsError("SERVE_CONTROLLER_ACTOR")))
+    with pytest.raises(NoCluster, match="did not let this run in: ActorAlreadyExistsError: SERVE_CONTROLLER_ACTOR"):
+        await Cluster.start(PlacementSpec(ray_address="auto"), tmp_path)
 
 
 async def test_a_listener_that_is_no_ray_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +188,7 @@ def test_a_token_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
 NOTHING_STARTS_ONE = """
 import ray
 from ray import serve
-from rlhfless.fleet import ray_session
+from rlhfless.fleet import cluster, ray_session
 
 ray.init = ray_session._refused
 for call in (lambda: serve.delete("late"), serve.status, lambda: ray.get_actor("late"), lambda: ray.put(1)):
