@@ -29,10 +29,10 @@ from setting import median_ratio, spread
 from smoke import parsed
 from where import machine
 
-from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import binding

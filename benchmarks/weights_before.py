@@ -71,9 +71,8 @@ def publisher(model: str, folder: Path) -> tuple[Callable[[int], object], int]:
     """A learner's only rank as its actor runs it, without Ray."""
     import torch
 
-    from rlhfless.functions.learner.actor import LearnerActor
+    from rlhfless.functions.learner.actor import LearnerActor, StoreHome
     from rlhfless.functions.learner.rank import LearnerRank
-    from rlhfless.functions.learner.settings import StoreHome
     from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
     given = (ModelSpec(path=model), LearnerSpec(), AdamWSpec(), GRPOSpec(), 1.0)

@@ -16,11 +16,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from rlhfless.functions.compute_mode import require_shareable
+from rlhfless.functions.cuda import require_shareable
 from rlhfless.functions.lease import Lease, LeaseTerms
 from rlhfless.functions.loopback import bind_replica_to_loopback
+from rlhfless.functions.out_of_memory import Planned
 from rlhfless.records import SleepTier, Slept
 from rlhfless.spec.errors import UserError
 
@@ -89,14 +90,24 @@ class StaleCall(UserError):
     """A call of another run, or of an older attempt, was refused."""
 
 
-class FunctionSettings(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSettings:
     """The settings that every function has."""
 
-    @property
-    def run_id(self) -> str: ...
+    run_id: str
+    lease: LeaseTerms
 
-    @property
-    def lease(self) -> LeaseTerms: ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedSettings(FunctionSettings):
+    """The settings that every function with ranks has."""
+
+    rank_bindings: tuple[DeviceBinding, ...]
+    """The devices of each rank."""
+    call_timeout_s: float
+    """Limit of a call of all ranks, and of each collective operation."""
+    planned: Planned = field(default_factory=dict)
+    """What the memory plan counts for one rank."""
 
 
 def settings_key(settings: FunctionSettings) -> str:

@@ -127,11 +127,6 @@ class ResponseLogprobs:
     entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
 
 
-def default_device() -> torch.device:
-    """The GPU that this process was given, or the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def load_policy(
     spec: ModelSpec,
     *,
@@ -145,7 +140,7 @@ def load_policy(
     share_prefixes: bool = True,
     logits_elements: int | None = None,
 ) -> PolicyNetwork:
-    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). With
+    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`sharding.default_device` if None). With
     `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that, and others lie
     side by side where torch has FlashAttention. `logits_elements`: see OutputHead.chunk_elements.
 
@@ -157,7 +152,7 @@ def load_policy(
     """
     if mesh is None and parameter_dtype != compute_dtype:
         raise ValueError(f"{parameter_dtype} parameters computing in {compute_dtype} need a mesh: its groups cast them")
-    device = device or default_device()
+    device = device or sharding.default_device()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     _switch_off_dropout(config)

@@ -1,4 +1,5 @@
-"""A model whose parameters are split over ranks by FSDP2 (`fully_shard`; Zhao et al., PyTorch FSDP, arXiv 2304.11277).
+"""The ranks of a function, and a model whose parameters are split over them by FSDP2 (`fully_shard`; Zhao et al.,
+PyTorch FSDP, arXiv 2304.11277).
 
 Each decoder layer is a group of its own; the embeddings, which may be tied to the head, the last norm and the head are
 in the root's group. A group is gathered before its forward and backward pass and freed after it; gradients are summed
@@ -36,6 +37,32 @@ INSIDE = "run_inside"
 ONE_GROUP_PARAMETERS = 2**22
 """A model of fewer parameters is one group. Each group costs about 0.3 ms of Python per pass on a CPU core; with a
 group for each of 4 layers a step of a model of 0.8 M parameters took 4 % longer."""
+
+
+def default_device() -> torch.device:
+    """The GPU that this process was given, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def join(
+    init_method: str, rank: int, ranks: int, timeout_s: float, shard_ranks: int | None = None
+) -> tuple[torch.device, DeviceMesh]:
+    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); this rank's device, and all ranks,
+    of which `shard_ranks` neighbours split a model (by default all).
+
+    `timeout_s` bounds the rendezvous and each collective operation; torch raises an error that names the operation.
+    """
+    device, timeout = default_device(), timedelta(seconds=timeout_s)
+    # What is kept in the host's memory is reduced there.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method, timeout, world_size=ranks, rank=rank)
+    return device, mesh_of(device, ranks, shard_ranks, timeout)
+
+
+def join_frozen(init_method: str, rank: int, ranks: int, timeout_s: float) -> DeviceMesh | None:
+    """As `join`, for a model that is never trained. None for one rank: a group of one would gather a second copy of the
+    weights, for nothing."""
+    return join(init_method, rank, ranks, timeout_s)[1] if ranks > 1 else None
 
 
 def mesh_of(

@@ -1,21 +1,53 @@
-"""A function that computes a column of the batch from complete groups, such as reference logprobs."""
+"""A function that computes a column of the batch from complete groups, such as reference logprobs: its ranks and their
+front."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
-from rlhfless.functions.column.actor import ColumnActor
-from rlhfless.functions.column.settings import ColumnSettings
+from rlhfless.functions.column.settings import ColumnSettings, ColumnWorker
 from rlhfless.functions.launching import Launch
+from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
-from rlhfless.spec.imports import import_paths
+from rlhfless.spec.imports import import_paths, load_target, look_in
+
+if TYPE_CHECKING:
+    import torch
+
+PHASE = "logprobs"
+"""The phase of the memory plan."""
+
+
+class ColumnActor(RankActor[ColumnSettings]):
+    """A rank; rank 0 gives the values of all."""
+
+    def _load(self, address: str) -> None:
+        from rlhfless.functions.sharding import join_frozen
+
+        settings = self._settings
+        self.named = settings.function
+        look_in(settings.import_paths)
+        with self._at_work(PHASE):
+            mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
+            self._worker: ColumnWorker = load_target(settings.worker)(settings, self._threads, mesh)
+
+    def kept_on_device(self) -> Iterable[torch.Tensor]:
+        return self._worker.kept_on_device()
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
+        """See ColumnWorker.compute. *Collective.*"""
+        with self._at_work(PHASE):
+            values, shared_tokens = self._worker.compute(batch)
+        return None if self._number else values, shared_tokens
 
 
 class ColumnFunction(RankedFunction):

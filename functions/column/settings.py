@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhfless.functions.base import DeviceBinding
-from rlhfless.functions.lease import LeaseTerms
-from rlhfless.functions.out_of_memory import Planned
+from rlhfless.functions.base import RankedSettings
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
@@ -19,12 +17,10 @@ if TYPE_CHECKING:
     from rlhfless.algorithms.batch import PackedBatch
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSettings(RankedSettings):
     """The settings of a replica."""
 
-    run_id: str
-    lease: LeaseTerms
     function: str
     worker: str
     """Import path of a ColumnWorker."""
@@ -34,12 +30,8 @@ class ColumnSettings:
     micro_batch_tokens: int
     share_prefixes: bool
     temperature: float
-    rank_bindings: tuple[DeviceBinding, ...]
-    call_timeout_s: float
     logits_elements: int | None = None
     """See OutputHead.chunk_elements."""
-    planned: Planned = field(default_factory=dict)
-    """What the memory plan counts for one rank."""
     own: Any = None
     """The settings of a function of the user's own: its section of the spec."""
     import_paths: tuple[str, ...] = ()

@@ -17,7 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply
+from rlhfless.functions.base import (
+    Call,
+    CallUsage,
+    DeviceBinding,
+    Function,
+    FunctionBroken,
+    FunctionSettings,
+    ReplicaInfo,
+    Reply,
+)
 from rlhfless.functions.cuda import cuda_fault
 from rlhfless.functions.generation.engine import (
     OFFER,
@@ -40,7 +49,6 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.launching import Launch, binding, is_shared
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept
@@ -57,12 +65,10 @@ OF_ROUNDING = 3.0
 format; massive activations and experts that change places were seen to take up to the tolerance itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSettings(FunctionSettings):
     """What a generation replica needs to start."""
 
-    run_id: str
-    lease: LeaseTerms
     engine: EngineSettings
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""

@@ -1,20 +1,70 @@
-"""One learner rank as a Ray actor, with its end of the weight store."""
+"""One learner rank as a Ray actor, with its end of the weight store; and the settings of the ranks and their front."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.learner.settings import LearnerSettings
+from rlhfless.functions.base import RankedSettings
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
+from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
     import torch
+
+    from rlhfless.weights.store import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHome:
+    """The learner's side of the weight store."""
+
+    folder: str
+    token: str = field(default="", repr=False)
+    """If given, the folder is served by HTTP to requests that carry the token."""
+
+    def open(self, host: str) -> WeightStore:
+        """The store; if there is a token it is served at `host`, this node's address, from threads of this process as
+        long as it lives."""
+        # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
+        from rlhfless.weights.http_server import HttpStoreServer
+        from rlhfless.weights.store import FolderStore
+
+        if not self.token:
+            store = FolderStore(self.folder)
+            self.mark()
+            return store
+        return HttpStoreServer(self.folder, host=host, token=self.token)
+
+    def mark(self) -> None:
+        """Show engines that this folder is the learner's (StoreAddress.require_shared). Again with each version: a
+        folder that was lost is made anew."""
+        if not self.token:
+            StoreAddress("folder", self.folder).mark()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings(RankedSettings):
+    """Settings of the learner function."""
+
+    model: ModelSpec
+    learner: LearnerSpec
+    optimizer: AdamWSpec
+    algorithm: AlgorithmSpec
+    temperature: float
+    probe_token_ids: tuple[int, ...]
+    """The text whose logprobs every published version carries."""
+    read_back: bool
+    """A published version carries samples of its weights, which engines compare with theirs."""
+    store: StoreHome
+
 
 PERTURBED_STEP = -1
 """Step number of the perturbed version, which no training step can have."""

@@ -19,8 +19,7 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
-from rlhfless.functions.learner.actor import LearnerActor
-from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
+from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray, PublishedWeights
 from rlhfless.scaling.function_kinds import FunctionKind

@@ -41,9 +41,8 @@ from rlhfless.functions.learner.publishing import Substitute, gathered_as, publi
 from rlhfless.functions.learner.saving import Background
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
-from rlhfless.functions.ranks.process_group import join
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
-from rlhfless.functions.sharding import is_alone, reduces
+from rlhfless.functions.sharding import is_alone, join, reduces
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec

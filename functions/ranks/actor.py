@@ -6,14 +6,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import ray
 
+from rlhfless.functions.base import RankedSettings
 from rlhfless.functions.cuda import require_cuda
 from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
-from rlhfless.functions.out_of_memory import Planned, memory_told
-from rlhfless.functions.ranks.front import RankedSettings
+from rlhfless.functions.out_of_memory import memory_told
 from rlhfless.records import SleepTier, Slept
 
 if TYPE_CHECKING:
@@ -22,19 +22,11 @@ if TYPE_CHECKING:
     from rlhfless.functions.parking import Parking
 
 
-class RankSettings(RankedSettings, Protocol):
-    """The settings of a function, as its ranks see them."""
-
-    @property
-    def planned(self) -> Planned:
-        """What the memory plan counts for one rank."""
-
-
 class Asleep(RuntimeError):
     """The call needs what the rank keeps in the host's memory while it sleeps."""
 
 
-S = TypeVar("S", bound=RankSettings)
+S = TypeVar("S", bound=RankedSettings)
 
 
 class RankActor(Generic[S]):
@@ -90,7 +82,7 @@ class RankActor(Generic[S]):
     def sleep(self) -> Slept:
         """Move what is kept on the device to the host's memory. Idempotent."""
         from rlhfless.functions.parking import Parking, held_bytes
-        from rlhfless.functions.policy import default_device
+        from rlhfless.functions.sharding import default_device
 
         device = default_device()
         before = held_bytes(device)

@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import ray
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionSettings, ReplicaInfo, Reply
+from rlhfless.functions.base import Call, Function, RankedSettings, ReplicaInfo, Reply
 from rlhfless.functions.ranks.group import RankGroup
 from rlhfless.records import SleepTier, Slept
 
 SILENT_SHARE = 0.5
 """The share of a lease in which every rank must give a sign of life. Drivers ask for one four times in a lease, and
 give up a replica that is silent for a whole one."""
-
-
-class RankedSettings(FunctionSettings, Protocol):
-    """The settings of every function with ranks."""
-
-    @property
-    def rank_bindings(self) -> tuple[DeviceBinding, ...]:
-        """The devices of each rank."""
-
-    @property
-    def call_timeout_s(self) -> float:
-        """Limit of a call of all ranks, and of each collective operation."""
 
 
 class RankedFunction(Function):

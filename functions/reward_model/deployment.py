@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 
-from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.base import Call, CallUsage, RankedSettings, Reply
 from rlhfless.functions.launching import Launch
+from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.functions.ranks.front import RankedFunction
-from rlhfless.functions.reward_model.actor import RewardModelActor, RewardModelSettings
-from rlhfless.functions.scoring.scorer import by_group, samples_of
+from rlhfless.functions.scoring.deployment import by_group, samples_of
 from rlhfless.records import Group, Score
-from rlhfless.rewards import Outcome, combined
+from rlhfless.rewards import Outcome, RewardSample, combined
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
+from rlhfless.spec import OnFailure, RewardModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelSettings(RankedSettings):
+    """The settings of a reward model replica."""
+
+    rewards: tuple[RewardModelSpec, ...]
+    on_failure: OnFailure
+
+
+class RewardModelActor(RankActor[RewardModelSettings]):
+    """Rank `rank` of all reward models of the run."""
+
+    named = "reward model"
+
+    def _load(self, address: str) -> None:
+        from rlhfless.functions.reward_model.model import RewardModel
+        from rlhfless.functions.sharding import join_frozen
+
+        settings = self._settings
+        mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
+        with self._at_work("score"):
+            self._models = [RewardModel(spec, threads=self._threads, mesh=mesh) for spec in settings.rewards]
+
+    def kept_on_device(self) -> Iterator[torch.Tensor]:
+        for model in self._models:
+            yield from model.kept_on_device()
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Mapping[int, Outcome]]:
+        """By reward model: see RewardModel.share. *Collective.*"""
+        with self._at_work("score"):
+            return [model.share(samples) for model in self._models]
 
 
 class RewardModelFunction(RankedFunction):

@@ -22,7 +22,7 @@ from rlhfless.functions import sharding
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.parking import kept_by
-from rlhfless.functions.policy import TORCH_DTYPES, default_device
+from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
 from rlhfless.spec.errors import InputError, first_line
@@ -40,7 +40,7 @@ class RewardModel:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
         self._spec = spec
         self._mesh = mesh
-        self._device = default_device()
+        self._device = sharding.default_device()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
         dtype = TORCH_DTYPES[spec.dtype]
         try:

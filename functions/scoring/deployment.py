@@ -1,4 +1,7 @@
-"""The scoring function: rewards of finished groups, on CPU."""
+"""The scoring function: rewards of complete groups, on CPU cores.
+
+All groups of one call are scored together, so a batch reward sees them in one list.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, ReplicaInfo, Reply
+from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, FunctionSettings, ReplicaInfo, Reply
 from rlhfless.functions.launching import Launch, binding
-from rlhfless.functions.lease import LeaseTerms
-from rlhfless.functions.scoring.scorer import score_groups
-from rlhfless.records import Group, Score
-from rlhfless.rewards import Rewards
+from rlhfless.records import Group, Prompt, Sample, Score
+from rlhfless.rewards import Rewards, RewardSample
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RewardSpec, ScoringSpec
 from rlhfless.spec.imports import import_paths, look_in
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringSettings(FunctionSettings):
     """The settings of a scoring replica."""
 
-    run_id: str
-    lease: LeaseTerms
     rewards: tuple[RewardSpec, ...]
     scoring: ScoringSpec
     binding: DeviceBinding
@@ -75,3 +74,31 @@ class ScoringFunction(Function):
         samples = [sample for group in groups for sample in group.samples]
         usage = CallUsage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
         return self.reply(scores, start_s, usage)
+
+
+async def score_groups(rewards: Rewards, groups: Sequence[Group]) -> list[list[Score]]:
+    """Scores per group, in the order of its samples. A reward that fails marks its sample."""
+    return by_group(await rewards.score(samples_of(groups)), groups)
+
+
+def samples_of(groups: Sequence[Group]) -> list[RewardSample]:
+    """All samples, group by group, in the form that rewards get."""
+    return [_sample(group.prompt, sample) for group in groups for sample in group.samples]
+
+
+def by_group(scores: Sequence[Score], groups: Sequence[Group]) -> list[list[Score]]:
+    """The scores of `samples_of(groups)`, per group."""
+    left = iter(scores)
+    return [[next(left) for _ in group.samples] for group in groups]
+
+
+def _sample(prompt: Prompt, sample: Sample) -> RewardSample:
+    return RewardSample(
+        prompt=prompt.text,
+        response=sample.text,
+        response_tokens=sample.model_tokens,
+        finish_reason=sample.finish_reason,
+        columns=prompt.columns,
+        prompt_id=prompt.prompt_id,
+        sample_index=sample.sample_index,
+    )

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import private_ray, ray_session
-from rlhfless.fleet.causes import innermost
 from rlhfless.fleet.each_node import on_node
 from rlhfless.fleet.nodes import NODE_LABEL, ambiguous, nodes_of
 from rlhfless.prepare.devices import first_gpu_bytes
@@ -245,3 +246,31 @@ def _make_router_configs_one_at_a_time() -> None:
 
     locked.one_at_a_time = True  # type: ignore[attr-defined]
     RequestRouterConfig._serialize_request_router_cls = locked  # type: ignore[method-assign, assignment]
+
+
+# The line of a traceback that names the exception: at the left margin, a class with its module, or a built-in one.
+_EXCEPTION = re.compile(
+    r"^(?P<name>(?:[a-z_]\w*\.)+[A-Z]\w*|[A-Z]\w*(?:Error|Exception|Exit|Interrupt))(?:: |$)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The innermost exception of a failed start."""
+
+    name: str
+    """Its class with the module; empty if Serve names none."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name.rpartition('.')[2]}: {self.message}" if self.name else self.message
+
+
+def innermost(texts: Sequence[str]) -> Cause:
+    """The last exception named in the texts: Serve puts the cause last, and its message may have many lines."""
+    for text in reversed(texts):
+        named = list(_EXCEPTION.finditer(text))
+        if named:
+            return Cause(named[-1]["name"], text[named[-1].end() :].strip())
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    return Cause("", lines[-1] if lines else "no reason given")

@@ -16,16 +16,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
-from rlhfless.fleet.replicas import Replicas
+from rlhfless.fleet.replicas import Blueprint, Replicas
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.records import FunctionRole, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import TimeoutsSpec
+from rlhfless.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
@@ -344,7 +345,6 @@ class Replica:
         self._check_incarnation(reply.incarnation)
         if work is None:
             return
-        usage = reply.usage
         self._recorder.add_invocation(
             Invocation(
                 function=self.function,
@@ -354,13 +354,7 @@ class Replica:
                 step=call.step,
                 start_s=reply.start_s,
                 end_s=reply.end_s,
-                input_tokens=usage.input_tokens,
-                output_tokens=usage.output_tokens,
-                cached_tokens=usage.cached_tokens,
-                evicted_tokens=usage.evicted_tokens,
-                sequences=usage.sequences,
-                size_bytes=usage.size_bytes,
-                version=usage.version,
+                **asdict(reply.usage),
             )
         )
 

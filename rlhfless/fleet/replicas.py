@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_kinds import Bounds, FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import TimeoutsSpec
+from rlhfless.tasks import gather_or_cancel
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How to build a function's replicas."""
+
+    kind: FunctionKind
+    deployment: type
+    settings: Callable[[Allocation], Any]
+    """The deployment's settings for a replica in an allocation whose devices are bound."""
+    allocations: tuple[Allocation, ...]
+    """The allocations of replica 0, 1, ...; their number is the largest number of replicas at a time."""
+    bounds: Bounds
+
 
 log = logging.getLogger(__name__)
 

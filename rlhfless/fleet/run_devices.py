@@ -24,11 +24,11 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.holders import DIED, SHARED_KEEPER, Demand, Held, StaleHolder, Tenant, keeper_left, keeper_of
 from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.spec import RunSpec
+from rlhfless.tasks import gather_or_cancel
 from rlhfless.telemetry.progress import FOR_DEVICES
 
 log = logging.getLogger(__name__)

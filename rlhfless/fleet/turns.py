@@ -23,10 +23,10 @@ from functools import partial
 from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.scaling.function_kinds import no_phases
 from rlhfless.scaling.placement import Allocation
+from rlhfless.tasks import gather_or_cancel
 
 
 class Taker(Protocol):

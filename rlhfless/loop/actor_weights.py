@@ -9,11 +9,11 @@ import logging
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
 from rlhfless.spec import RunSpec
+from rlhfless.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 

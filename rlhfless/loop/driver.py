@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
-from rlhfless.loop.evaluation import evaluate_held_out
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.limits import reached
 from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import schedule_of
 from rlhfless.loop.session import Session, open_session
-from rlhfless.loop.step import rollout, train
+from rlhfless.loop.step import evaluate_held_out, rollout, train
 from rlhfless.records import Experience
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
@@ -64,8 +64,8 @@ class Verdict:
     """Most generation actors from now on; None for as many as the spec allows."""
 
 
-class Host(Protocol):
-    """All methods but `devices` return at once."""
+class Host:
+    """This one lets the run use all that it finds, until it ends. All methods but `devices` return at once."""
 
     async def devices(self, wanted: DevicesWanted) -> None:
         """Returns when the run may take the minimum. Raises FleetError if that does not happen in time."""
@@ -79,28 +79,9 @@ class Host(Protocol):
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
         """The samples of a step are there."""
 
-    def after_step(self, run: Run, step: int) -> Verdict:
-        """A step is done, and evaluated."""
-
-    def saved(self, checkpoints: Checkpoints) -> None:
-        """A checkpoint was saved; others may have been deleted."""
-
-
-class NoHost:
-    """The run may use all that it finds, until it ends."""
-
-    async def devices(self, wanted: DevicesWanted) -> None:
-        """See Host."""
-
-    def began(self, run: Run, held: Callable[[str], int]) -> int | None:
-        """See Host."""
-
-    def drawn(self, run: Run, step: int, experience: Experience) -> None:
-        """See Host."""
-
     def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
-        """See Host."""
+        """A step is done, and evaluated."""
         return Verdict()
 
     def saved(self, checkpoints: Checkpoints) -> None:
-        """See Host."""
+        """A checkpoint was saved; others may have been deleted."""

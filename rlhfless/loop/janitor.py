@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 _STOP_S = 10.0
 
@@ -26,30 +26,14 @@ for folder in sys.argv[1:]:
 """
 
 
-class Janitor:
-    """Within the block, the folders are removed if this process dies. The janitor ends with the block.
-
-    `wanted` False: on a joined cluster the folders may be on another machine, where the learner removes them when its
-    lease runs out.
-    """
-
-    def __init__(self, folders: Sequence[Path], wanted: bool) -> None:
-        self._folders = folders
-        self._wanted = wanted
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Janitor:
-        if self._wanted:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, self._folders)],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait(_STOP_S)
+@contextmanager
+def janitor(folders: Sequence[Path]) -> Iterator[None]:
+    """Within the block, the folders are removed if this process dies."""
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, folders)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(_STOP_S)

@@ -1,34 +1,40 @@
-"""From a spec to the pools of its functions: which devices each replica gets, and its settings."""
+"""From a spec to the pools of its functions: which devices each replica gets and its settings; and whether the nodes of
+a joined cluster have room for the run."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.each_node import on_each_node
 from rlhfless.fleet.lending import LentDevices
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Recorder
-from rlhfless.fleet.run_devices import RunDevices, Shown
+from rlhfless.fleet.replicas import Blueprint
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.loop.host import DevicesWanted
-from rlhfless.prepare.memory.assumed import planned, shared_kv_bytes
-from rlhfless.prepare.memory.room import store_base
+from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_bytes
+from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_kinds import FunctionKind, kinds_of, name_of, place_run
-from rlhfless.scaling.placement import Placement
+from rlhfless.scaling.function_kinds import FunctionKind, kinds_of, name_of
+from rlhfless.scaling.memory import version_bytes
+from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
 from rlhfless.spec.imports import load_target
 from rlhfless.weights.address import StoreAddress
 
@@ -44,7 +50,7 @@ TOKEN_FILE = "store.token"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Builds the pools of one run."""
+    """Builds the pools of one run, on devices that are planned and not taken yet."""
 
     spec: RunSpec
     prepared: Prepared
@@ -54,31 +60,6 @@ class Launcher:
     placement: Placement
     devices: RunDevices
     run_folder: Path
-    store_folder: Path
-    store_token: str
-
-    @classmethod
-    async def of(
-        cls,
-        spec: RunSpec,
-        prepared: Prepared,
-        call: Call,
-        cluster: Cluster,
-        recorder: Recorder,
-        folder: Path,
-        shown: Shown,
-        priority: int,
-    ) -> Launcher:
-        """A launcher with a folder for the run's weights, and a plan of its devices; nothing is taken yet. `folder` is
-        the run's own; `shown` tells the user what is waited for; `priority` is for devices that runs share.
-
-        Raises PlacementError if the cluster's devices do not suffice.
-        """
-        token = _store_token(folder) if serves_by_http(spec) else ""
-        placement = place_run(spec, await cluster.nodes(spec.placement.kind))
-        devices = RunDevices(cluster, placement, call, spec, priority, shown)
-        home = store_folder(spec, call.run_id)
-        return cls(spec, prepared, call, cluster, recorder, placement, devices, folder, home, token)
 
     def pools(self) -> tuple[dict[str, ReplicaPool], list[Turns]]:
         """By name of the function, the pool of its replicas; and the turns that they take. Nothing is started yet."""
@@ -98,6 +79,8 @@ class Launcher:
     def _launch(self) -> Launch:
         spec, prepared = self.spec, self.prepared
         shape, tokens = prepared.shape, prepared.max_model_len
+        home, cache = store_folders(spec, self.call.run_id)
+        token = _store_token(self.run_folder) if serves_by_http(spec) else ""
         return Launch(
             spec=spec,
             run_id=self.call.run_id,
@@ -105,20 +88,13 @@ class Launcher:
             shape=shape,
             max_model_len=tokens,
             probe_token_ids=probe_text(prepared.train, tokens - 1),
-            store_folder=self.store_folder,
-            store_token=self.store_token,
-            store=self._store_address(),
+            store_folder=home,
+            store_token=token,
+            # Actors on other nodes reach the store by a cache of theirs beside it.
+            store=StoreAddress("http", str(cache), token, str(home)) if token else StoreAddress("folder", str(home)),
             planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
             kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
         )
-
-    def _store_address(self) -> StoreAddress:
-        """How actors reach the store: the folder itself, or from other nodes a cache of theirs beside it."""
-        home = str(self.store_folder)
-        if not self.store_token:
-            return StoreAddress("folder", home)
-        cache = store_folders(self.spec, self.call.run_id)[1]
-        return StoreAddress("http", str(cache), self.store_token, home)
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
@@ -151,7 +127,7 @@ def serves_by_http(spec: RunSpec) -> bool:
 
 def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
     """The folder of the run's weights, and the folder of the node's cache of them."""
-    folder = store_folder(spec, run_id)
+    folder = store_base(spec) / (run_id if spec.weights.folder else f"rlhfless-{run_id}")
     return folder, Path(f"{folder}-cache")
 
 
@@ -160,11 +136,6 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
     if not spec.placement.ray_address:
         for folder in store_folders(spec, run_id):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def store_folder(spec: RunSpec, run_id: str) -> Path:
-    """The folder of the run's weights."""
-    return store_base(spec) / (run_id if spec.weights.folder else f"rlhfless-{run_id}")
 
 
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
@@ -182,3 +153,47 @@ def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
         unit=spec.generation.engine.tensor_parallel_size,
         tenants=spec.placement.tenants,
     )
+
+
+ROOM_S = 60.0
+"""Longest wait for the nodes' answers: seconds for a process on each. A node without one is not judged."""
+
+
+async def require_room(
+    spec: RunSpec, prepared: Prepared, placement: Placement, nodes: Sequence[Node], own: Sequence[Path]
+) -> None:
+    """`own`: folders of the run's weights, which a run that is resumed has already. Raises InputError with what each
+    node lacks."""
+    needed = needed_by_node(spec, prepared, placement)
+    folders = [str(folder) for folder in own]
+    rooms = await asyncio.to_thread(on_each_node, room_at, str(store_base(spec)), folders, timeout_s=ROOM_S)
+    addresses = {node.name: node.address for node in nodes}
+    problems = [
+        problem
+        for name, needs in needed.items()
+        if isinstance(room := rooms.get(address := addresses.get(name, "")), Room)
+        for problem in room_problems(needs, room, address)
+    ]
+    if problems:
+        raise InputError("the run cannot start on this cluster", problems)
+
+
+def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> Mapping[str, Needed]:
+    """By name of the node; of nodes without learner or actors nothing is needed. Empty if sizes are not known."""
+    if prepared.shape is None:
+        return {}
+    size = version_bytes(prepared.shape, spec.model.dtype)
+    learner = placement.allocation(name_of(spec, FunctionRole.UPDATES), 0).devices
+    loading = loading_bytes(spec, learner[0].kind, len(_devices(placement, learner[0].kind)), prepared.max_model_len)
+    ranks = Counter(device.node for device in learner)
+    actors = {
+        device.node for each in placement.allocations[name_of(spec, FunctionRole.SAMPLES)] for device in each.devices
+    }
+    return {
+        node: Needed(size, learner=node == learner[0].node, memory_bytes=loading * ranks[node] // len(learner))
+        for node in sorted(actors | ranks.keys())
+    }
+
+
+def _devices(placement: Placement, kind: str) -> set[str]:
+    return {device.name for group in placement.groups if group.kind == kind for device in group.devices}

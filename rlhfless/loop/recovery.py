@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
-from rlhfless.fleet.tasks import gather_or_cancel, is_stopping
 from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run
 from rlhfless.records import Decision
+from rlhfless.tasks import gather_or_cancel, is_stopping
 from rlhfless.text import legible
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.failures import added_up, readable
@@ -37,6 +36,7 @@ from rlhfless.records import (
 from rlhfless.records.checkpoints import CheckpointError, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
+from rlhfless.tasks import gather_or_cancel
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
@@ -109,10 +109,6 @@ class Run:
         """Publish the learner's weights as the version of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
-
-    async def sync(self, published: PublishedWeights, call: Call) -> None:
-        """Load published weights into all generation actors; see ActorWeights.sync."""
-        await self.weights.sync(published, call)
 
     # -- generation
 

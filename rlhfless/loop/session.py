@@ -13,23 +13,20 @@ from typing import Any
 
 from rlhfless.autoscaling.scaler import scaler_of
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.downloads import fetch_on_nodes, hub_models
-from rlhfless.fleet.each_node import on_each_node, remove_folders
+from rlhfless.fleet.each_node import fetch_on_nodes, hub_models, on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
-from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
-from rlhfless.loop.host import Host, NoHost
-from rlhfless.loop.janitor import Janitor
-from rlhfless.loop.launch import Launcher, devices_wanted, store_folders
+from rlhfless.loop.host import Host
+from rlhfless.loop.janitor import janitor
+from rlhfless.loop.launch import Launcher, devices_wanted, require_room, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.recovery import clear
-from rlhfless.loop.room import require_room
 from rlhfless.loop.run import Run
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.preflight import Prepared
@@ -39,7 +36,7 @@ from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoin
 from rlhfless.records.journal import Journal
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
-from rlhfless.scaling.function_kinds import name_of
+from rlhfless.scaling.function_kinds import name_of, place_run
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
@@ -47,6 +44,7 @@ from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
+from rlhfless.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.telemetry.progress import RunProgress
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
@@ -69,7 +67,7 @@ class Session:
     folder: Path
     console: RunProgress
     sinks: MetricSinks
-    host: Host = field(default_factory=NoHost)
+    host: Host = field(default_factory=Host)
     priority: int = 0
     """Among runs that share devices."""
 
@@ -144,20 +142,20 @@ async def _fleet(
 ) -> AsyncIterator[tuple[Run, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
-    shown = session.console.stage
-    folder, priority = session.folder, session.priority
-    launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, folder, shown, priority)
+    nodes = await cluster.nodes(spec.placement.kind)
+    placement = place_run(spec, nodes)
     folders = store_folders(spec, session.run_id)
     if spec.placement.ray_address:  # of this machine, preflight knows
-        nodes = await cluster.nodes(spec.placement.kind)
-        await require_room(spec, session.prepared, launcher.placement, nodes, folders)
-    launcher.devices.acquired = ledger.add_acquired
-    await session.host.devices(devices_wanted(spec, launcher.placement))
+        await require_room(spec, session.prepared, placement, nodes, folders)
+    devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
+    devices.acquired = ledger.add_acquired
+    launcher = Launcher(spec, session.prepared, call, cluster, ledger, placement, devices, session.folder)
+    await session.host.devices(devices_wanted(spec, placement))
     by_name, turns = launcher.pools()
     pools = list(by_name.values())
     generation = by_name[name_of(spec, FunctionRole.SAMPLES)]
     lease_s = spec.recovery.lease_s
-    beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
+    beat = Heartbeat(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = Run(
@@ -175,12 +173,13 @@ async def _fleet(
         checkpoints=session.checkpoints,
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
     )
-    actors = session.host.began(run, launcher.devices.held)
+    actors = session.host.began(run, devices.held)
     if actors is not None:
         run.scaler.limit_actors(actors)
-    with Janitor(folders, wanted=not spec.placement.ray_address):
+    # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
+    with contextlib.nullcontext() if spec.placement.ray_address else janitor(folders):
         try:
-            yield run, await _begin(session, run, cluster, launcher.devices, turns)
+            yield run, await _begin(session, run, cluster, devices, turns)
         finally:
             run.scaler.keep_starts()
             for watch in watches:
@@ -188,7 +187,7 @@ async def _fleet(
             with session.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
-                await to_the_end(_stop(pools, launcher.devices))
+                await to_the_end(_stop(pools, devices))
                 await to_the_end(_remove(folders, cluster, everywhere=bool(spec.placement.ray_address)))
 
 
@@ -268,7 +267,7 @@ async def _start(session: Session, run: Run) -> int:
             )
         async with run.generation.turn(run.call(step)):
             await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
-        await run.sync(run.published, run.call(step))
+        await run.weights.sync(run.published, run.call(step))
     if step:
         session.console.show(f"resumed after step {step}, attempt {run.attempt}")
     return step + 1 if step else 0

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.records import Experience, FloatArray, Group, Score
+from rlhfless.tasks import gather_or_cancel
 
 T = TypeVar("T")
 

@@ -1,19 +1,21 @@
-"""One training step: plan, sync, generate, score, reference, evaluate, advantages, learn, publish, ledger."""
+"""One training step (plan, sync, generate, score, reference, evaluate, advantages, learn, publish, ledger), and one
+evaluation on held-out prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlhfless.algorithms.batch import pack
-from rlhfless.fleet.tasks import gather_or_cancel
-from rlhfless.loop.failures import without_failures
+from rlhfless.loop.failures import log_failures, without_failures
+from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
 from rlhfless.loop.stages import collect
 from rlhfless.loop.step_context import StepContext
-from rlhfless.loop.summary import drawn_metrics, step_metrics
+from rlhfless.loop.summary import drawn_metrics, mean_parts, step_metrics
 from rlhfless.records import Experience, StepRecord
+from rlhfless.tasks import gather_or_cancel
 
 
 async def rollout(run: Run, context: StepContext) -> Experience:
@@ -26,7 +28,7 @@ async def rollout(run: Run, context: StepContext) -> Experience:
     context.stage = run.generate(request)
     groups = context.stage.groups()
     _, experience = await gather_or_cancel(
-        run.sync(context.published, call),
+        run.weights.sync(context.published, call),
         collect(groups, len(request.prompts), run.scoring_of(call), run.columns_of(call)),
     )
     run.release_idle(context.step)
@@ -64,3 +66,25 @@ async def taken(
         await sent.wait()
     run.take(context.step, experience)
     return drawn_metrics(experience, kept)
+
+
+async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
+    """Mean of every reward part on the held-out prompts, of which there is at least one: `<part>` sampled and
+    `<part>_greedy`.
+
+    All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
+    """
+    run.clock.interrupted()
+    await run.weights.sync(run.published, run.call(step))
+    # Both at once: more sequences per iteration of the engine.
+    sampled, greedy = await gather_or_cancel(
+        _means(run, run.held_out_request(step, greedy=False)), _means(run, run.held_out_request(step, greedy=True))
+    )
+    return {**sampled, **{f"{part}_greedy": value for part, value in greedy.items()}}
+
+
+async def _means(run: Run, request: RolloutRequest) -> dict[str, float]:
+    groups = run.generate(request).groups()
+    experience = await collect(groups, len(request.prompts), run.scoring_of(request.call), {})
+    log_failures(experience, request.call.step)
+    return mean_parts(experience.scores)

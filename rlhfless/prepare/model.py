@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.spec import ModelSpec
+from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import nearest
-from rlhfless.spec.locations import NOT_HERE, is_path, shadowed
 
 T = TypeVar("T")
 

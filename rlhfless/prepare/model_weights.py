@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhfless.prepare.model_files import RESTORE, ModelFiles, all_there, read_model_files
+from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import counted
-from rlhfless.spec.locations import is_path
 
 READ_BYTES = 256 * 2**20
 """Weights up to this size are searched for NaN and infinity here, in well under a second. Larger ones are searched when

@@ -20,8 +20,7 @@ from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
-from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings
-from rlhfless.prepare.trial_calls import trial_calls
+from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings, trial_calls
 from rlhfless.records import Prompt
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND

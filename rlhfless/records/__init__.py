@@ -10,6 +10,8 @@ from rlhfless.records.ledger import (
     Holding,
     Invocation,
     ReplicaState,
+    SleepTier,
+    Slept,
     StartPhase,
     StepRecord,
     Work,
@@ -25,7 +27,6 @@ from rlhfless.records.rollouts import (
     VersionSpan,
     sample_seed,
 )
-from rlhfless.records.sleep import SleepTier, Slept
 from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
 
 __all__ = [

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rlhfless.records import Score
 from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
 from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, RewardSample, within_range
-from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import (
@@ -24,6 +23,7 @@ from rlhfless.spec import (
     RewardSpec,
     ScoringSpec,
 )
+from rlhfless.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
     from rlhfless.rewards.http import HttpReward
@@ -71,7 +71,7 @@ class Rewards:
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One Score per sample, in their order, within `scoring.timeout_s`."""
-        columns = await all_of([self._column(part.reward, samples) for part in self._parts])
+        columns = await gather_or_cancel(*(self._column(part.reward, samples) for part in self._parts))
         weights = {part.name: part.weight for part in self._parts}
         return combined(weights, columns, len(samples), self._scoring.on_failure)
 

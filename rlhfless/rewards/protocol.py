@@ -208,3 +208,32 @@ def column_problems(column: str, prompts: Sequence[Prompt], usable: Callable[[An
     else:
         fault = f"the column `{column}` holds {quote(str(first.columns[column]))}, which cannot be used"
     return [f"{fault} in {len(bad)} of {len(prompts)} prompts; the first is {quote(first.text)}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker has made and prepared its rewards."""
+
+    whole: tuple[bool, ...]
+    """Per reward: `Verifier.whole`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A worker cannot make a reward; it ends after this."""
+
+    reward: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Score these samples with reward number `reward`."""
+
+    reward: int
+    samples: tuple[RewardSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The task is done."""

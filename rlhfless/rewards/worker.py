@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rlhfless import processes
-from rlhfless.rewards.messages import Broken, End, Ready, Task
-from rlhfless.rewards.protocol import RewardError, Verifier
+from rlhfless.rewards.protocol import Broken, End, Ready, RewardError, Task, Verifier
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
 from rlhfless.text import tolerant
 

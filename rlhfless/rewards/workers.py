@@ -22,11 +22,22 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rlhfless import processes
-from rlhfless.rewards.messages import Broken, End, Ready, Task
-from rlhfless.rewards.protocol import Begin, Done, Failed, Report, RewardError, RewardSample, pieces
+from rlhfless.rewards.protocol import (
+    Begin,
+    Broken,
+    Done,
+    End,
+    Failed,
+    Ready,
+    Report,
+    RewardError,
+    RewardSample,
+    Task,
+    pieces,
+)
 from rlhfless.rewards.surroundings import Output, environment_of_rewards
-from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec
+from rlhfless.tasks import gather_or_cancel
 
 START_S = 120.0
 """A worker's start, with the imports of the user's rewards: torch takes ten seconds on a cold disk."""
@@ -66,7 +77,7 @@ class Workers:
 
     async def start(self) -> None:
         """Start all workers. Raises RewardError if a reward cannot be made."""
-        await all_of([worker.ensure() for worker in self._all])
+        await gather_or_cancel(*(worker.ensure() for worker in self._all))
 
     def close(self) -> None:
         """Kill all workers; returns when they are gone. A later call starts them again."""
@@ -79,7 +90,7 @@ class Workers:
             whole = await _whole(worker, reward)
         size = len(samples) if whole else CHUNK
         parts = [tuple(range(len(samples)))[first : first + size] for first in range(0, len(samples), max(1, size))]
-        await all_of([self._score_part(reward, samples, part, report) for part in parts])
+        await gather_or_cancel(*(self._score_part(reward, samples, part, report) for part in parts))
 
     async def _score_part(
         self, reward: int, samples: Sequence[RewardSample], indices: tuple[int, ...], report: Report

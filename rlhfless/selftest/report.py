@@ -16,12 +16,36 @@ from rlhfless.control.compute.planning import planned_on
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
+from rlhfless.selftest import engines, machine, ranks
 from rlhfless.selftest.check import CheckOutcome, outcomes
-from rlhfless.selftest.checks import CHECKS
 from rlhfless.selftest.subject import BUNDLED, Subject, opened
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
+
+CHECKS = (
+    machine.driver,
+    machine.imports,
+    machine.compiler,
+    machine.caches,
+    machine.room,
+    machine.weights,
+    ranks.ranks_agree,
+    ranks.offload,
+    ranks.collectives,
+    ranks.learner,
+    ranks.packing,
+    ranks.peak,
+    engines.start,
+    engines.perturbed,
+    engines.probe,
+    engines.speed,
+    engines.moved,
+    engines.restart,
+    engines.other_order,
+    engines.two_devices,
+)
+
 
 FORWARD_SHARE = 1 / 3
 """The share of a learning step's arithmetic that old logprobs take."""

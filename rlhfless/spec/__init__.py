@@ -20,18 +20,18 @@ from rlhfless.spec.fleet import (
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
 from rlhfless.spec.policies import CostAwareSpec, PolicySpec
-from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.rewards import (
     ExactMatchSpec,
     FormatSpec,
+    HttpSpec,
     LengthPenaltySpec,
     PythonRewardSpec,
     RegexSpec,
+    RewardModelSpec,
     RewardSpec,
 )
-from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
-from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
+from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec
 

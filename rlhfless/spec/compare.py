@@ -6,9 +6,9 @@ longer belong together. All other fields (number of steps, number of actors, pri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhfless.spec.document import dotted, walk
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.run import RunSpec
 
@@ -58,7 +58,7 @@ def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
 
 def differences(before: RunSpec, now: RunSpec) -> list[tuple[str, Any, Any]]:
     """(field, value before, value now) of every field that differs; None means that the field is missing."""
-    old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
+    old, new = _leaves(before), _leaves(now)
     names = dict.fromkeys((*old, *new))
     return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
 
@@ -67,13 +67,7 @@ def _may_differ(name: str) -> bool:
     return any(name == field or name.startswith(f"{field}.") for field in MAY_DIFFER)
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    items: Mapping[Any, Any] = {}
-    if isinstance(value, Mapping):
-        items = value
-    elif isinstance(value, list):
-        items = dict(enumerate(value))
-    if not items:
-        yield name, value
-    for key, item in items.items():
-        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+def _leaves(spec: RunSpec) -> dict[str, Any]:
+    """The value of each field that has no fields of its own."""
+    values = walk(spec.model_dump(mode="json"))
+    return {dotted(path): value for path, value in values if not (isinstance(value, dict | list) and value)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,6 +222,14 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
     what = f"not YAML: {f'{context}, ' if context else ''}{getattr(error, 'problem', None) or error}"
     hint = "indent with blanks, not with tabs" if "'\\t'" in what else ""
     return Problem("", what, hint, f"line {mark.line + 1}, column {mark.column + 1}")
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value in plain data, with its path; a section or list before what is in it."""
+    yield path, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from walk(item, (*path, key))
 
 
 def dotted(path: Path) -> str:

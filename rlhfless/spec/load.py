@@ -16,20 +16,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.spec import document
-from rlhfless.spec.document import MOST_CHARACTERS, dotted
+from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted
 from rlhfless.spec.errors import Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
 from rlhfless.spec.run import RunSpec
 from rlhfless.text import storable
 
-_PATH_FIELDS = (
-    ("model", "path"),
-    ("model", "tokenizer"),
-    ("prompts", "path"),
-    ("prompts", "held_out", "path"),
-    ("scaling", "prices"),
+_PATH_FIELDS = frozenset(
+    {
+        ("model", "path"),
+        ("model", "tokenizer"),
+        ("prompts", "path"),
+        ("prompts", "held_out", "path"),
+        ("rewards", "*", "path"),
+        ("scaling", "prices"),
+    }
 )
-_MEND = "rename the file or folder, or write the character in full"
+_RENAME = "rename the file or folder, or write the character in full"
 # A hub name never ends like this, so such a value is a path even if no such file exists.
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
 
@@ -56,7 +59,7 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
     text = _read(path)
     try:
         parsed = document.parse(text)
-    except document.DocumentError as error:
+    except DocumentError as error:
         raise SpecError(source, [error.problem]) from error
     data = parsed.data
     if data is None:
@@ -68,7 +71,12 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
 
     origins = dict(parsed.origins)
     _resolve_paths(data, path.absolute().parent)
-    problems = [problem for text in overrides if (problem := _override(data, text, origins))]
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            _override(data, override, origins)
+        except DocumentError as error:
+            problems.append(error.problem)
     _resolve_paths(data, Path.cwd())
     problems += _unicode_problems(data, origins)
     try:
@@ -94,7 +102,7 @@ def resolved_yaml(spec: RunSpec) -> str:
 def _unicode_problems(data: Any, origins: Mapping[document.Path, str]) -> list[Problem]:
     """Texts of a spec become names of files, metrics and replicas, so texts that cannot be stored are refused."""
     return [
-        Problem(dotted(path), _not_unicode(text), _MEND, origin_of(path, origins))
+        Problem(dotted(path), _not_unicode(text), _RENAME, origin_of(path, origins))
         for path, text in _texts(data)
         if storable(text) != text
     ]
@@ -104,15 +112,13 @@ def _not_unicode(text: str) -> str:
     return f"{shown(text)} is not valid Unicode, or holds a NUL"
 
 
-def _texts(data: Any, path: document.Path = ()) -> Iterator[tuple[document.Path, str]]:
-    """All texts in the data, keys included, each with its place."""
-    if isinstance(data, str):
-        yield path, data
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in items:
-        if isinstance(key, str):
-            yield path, key
-        yield from _texts(value, (*path, key))
+def _texts(data: Any) -> Iterator[tuple[document.Path, str]]:
+    """All texts in the data, each with its place; of a key it is the section that has it."""
+    for path, value in document.walk(data):
+        if path and isinstance(path[-1], str):
+            yield path[:-1], path[-1]
+        if isinstance(value, str):
+            yield path, value
 
 
 def _read(path: Path) -> str:
@@ -133,69 +139,59 @@ def _read(path: Path) -> str:
         raise SpecError(str(path), [Problem("", f"cannot be read: {error.strerror or error}")]) from error
 
 
-def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]) -> Problem | None:
-    """Apply one `a.b=c` to the data in place; returns the problem if that is not possible."""
+def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]) -> None:
+    """Apply one `a.b=c` to the data in place. Raises DocumentError."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
-        return Problem("", f"`--set {text}` is not of the form key=value", "write it as --set steps=10")
+        raise DocumentError(Problem("", f"`--set {text}` is not of the form key=value", "write it as --set steps=10"))
     if storable(value_text) != value_text:
-        return Problem(key, _not_unicode(value_text), _MEND, f"--set {text}")
+        raise DocumentError(Problem(key, _not_unicode(value_text), _RENAME, f"--set {text}"))
     try:
         value = document.parse_value(value_text)
-    except document.DocumentError as error:
-        hint = error.problem.hint or "quote it"
-        return Problem(key, f"{shown(value_text)}: {error.problem.what}", hint, f"--set {key}=...")
+    except DocumentError as error:
+        what, hint = f"{shown(value_text)}: {error.problem.what}", error.problem.hint or "quote it"
+        raise DocumentError(Problem(key, what, hint, f"--set {key}=...")) from error
+    section: Any = data
     path: document.Path = ()
-    here: Any = data
     *parents, last = key.split(".")
     for part in parents:
-        step, problem = _step(here, part, path, text)
-        if problem:
-            return problem
-        path = (*path, step)
-        if isinstance(here, dict) and here.get(part) is None:
-            here[part] = {}
-        here = here[step]
-    step, problem = _step(here, last, path, text)
-    if problem:
-        return problem
-    here[step] = value
+        step = _step(section, part, path, text)
+        if isinstance(section, dict) and section.get(part) is None:
+            section[part] = {}
+        section, path = section[step], (*path, step)
+    step = _step(section, last, path, text)
+    section[step] = value
     path = (*path, step)
     for old in [old for old in origins if old[: len(path)] == path]:
         del origins[old]
     origins[path] = f"--set {text}"
-    return None
 
 
-def _step(here: Any, part: str, path: document.Path, text: str) -> tuple[Any, Problem | None]:
-    """The key or index of the next level below `here`, or the problem with it."""
-    if isinstance(here, dict):
-        return part, None
-    if not isinstance(here, list):
-        what = f"{dotted(path)} is {here!r}, so there is no `{part}` below it"
-        return None, Problem(dotted((*path, part)), what, origin=f"--set {text}")
-    if part.isdecimal() and int(part) < len(here):
-        return int(part), None
-    what = f"{part!r} is not an index of {dotted(path)}, which has {len(here)} items"
-    return None, Problem(dotted((*path, part)), what, f"use 0 to {len(here) - 1}", f"--set {text}")
+def _step(section: Any, part: str, path: document.Path, text: str) -> Any:
+    """The key or index of the next level in a section or list. Raises DocumentError if it has none of that name."""
+    if isinstance(section, dict):
+        return part
+    hint = ""
+    if not isinstance(section, list):
+        what = f"{dotted(path)} is {section!r}, so there is no `{part}` below it"
+    elif part.isdecimal() and int(part) < len(section):
+        return int(part)
+    else:
+        what = f"{part!r} is not an index of {dotted(path)}, which has {len(section)} items"
+        hint = f"use 0 to {len(section) - 1}"
+    raise DocumentError(Problem(dotted((*path, part)), what, hint, f"--set {text}"))
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> None:
     """Make the paths in the data absolute, in place. Values of a wrong type are left to validation."""
-    for *sections, key in _PATH_FIELDS:
-        here: Any = data
-        for section in sections:
-            here = here.get(section) if isinstance(here, dict) else None
-        _resolve_path(here, key, base)
-    rewards = data.get("rewards")
-    for part in rewards if isinstance(rewards, list) else []:
-        _resolve_path(part, "path", base)
-
-
-def _resolve_path(section: Any, key: str, base: Path) -> None:
-    if isinstance(section, dict) and isinstance(section.get(key), str) and section[key]:
-        section[key] = _absolute(section[key], base)
+    for path, value in list(document.walk(data)):
+        field = tuple("*" if isinstance(key, int) else key for key in path)
+        if field in _PATH_FIELDS and isinstance(value, str) and value:
+            section: Any = data
+            for key in path[:-1]:
+                section = section[key]
+            section[path[-1]] = _absolute(value, base)
 
 
 def _absolute(value: str, base: Path) -> str:

@@ -15,11 +15,19 @@ from rlhfless.spec.extension import OwnSpec, Seam
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
-from rlhfless.spec.reward_services import RewardModelSpec
-from rlhfless.spec.rewards import RewardSpec
-from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
+from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
 from rlhfless.spec.scoring import ScoringSpec
 from rlhfless.spec.sizes import Size, SizesSpec, size_problems
+
+
+class SyncSpec(SpecModel):
+    """One step after the other: each step draws with the weights that the previous step published."""
+
+    type: Literal["sync"] = "sync"
+
+
+ScheduleSpec = Annotated[SyncSpec | OwnSpec, Seam("schedule", built_in=(SyncSpec,), methods=("drive",))]
+
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)

@@ -19,8 +19,7 @@ from ray._private import worker
 from ray.exceptions import RayTaskError
 from ray.serve.config import RequestRouterConfig
 
-from rlhfless.fleet.causes import innermost
-from rlhfless.fleet.cluster import _make_router_configs_one_at_a_time
+from rlhfless.fleet.cluster import _make_router_configs_one_at_a_time, innermost
 from rlhfless.fleet.ray_session import _known_by_loopback, errors_to_log
 from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
 from rlhfless.functions.learner.optimizer import MOMENTS
@@ -108,7 +107,7 @@ def _formats(logger: Path) -> tuple[str, str]:
 
 
 def test_ray_ends_the_text_of_a_failed_task_with_its_error() -> None:
-    """rlhfless/fleet/causes.py reads the cause of a failed start from it."""
+    """rlhfless/fleet/cluster.py reads the cause of a failed start from it."""
     trace = "Traceback (most recent call last):\n  File 'a.py', line 1\nrlhfless.spec.errors.UserError: no such model"
     cause = innermost([str(RayTaskError("__init__", trace, UserError("no such model")))])
     assert (cause.name, cause.message) == ("rlhfless.spec.errors.UserError", "no such model")

@@ -41,15 +41,15 @@ async def sabotage(run: Run) -> None:
 
 def cut_file_before(run: Run, step: int) -> None:
     """Let the weights of `step` be damaged before any actor has read them, once."""
-    sync = run.sync
+    sync = run.weights.sync
 
     async def damaged(published: PublishedWeights, call: Call) -> None:
         if call.step == step and published.version.step == step - 1:
-            run.sync = sync  # type: ignore[method-assign]
+            run.weights.sync = sync  # type: ignore[method-assign]
             await saboteur.cut_store_file(run)
         await sync(published, call)
 
-    run.sync = damaged  # type: ignore[method-assign]
+    run.weights.sync = damaged  # type: ignore[method-assign]
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.host import NoHost
+from rlhfless.loop.host import Host
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
@@ -103,7 +103,7 @@ def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypa
     start.folder.mkdir()
     seen: list[Experience] = []
 
-    class Watching(NoHost):
+    class Watching(Host):
         def drawn(self, run: Run, step: int, experience: Experience) -> None:
             seen.append(experience)
 

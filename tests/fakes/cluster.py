@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica
+from rlhfless.fleet.replicas import Blueprint
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import FunctionName, ReplicaState, SleepTier, Slept, WeightVersion

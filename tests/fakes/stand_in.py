@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import ray
 
-from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, DeviceBinding, Function, Reply
 from rlhfless.functions.launching import binding

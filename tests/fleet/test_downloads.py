@@ -7,8 +7,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from rlhfless.fleet import downloads
-from rlhfless.fleet.downloads import ModelNotThere, fetch_fault, fetch_on_nodes, hub_models
+from rlhfless.fleet import each_node
+from rlhfless.fleet.each_node import ModelNotThere, fetch_fault, fetch_on_nodes, hub_models
 from rlhfless.spec import RunSpec
 
 
@@ -34,9 +34,9 @@ def test_every_node_fetches_and_the_one_that_cannot_is_named(monkeypatch: pytest
     fault = fetch_fault(["a/b"])
     assert fault == "a/b: OSError: no space left on device"
     answers = {"10.0.0.1": None, "10.0.0.2": fault}
-    monkeypatch.setattr(downloads, "on_each_node", lambda *_, **__: answers)
+    monkeypatch.setattr(each_node, "on_each_node", lambda *_, **__: answers)
     with pytest.raises(ModelNotThere, match=r"a/b could not be fetched: node 10\.0\.0\.2: a/b: OSError: no space"):
         fetch_on_nodes(["a/b"], 5.0)
-    monkeypatch.setattr(downloads, "on_each_node", lambda *_, **__: {})
+    monkeypatch.setattr(each_node, "on_each_node", lambda *_, **__: {})
     with pytest.raises(ModelNotThere, match=r"no node had it within timeouts\.download_s \(5 s\)"):
         fetch_on_nodes(["a/b"], 5.0)

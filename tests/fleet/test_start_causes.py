@@ -10,8 +10,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from rlhfless.fleet.causes import Cause, innermost
-from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.cluster import Cause, Cluster, FleetError, innermost
 
 # As Ray 2.60 says it: an error of a learner's rank, by way of its front and of Serve's controller.
 SERVE = """The deployment failed to start 1 times in a row. This may be due to a problem with its constructor or \

@@ -17,9 +17,9 @@ from fakes.ranks import Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.column.settings import ColumnSettings
-from rlhfless.functions.ranks.process_group import join_frozen
 from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.sharding import join_frozen
 from rlhfless.records import FinishReason
 from rlhfless.rewards import Failed, RewardSample
 from rlhfless.spec import ModelSpec, RewardModelSpec
@@ -42,11 +42,11 @@ def run(work: Work, folder: Path, ranks: int, **given: Any) -> list[Any]:
 
 def refer(mesh: Any, model: str, batches: list, share_prefixes: bool) -> list:
     settings = ColumnSettings(
-        "run",
-        LONG,
-        "reference",
-        "",
-        ModelSpec(path=model),
+        run_id="run",
+        lease=LONG,
+        function="reference",
+        worker="",
+        model=ModelSpec(path=model),
         dtype="float32",  # is float64 here
         micro_batch_tokens=64,
         share_prefixes=share_prefixes,

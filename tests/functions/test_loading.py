@@ -118,7 +118,19 @@ async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path, 
     edit(llama, **{UP: None})
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
     model = ModelSpec(path=str(llama))
-    settings = ColumnSettings("run", LONG, KIND.name, KIND.worker, model, "float32", 100, True, 1.0, (binding,), 60)
+    settings = ColumnSettings(
+        run_id="run",
+        lease=LONG,
+        function=KIND.name,
+        worker=KIND.worker,
+        model=model,
+        dtype="float32",
+        micro_batch_tokens=100,
+        share_prefixes=True,
+        temperature=1.0,
+        rank_bindings=(binding,),
+        call_timeout_s=60,
+    )
     function = await in_process(ColumnFunction, settings)
     with pytest.raises(InputError, match=f"lacks tensor '{UP}'"):
         await function.describe(Call("run", 1, 0))

@@ -11,7 +11,7 @@ import pytest
 from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.functions.base import Call
 from rlhfless.loop.driver import RunSteps
-from rlhfless.loop.host import NoHost
+from rlhfless.loop.host import Host
 from rlhfless.loop.run import Run
 
 
@@ -64,7 +64,7 @@ async def test_a_learner_moves_after_the_step(
 ) -> None:
     monkeypatch.setattr(RunSteps, "_obey", _does_not_obey)
     run = FakeRun(must_move=must_move)
-    await RunSteps(run, SimpleNamespace(spec=run.spec, host=NoHost()), step).close(step)  # type: ignore[arg-type]
+    await RunSteps(run, SimpleNamespace(spec=run.spec, host=Host()), step).close(step)  # type: ignore[arg-type]
     assert run.done == done
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fakes.fleet import FakePool, runner
 from fakes.stage import SPEC, draw, until
-from rlhfless.functions.scoring.scorer import score_groups
+from rlhfless.functions.scoring.deployment import score_groups
 from rlhfless.loop.failures import added_up, without_failures
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Earlier, Ledger

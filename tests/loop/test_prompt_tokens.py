@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhfless.loop.prompt_tokens import prompt_token_metrics
+from rlhfless.loop.summary import prompt_token_metrics
 from rlhfless.records import Experience, FinishReason, FunctionName, Group, Invocation, Prompt, Rollout, Work
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.loop import room
+from rlhfless.loop import launch
 from rlhfless.prepare.memory.room import Needed, Room
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.shape import ModelShape
@@ -54,11 +54,11 @@ def placed(learner: str, *actors: str) -> Any:
 
 def test_the_learners_node_keeps_the_store_and_other_actors_nodes_a_cache() -> None:
     size = 2 * SHAPE.parameters
-    assert room.needed_by_node(SPEC, PREPARED, placed("a", "a", "b")) == {
+    assert launch.needed_by_node(SPEC, PREPARED, placed("a", "a", "b")) == {
         "a": Needed(size, learner=True),
         "b": Needed(size, learner=False),
     }
-    assert room.needed_by_node(SPEC, SimpleNamespace(shape=None), placed("a", "b")) == {}  # type: ignore[arg-type]
+    assert launch.needed_by_node(SPEC, SimpleNamespace(shape=None), placed("a", "b")) == {}  # type: ignore[arg-type]
 
 
 async def test_a_run_for_which_a_node_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +67,15 @@ async def test_a_run_for_which_a_node_has_no_room_is_refused(monkeypatch: pytest
 
     def on_each_node(work: Any, *arguments: Any, timeout_s: float) -> dict[str, object]:
         asked.append((work.__name__, *arguments))
-        assert timeout_s == room.ROOM_S
+        assert timeout_s == launch.ROOM_S
         return rooms
 
-    monkeypatch.setattr(room, "on_each_node", on_each_node)
-    await room.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])
+    monkeypatch.setattr(launch, "on_each_node", on_each_node)
+    await launch.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])
     assert asked == [("room_at", "/dev/shm", [])]
     rooms["10.0.0.1"] = Room("/dev/shm", 64, True, GIB)
     with pytest.raises(InputError, match=r"node 10.0.0.1: '/dev/shm' has .* free, and up to 3 versions") as refused:
-        await room.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])
+        await launch.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])
     assert [problem.where for problem in refused.value.problems] == ["weights.folder"]
     del rooms["10.0.0.1"]  # a node that does not answer is not judged
-    await room.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])
+    await launch.require_room(SPEC, PREPARED, placed("a", "b"), NODES, [])

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.driver import RunSteps
-from rlhfless.loop.host import NoHost
+from rlhfless.loop.host import Host
 from rlhfless.records.checkpoints import CheckpointError
 
 
@@ -42,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
 
 def steps_of(run: FakeRun) -> RunSteps:
-    return RunSteps(run, SimpleNamespace(spec=run.spec, host=NoHost()), 1)  # type: ignore[arg-type]
+    return RunSteps(run, SimpleNamespace(spec=run.spec, host=Host()), 1)  # type: ignore[arg-type]
 
 
 async def closing(steps: RunSteps, step: int) -> asyncio.Task[None]:

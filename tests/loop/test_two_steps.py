@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from fakes.fleet import FakePool, prompt, runner
 from fakes.ledgers import ledger_in
 from fakes.stage import until
-from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import rollout, train
@@ -33,6 +32,7 @@ from rlhfless.records.traces import read_trace
 from rlhfless.scaling.function_kinds import declared
 from rlhfless.scaling.policy import StepEnded
 from rlhfless.spec import RunSpec
+from rlhfless.tasks import gather_or_cancel
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 

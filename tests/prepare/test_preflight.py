@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from rlhfless.prepare import rewards as reward_checks
-from rlhfless.prepare import trial_calls
 from rlhfless.prepare.memory.assumed import question_of, settled_on
 from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
@@ -344,7 +343,7 @@ def test_a_reward_of_lists_is_tried_with_siblings(check, faulty):
 
 
 def test_a_reward_that_hangs_is_not_waited_for(check, faulty, monkeypatch):
-    monkeypatch.setattr(trial_calls, "TRIAL_S", 0.5)
+    monkeypatch.setattr(reward_checks, "TRIAL_S", 0.5)
     (warning,) = check(**faulty("hangs")).warnings
     assert warning == "rewards.0: reward 'judge': 8 of 8 trial calls did not end within 0.5 s"
 

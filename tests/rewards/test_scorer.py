@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhfless.functions.scoring.scorer import score_groups
+from rlhfless.functions.scoring.deployment import score_groups
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.rewards import RewardError, Rewards
 from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, PythonRewardSpec, ScoringSpec

@@ -10,7 +10,7 @@ import pytest
 
 from rlhfless.selftest import machine
 from rlhfless.selftest.check import Check, NotHere, Wrong, check, outcomes
-from rlhfless.selftest.checks import CHECKS
+from rlhfless.selftest.report import CHECKS
 from rlhfless.selftest.subject import Subject, opened
 
 

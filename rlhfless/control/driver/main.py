@@ -26,7 +26,6 @@ from rlhfless.control.run_files import leave_mark
 from rlhfless.control.security.access import hashed
 from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
-from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, told
 from rlhfless.loop.host import RunPaused, StopCause
@@ -38,6 +37,7 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, SpecError, UserError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 from rlhfless.spec.sizes import MOST_SIZES
+from rlhfless.tasks import is_stopping, to_the_end
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.logs import RunLog
 from rlhfless.telemetry.open_sinks import open_sinks

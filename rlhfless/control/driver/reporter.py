@@ -22,7 +22,7 @@ from rlhfless.control.driver.usage import UsageTeller
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import ReplicaNow, Worked
 from rlhfless.fleet.run_devices import NoDevices
-from rlhfless.loop.host import DevicesWanted, StopCause, Verdict
+from rlhfless.loop.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.loop.run import Run
 from rlhfless.records import Experience, Invocation, ReplicaState
 from rlhfless.records.checkpoints import Checkpoints
@@ -39,7 +39,7 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """The quantiles of histograms: what the page draws as bands."""
 
 
-class Reporter:
+class Reporter(Host):
     """Host, progress display and metric sink of a run, in one: all three tell the service."""
 
     def __init__(self, outbox: Outbox, console: Console, steps: int, devices_s: float) -> None:

@@ -16,10 +16,10 @@ from rlhfless.control.settings import ServiceSettings
 from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
 from rlhfless.rewards.surroundings import OWN_PREFIX
 from rlhfless.spec import RunSpec
+from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
-from rlhfless.spec.locations import NOT_HERE, is_path, shadowed
 
 FILES = (
     "model.path",

@@ -22,8 +22,8 @@ from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_ki
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.base import MOST_PROCESSES
+from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem, UserError
-from rlhfless.spec.locations import is_path
 from rlhfless.text import parsed_json
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from fakes.leases import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
 from rlhfless.functions.learner import deployment
+from rlhfless.functions.learner.actor import LearnerSettings, StoreHome
 from rlhfless.functions.learner.deployment import LearnerFunction
-from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.functions.ranks import group
 from rlhfless.functions.ranks.group import RankGroup
@@ -68,18 +68,18 @@ class Front(LearnerFunction):
 async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0) -> Front:
     monkeypatch.setattr(deployment.ray, "put", lambda batch: batch)
     settings = LearnerSettings(
-        "run",
-        LONG,
-        ModelSpec(path="m"),
-        LearnerSpec(ranks=ranks),
-        AdamWSpec(),
-        GRPOSpec(),
-        1.0,
-        PROBE.token_ids,
-        True,
-        StoreHome("nowhere"),
-        (DeviceBinding("cpu", ("0",), exclusive=False),) * ranks,
-        call_timeout_s,
+        run_id="run",
+        lease=LONG,
+        model=ModelSpec(path="m"),
+        learner=LearnerSpec(ranks=ranks),
+        optimizer=AdamWSpec(),
+        algorithm=GRPOSpec(),
+        temperature=1.0,
+        probe_token_ids=PROBE.token_ids,
+        read_back=True,
+        store=StoreHome("nowhere"),
+        rank_bindings=(DeviceBinding("cpu", ("0",), exclusive=False),) * ranks,
+        call_timeout_s=call_timeout_s,
     )
     front = Front.__new__(Front)
     await cast("Any", front).__init__(settings)  # Serve awaits the constructor, too

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from fakes.leases import LONG
 from rlhfless.functions.base import Call, DeviceBinding
-from rlhfless.functions.reward_model.actor import RewardModelSettings
-from rlhfless.functions.reward_model.deployment import RewardModelFunction
+from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.rewards import Failed, RewardError, RewardSample
@@ -128,7 +127,14 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 async def test_the_function_scores_groups(path: str, in_process: Any) -> None:
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
-    settings = RewardModelSettings("run", LONG, (spec(path, weight=2),), "drop", (binding,), 60)
+    settings = RewardModelSettings(
+        run_id="run",
+        lease=LONG,
+        rewards=(spec(path, weight=2),),
+        on_failure="drop",
+        rank_bindings=(binding,),
+        call_timeout_s=60,
+    )
     function = await in_process(RewardModelFunction, settings)
     prompt = Prompt("p", (6,), "w1 ")
     rollouts = tuple(

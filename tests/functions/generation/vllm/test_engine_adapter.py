@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.engine_settings import SETTINGS
-from rlhfless.fleet.causes import innermost
+from rlhfless.fleet.cluster import innermost
 from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineError,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.loop.recovery import Recovery
+from rlhfless.tasks import gather_or_cancel, is_stopping, to_the_end
 
 
 async def test_what_is_cancelled_is_done_all_the_same() -> None:
