@@ -1,17 +1,50 @@
 #!/usr/bin/env bash
 # Tests, in processes by what they start; at the end one list of what was skipped, and how to get what it needs.
 #
-#   scripts/test.sh PYTEST short   what `make test` runs: 20 to 25 minutes on two cores
+#   scripts/test.sh PYTEST short   what `make test` runs
 #   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks, the chart on a cluster
 #   scripts/test.sh PYTEST ci      the rest without live benchmarks, which find the least a minute
+#
+# Tests with engines mostly wait, so several processes of tests run beside each other; what they print is shown one after
+# the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 pytest="$1" part="$2"
-RLHFLESS_SKIPPED="$(mktemp)"
-export RLHFLESS_SKIPPED
+logs="$(mktemp -d)"
+export RLHFLESS_SKIPPED="$logs/skipped"
+names=() pids=() failed=() showing=
 
-skipped() {
+# beside NAME MINUTES ARGUMENT...   starts tests in the background. They have an end even if pytest has none: pytest-xdist
+# waits for ever for a worker that was lost. A shell lets what it starts in the background ignore Ctrl-C, and tests press it.
+beside() {
+    local name=$1 minutes=$2
+    shift 2
+    : >"$logs/$name"
+    env --default-signal=INT timeout --kill-after=30 "${minutes}m" "$pytest" "$@" >"$logs/$name" 2>&1 &
+    names+=("$name") pids+=($!)
+}
+
+# Shows what the tests in the background print, and waits for their ends.
+finish() {
+    local index code
+    for index in "${!pids[@]}"; do
+        printf '\n== Tests: %s\n' "${names[index]}"
+        tail -n +1 -s 0.5 --pid="${pids[index]}" -f "$logs/${names[index]}" &
+        showing=$!
+        wait $showing || true # a shell that waits, unlike one that runs a program, hears signals at once
+        code=0
+        wait "${pids[index]}" || code=$?
+        [ $code = 0 ] || failed+=("${names[index]}")
+        if [ $code = 124 ] || [ $code = 137 ]; then
+            echo "These tests were ended after the time that they have at most (scripts/test.sh): one hangs, or a worker of pytest was lost."
+        fi
+    done
+    names=() pids=()
+}
+
+report() {
+    [ ${#pids[@]} = 0 ] || kill "${pids[@]}" $showing 2>/dev/null || true
     [ "$part" = short ] || [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
     [ "$part" != ci ] || echo "the benchmarks that start engines are not run in CI (make test-all)" >>"$RLHFLESS_SKIPPED"
     if [ -s "$RLHFLESS_SKIPPED" ]; then
@@ -20,19 +53,34 @@ skipped() {
     else
         echo "Nothing was skipped."
     fi
-    rm -f "$RLHFLESS_SKIPPED"
+    rm -rf "$logs"
 }
-trap skipped EXIT
+trap report EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# A Ray of several nodes, and one that is short of memory: each in a process of its own, with the machine to itself.
+nodes=tests/fleet/test_three_nodes.py
+memory=tests/e2e/test_memory_pressure.py
+# About half of the long tests' time: those that share the run without faults (the fixture `whole`).
+faults=(tests/e2e/test_{faults,joined_cluster,live_turns,service,terminated}.py)
 
 if [ "$part" = short ]; then
-    "$pytest" -m "not engine and not kubernetes and not long" -n logical --dist loadfile
-    "$pytest" -m "engine and not long"
-    exit
+    beside "without engines" 40 -m "not engine and not kubernetes and not long" -n logical --dist loadfile
+    beside "with engines" 40 -m "engine and not long"
+else
+    long="long and not kubernetes"
+    if [ "$part" = ci ]; then long+=" and not benchmark"; fi
+    beside "faults of runs" 50 -m "$long" "${faults[@]}"
+    beside "other long ones" 50 -m "$long" $(printf -- '--ignore=%s ' "$nodes" "$memory" "${faults[@]}")
+    if [ -n "${KUBECONFIG:-}" ]; then beside "the chart on a cluster" 50 -m kubernetes; fi
+    finish
+    beside "memory runs short" 10 -m "$long" "$memory"
+    finish
+    beside "nodes of a cluster" 15 -m "$long" "$nodes"
 fi
-# In a process of its own: it joins a Ray of several nodes, and waits for ever behind tests that had a Ray before.
-clusters=tests/fleet/test_three_nodes.py
-without=""
-if [ "$part" = ci ]; then without=" and not benchmark"; fi
-"$pytest" -m "long and not kubernetes$without" --ignore=$clusters
-"$pytest" -m engine $clusters
-if [ -n "${KUBECONFIG:-}" ]; then "$pytest" -m kubernetes; fi
+finish
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'FAILED: tests %s\n' "${failed[@]}"
+    exit 1
+fi

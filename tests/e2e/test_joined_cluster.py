@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,68 +15,22 @@ import pytest
 import yaml
 
 from fakes.commands import COMMAND, start, wait_for, write_spec
+from fakes.joined_ray import replicas, started
 from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
-from rlhfless.scaling.accounting import check_holdings
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 LEASE_S = 12.0
 
-HEADROOM_BYTES = 6 << 30
-"""What Ray and a run of two actors may use, with slot to spare, before Ray begins to kill."""
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """A Ray of its own with three devices; its address."""
-    with _started() as address:
+    with started() as address:
         yield address
-
-
-@contextlib.contextmanager
-def _started(**settings: str) -> Iterator[str]:
-    # The token in the user's home is replaced whenever another private Ray starts.
-    settings |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in settings.items():
-            environment.setenv(name, value)
-        with _head() as address:
-            yield address
-
-
-@contextlib.contextmanager
-def _head() -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Away from the folder of a private Ray that other tests may have running. Ray's sockets need a short path.
-    folder = f"/tmp/rlhfless-ray-{port}"
-    ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}"]
-    try:
-        # More devices than cores: an actor on a device without a core of its own is simply not pinned.
-        subprocess.run(
-            [*command, "--include-dashboard=false", "--num-cpus=3", f"--temp-dir={folder}"],
-            check=True,
-            timeout=240,
-            capture_output=True,
-        )
-        yield f"127.0.0.1:{port}"
-    finally:
-        for process in psutil.process_iter(["cmdline"]):
-            if folder in " ".join(process.info["cmdline"] or ()):
-                process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def replicas(run_id: str) -> dict[str, psutil.Process]:
-    """The run's replica processes, by name."""
-    names = {process: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
-    found = {name.split(":")[3]: process for process, name in names.items() if name.startswith("ray::ServeReplica:")}
-    return {name.split(".")[0]: process for name, process in found.items() if name.startswith(run_id)}
 
 
 def killed_after(text: str, spec: Path, log: Path) -> Path:
@@ -92,38 +42,6 @@ def killed_after(text: str, spec: Path, log: Path) -> Path:
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
     return next((spec.parent / "runs").iterdir())
-
-
-def test_a_run_outlives_workers_that_ray_kills_for_memory(whole: Whole, assets: Path, tmp_path: Path) -> None:
-    memory = psutil.virtual_memory()
-    if memory.available < 2 * HEADROOM_BYTES:
-        pytest.skip(f"needs {2 * HEADROOM_BYTES >> 30} GiB of free memory; there are {memory.available >> 30}")
-    limit = (memory.total - memory.available + HEADROOM_BYTES) / memory.total
-    # A second between looks is time enough to give the memory back, so that few are killed and not all.
-    with _started(RAY_memory_usage_threshold=f"{limit:.3f}", RAY_memory_monitor_refresh_ms="1000") as address:
-        spec, log = tmp_path / "spec.yaml", tmp_path / "log"
-        values = fault_values(assets, 2, placement={"ray_address": address}, checkpoint={"every_steps": 1})
-        spec.write_text(yaml.safe_dump(values | {"output": str(tmp_path / "runs")}))
-        process = start(spec, log)
-        wait_for("step 1/", log, process, timeout_s=400)
-        folder = next((tmp_path / "runs").iterdir())
-        use_memory_until_one_is_gone(list(replicas(folder.name).values()))
-        assert process.poll() is None, "the run was over before Ray killed anybody"
-        assert process.wait(timeout=400) == 0, log.read_text()
-    trace = read_trace(folder / "trace")
-    assert [step.step for step in trace.steps] == [step.step for step in whole.trace.steps]
-    same = compare_samples(trace, whole.trace)
-    assert (same.compared, same.fraction, same.only_in_first) == (len(whole.trace.rollouts), 1.0, 0)
-    check_holdings(trace.holdings)
-
-
-def use_memory_until_one_is_gone(processes: Sequence[psutil.Process]) -> None:
-    """Fill the memory bit by bit, and give all back as soon as Ray has killed one of the processes."""
-    taken: list[bytearray] = []
-    while all(process.is_running() for process in processes):
-        assert len(taken) < 40, "Ray kills no process, although the memory is full"
-        taken.append(bytearray(os.urandom(1 << 20) * 256))
-        time.sleep(0.1)
 
 
 def test_a_resumed_run_takes_over_what_its_killed_driver_left(

@@ -6,6 +6,7 @@ import dataclasses
 import io
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
@@ -91,4 +92,6 @@ class Whole:
 def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:
     spec = RunSpec.model_validate(fault_values(assets, actors, **changes))
     console = Console("lines", "faults", spec.steps, stream=io.StringIO())
-    return Session(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))
+    # Other processes of tests have runs in folders of the same name, and all runs of a machine share its memory.
+    run_id = f"{folder.name.replace('_', '-')}-{uuid4().hex[:6]}"
+    return Session(spec, preflight(spec), run_id, folder, console, MetricSinks([]))

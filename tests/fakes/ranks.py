@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from rlhfless.functions import head, policy, sharding
 from rlhfless.spec import AdamWSpec
 
 OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
-PATIENCE_S = 120
+PATIENCE_S = 240
+"""Longest wait of one process for another, on a machine that does other work, too."""
 
 Work = Callable[..., Any]
 
@@ -39,8 +42,13 @@ def run_processes(target: Callable[..., None], folder: Path, ranks: int, *given:
     try:
         for process in processes:
             process.start()
-        results = sorted((queue.get(timeout=PATIENCE_S) for _ in processes), key=lambda result: result[0])
-        return [value for _, value in results]
+        results: dict[int, Any] = {}
+        while len(results) < ranks:
+            with contextlib.suppress(Empty):
+                results |= [queue.get(timeout=1)]
+            died = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in results]
+            assert not died, f"without a result: ranks {died}"
+        return [results[rank] for rank in range(ranks)]
     finally:
         for process in processes:
             process.join(timeout=10)
@@ -68,7 +76,7 @@ def _learn(
     """One rank: it works, and sends back what it has, or its error."""
     if exact:
         compute_in_float64()
-    given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": 60} | dict(changes)
+    given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": PATIENCE_S} | dict(changes)
     learner = make_rank(model, rendezvous, rank, world_size, **given)
     try:
         queue.put((rank, work(learner, rank, **options)))

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from fakes.leases import LONG
-from fakes.ranks import Work, compute_in_float64, run_processes
+from fakes.ranks import PATIENCE_S, Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.column.settings import ColumnSettings
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 def _process(rendezvous: Path, rank: int, ranks: int, work: Work, given: Mapping, queue) -> None:
     compute_in_float64()
     try:
-        queue.put((rank, work(join_frozen(f"file://{rendezvous}", rank, ranks, 60), **given)))
+        queue.put((rank, work(join_frozen(f"file://{rendezvous}", rank, ranks, PATIENCE_S), **given)))
     except Exception as error:  # the test looks at it
         queue.put((rank, error))
 

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from fakes import filled
 from fakes.standing import NoDrivers, served
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings
+
+PATIENCE_MS = 60_000
+"""Longest wait for what a page is about to show, on a machine that does other work, too."""
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -26,6 +29,7 @@ WIDTHS = {390: 844, 1440: 900}
 def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip("chromium is not installed (Debian: chromium): the page is not tested")
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
@@ -66,7 +70,7 @@ def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
         for script in scripts:
             context.add_init_script(script)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda line: hear(line.text) if line.type == "error" else None)
         page.goto(f"{site[0]}/{view}")

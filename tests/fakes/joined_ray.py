@@ -1,0 +1,58 @@
+"""A Ray with three devices that outlives the drivers that join it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@contextlib.contextmanager
+def started(**settings: str) -> Iterator[str]:
+    """Ray's address; `settings` are variables of its environment."""
+    # The token in the user's home is replaced whenever another private Ray starts.
+    settings |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in settings.items():
+            environment.setenv(name, value)
+        with _head() as address:
+            yield address
+
+
+@contextlib.contextmanager
+def _head() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Away from the folder of a private Ray that other tests may have running. Ray's sockets need a short path.
+    folder = f"/tmp/rlhfless-ray-{port}"
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    try:
+        # More devices than cores: an actor on a device without a core of its own is simply not pinned.
+        subprocess.run(
+            [*command, "--include-dashboard=false", "--num-cpus=3", f"--temp-dir={folder}"],
+            check=True,
+            timeout=240,
+            capture_output=True,
+        )
+        yield f"127.0.0.1:{port}"
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if folder in " ".join(process.info["cmdline"] or ()):
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def replicas(run_id: str) -> dict[str, psutil.Process]:
+    """The run's replica processes, by name."""
+    names = {process: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    found = {name.split(":")[3]: process for process, name in names.items() if name.startswith("ray::ServeReplica:")}
+    return {name.split(".")[0]: process for name, process in found.items() if name.startswith(run_id)}
