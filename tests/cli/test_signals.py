@@ -174,7 +174,7 @@ def test_the_third_signal_ends_everything_at_once(hangs: str, tmp_path: Path) ->
         assert process.ends() == 143
         assert "stopped at once" in process.text
         assert (tmp_path / "removed").exists()
-        _, alive = psutil.wait_procs(found, timeout=10)
+        _, alive = psutil.wait_procs(found, timeout=60)
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -187,7 +187,7 @@ def test_a_stop_that_takes_too_long_is_ended(hangs: str, tmp_path: Path) -> None
         assert process.ends() == 130
         assert "the stop took longer than 0.5 s" in process.text
         assert (tmp_path / "removed").exists()
-        _, alive = psutil.wait_procs(found, timeout=10)
+        _, alive = psutil.wait_procs(found, timeout=60)
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -265,7 +265,7 @@ def test_workers_of_a_simulation_end_with_it(tmp_path: Path) -> None:
         process.send(signal.SIGTERM)
         assert process.ends() == 143
         assert "Traceback" not in process.text
-        _, alive = psutil.wait_procs(workers, timeout=10)
+        _, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
 
 

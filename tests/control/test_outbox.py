@@ -72,7 +72,7 @@ def test_a_kill_leaves_whole_items_without_gaps(tmp_path: Path) -> None:
         folder.mkdir()
         process = multiprocessing.get_context("spawn").Process(target=_add_for_ever, args=(str(folder),), daemon=True)
         process.start()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while len(undelivered(folder, 0)) < 20 and time.monotonic() < end:
             time.sleep(0.01)
         assert process.pid is not None

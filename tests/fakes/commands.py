@@ -50,7 +50,7 @@ def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def assert_nothing_is_left(left: list[psutil.Process], runs: Path) -> None:
-    _, alive = psutil.wait_procs(left, timeout=30)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     assert not [folder for run in runs.iterdir() for folder in Path("/dev/shm").glob(f"rlhfless-{run.name}*")]
     assert not [run for run in runs.iterdir() if (run / "ray").exists()]

@@ -55,7 +55,7 @@ class Postgres:
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True
         )
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while True:
             try:
                 self._call("pg_isready", "-h", "127.0.0.1", "-p", str(self.port))

@@ -30,7 +30,7 @@ def draw(names: Sequence[str], samples: int = 2) -> RolloutRequest:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the stage work until `condition` holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

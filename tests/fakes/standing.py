@@ -94,7 +94,7 @@ def served(settings: ServiceSettings, drivers: Drivers) -> Iterator[tuple[httpx.
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
         thread.start()
-        assert ready.wait(30)
+        assert ready.wait(60)
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
                 yield client, holder["service"]
@@ -132,7 +132,7 @@ class Pushes:
         )
 
 
-def until(condition: Any, timeout_s: float = 20.0) -> Any:
+def until(condition: Any, timeout_s: float = 120.0) -> Any:
     """What `condition` returns, when that is true."""
     end = time.monotonic() + timeout_s
     while not (found := condition()):

@@ -60,7 +60,7 @@ async def work(turns: Turns, function: Function, others: list[Function], seconds
 
 async def test_one_function_is_awake_at_a_time(functions: list[Function], log: list[str]) -> None:
     turns = Turns(functions)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(work(turns, functions[i % 3], functions) for i in range(30)))
     assert sum("wakes" in line for line in log) < 30  # calls of one function share a turn
 
@@ -76,7 +76,7 @@ async def test_a_turn_lasts_until_another_function_wants_one(functions: list[Fun
 
 async def test_a_turn_inside_a_turn_does_not_wait_for_functions_that_want_one(functions: list[Function]) -> None:
     turns = Turns(functions)
-    async with asyncio.timeout(5), turns.of(functions[0], CALL):
+    async with asyncio.timeout(60), turns.of(functions[0], CALL):
         waiting = asyncio.create_task(work(turns, functions[1], functions))
         await asyncio.sleep(0.002)
         await work(turns, functions[0], functions)
@@ -101,7 +101,7 @@ async def test_a_caller_that_is_cancelled_holds_nothing_up(functions: list[Funct
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await work(turns, functions[2], functions)
 
 
@@ -166,7 +166,7 @@ async def test_a_replica_that_is_lost_while_it_falls_asleep_holds_nothing_up() -
     learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
     take_turns([learner, reference])
     reference.replicas()[0].give_up("its node is gone")
-    async with asyncio.timeout(5), learner.turn(CALL):
+    async with asyncio.timeout(60), learner.turn(CALL):
         assert reference.replicas() == ()
 
 

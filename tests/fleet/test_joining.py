@@ -100,7 +100,7 @@ async def test_what_else_goes_wrong_is_raised_as_it_is(tmp_path: Path, monkeypat
 def starts(*, fails_with: Exception | None = None, waits_for: threading.Event | None = None) -> Callable[..., Cluster]:
     def start(_: PlacementSpec, __: Path, ___: Path | None = None) -> Cluster:
         if waits_for is not None:
-            waits_for.wait(10)
+            waits_for.wait(60)
         raise fails_with or PermissionError("nothing hears this")
 
     return start
@@ -142,7 +142,7 @@ async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(
     up = threading.Event()
 
     def start(_: PlacementSpec, __: Path, ___: Path | None = None) -> Cluster:
-        up.wait(10)
+        up.wait(60)
         ended.append("started")
         raise PermissionError("nothing hears this")
 

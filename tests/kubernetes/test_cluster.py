@@ -119,9 +119,9 @@ def test_its_own_test_passes(release: Release) -> None:
 
 
 def test_killed_pods_lose_nothing(release: Release, tmp_path: Path) -> None:
-    steps = 60
-    run = release.call("POST", "/v1/runs", spec(steps))["id"]
-    for after, selector in ((3, CONTROL_PLANE), (12, WORKER), (24, HEAD)):
+    steps = 24
+    run = release.call("POST", "/v1/runs", spec(steps, checkpoint={"every_steps": 4}))["id"]
+    for after, selector in ((2, CONTROL_PLANE), (6, WORKER), (10, HEAD)):
         release.until(run, lambda found, after=after: found["step"] >= after, 300)
         release.kill(selector)
     ended = release.until(run, lambda found: found["status"] == "succeeded", 420)
@@ -130,7 +130,7 @@ def test_killed_pods_lose_nothing(release: Release, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_over_upgrade_and_rollback(release: Release, tmp_path: Path) -> None:
-    steps = 40
+    steps = 30
     run = release.call("POST", "/v1/runs", spec(steps))["id"]
     release.until(run, lambda found: found["step"] >= 2, 300)
     key, head = release.key, release.pods(HEAD)

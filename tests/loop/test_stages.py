@@ -20,7 +20,7 @@ async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> 
 
     async def groups() -> AsyncIterator[Group]:
         yield group("b")
-        await asyncio.wait_for(first_is_through.wait(), 5)
+        await asyncio.wait_for(first_is_through.wait(), 30)
         yield group("a")
 
     async def score(batch: Sequence[Group]) -> list[list[Score]]:
@@ -63,7 +63,7 @@ async def test_what_has_piled_up_is_one_call() -> None:
 
     async def groups() -> AsyncIterator[Group]:
         yield group("a")
-        await asyncio.wait_for(scoring.wait(), 10)
+        await asyncio.wait_for(scoring.wait(), 30)
         for name in "bcd":
             yield group(name)
         piled_up.set()
@@ -71,7 +71,7 @@ async def test_what_has_piled_up_is_one_call() -> None:
     async def slow_score(batch: Sequence[Group]) -> list[list[Score]]:
         sizes.append(len(batch))
         scoring.set()
-        await asyncio.wait_for(piled_up.wait(), 10)
+        await asyncio.wait_for(piled_up.wait(), 30)
         return [[Score(0.0, {})] for _ in batch]
 
     await collect(groups(), 4, slow_score, {})
@@ -83,7 +83,7 @@ async def test_the_last_group_is_scored_before_the_stream_has_ended() -> None:
 
     async def groups() -> AsyncIterator[Group]:
         yield group("a")
-        await asyncio.wait_for(scored.wait(), 5)
+        await asyncio.wait_for(scored.wait(), 30)
 
     async def score(batch: Sequence[Group]) -> list[list[Score]]:
         scored.set()
@@ -100,7 +100,7 @@ async def test_a_stream_that_ends_too_soon_is_an_error() -> None:
         return [[Score(0.0, {})] for _ in batch]
 
     with pytest.raises(RuntimeError, match="ended after 1 of 2 groups"):
-        await asyncio.wait_for(collect(groups(), 2, score, {}), 5)
+        await asyncio.wait_for(collect(groups(), 2, score, {}), 30)
 
 
 async def test_a_failing_stage_stops_the_others_and_is_raised_as_itself() -> None:
@@ -117,5 +117,5 @@ async def test_a_failing_stage_stops_the_others_and_is_raised_as_itself() -> Non
         raise ValueError("no such answer")
 
     with pytest.raises(ValueError, match="no such answer"):
-        await asyncio.wait_for(collect(groups(), 2, score, {}), 5)
+        await asyncio.wait_for(collect(groups(), 2, score, {}), 30)
     assert stopped.is_set()

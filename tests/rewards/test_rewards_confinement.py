@@ -270,7 +270,7 @@ def test_a_change_of_user_does_not_let_a_test_outlive_its_worker(request):
     time.sleep(1)  # into the code's sleep; too little would only make the test milder
     (pid,) = confined()
     worker.kill()
-    worker.wait(10)
+    worker.wait(60)
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 

@@ -56,7 +56,7 @@ def alive(pid):
 
 
 async def gone(pid):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while alive(pid) and "Z" not in _state(pid):
             await asyncio.sleep(0.02)
 
@@ -154,7 +154,7 @@ async def test_a_parent_that_is_killed_takes_busy_workers_along(module, tmp_path
     worker = int((tmp_path / "pid").read_text())
     assert alive(worker)
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(60)
     await gone(worker)
 
 
@@ -174,7 +174,7 @@ async def test_what_a_reward_prints_is_named_and_has_an_end(module, scored, capf
     (score,) = await scored([spec(module(CHATTY), "score", timeout_s=60)], samples_of("x"))
     assert score.parts == {"mine": 1.0}
     printed = ""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while "left out" not in printed:
             printed += capfd.readouterr().err
             await asyncio.sleep(0.02)
@@ -191,7 +191,7 @@ async def test_the_limit_of_what_is_printed_holds_over_all_processes_of_a_worker
     await rewards.score(samples_of("a", "b", "c", "d"))
     rewards.close()
     printed = ""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while "left out" not in printed:
             printed += capfd.readouterr().err
             await asyncio.sleep(0.02)

@@ -15,8 +15,9 @@ from rlhfless.control.drivers import write_order
 
 
 @pytest.fixture
-def ended(tmp_path: Path) -> Any:
-    """How the driver of a run ends, whose prompts are at a path; nothing is there to run it."""
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How the driver of a run ends, whose prompts are at a path; there is no service, and it does not wait for one."""
+    monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
     folder = tmp_path / "data" / "runs" / "run-1"
     folder.mkdir(parents=True)
     (tmp_path / "root").mkdir()

@@ -34,9 +34,9 @@ def _published(location: str, step: int = 1) -> PublishedWeights:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
+        assert time.monotonic() < deadline, "waited 60 s in vain"
         await asyncio.sleep(0.01)
 
 

@@ -21,7 +21,7 @@ from rlhfless.spec import EngineSpec
 from rlhfless.weights.store import FolderStore
 
 FRONT = FAKES / "front.py"
-GONE_S = 10.0
+GONE_S = 60.0
 
 
 @pytest.mark.engine
