@@ -116,7 +116,7 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
         journal = Stopwatch(run.journal)
         for step in range(1, rounds + 3):
             journal.spent_s = 0.0
-            run.clock.interrupted()  # what came between is no part of the step
+            run.clock.interrupt()  # what came between is no part of the step
             context = run.begin(step)
             record = await train(run, context, await rollout(run, context))
             outside_s = record.metrics["outside_s"] + time.time() - record.end_s

@@ -1,4 +1,4 @@
-"""The base of every function: an incarnation, the fence against old drivers, and replies that carry the work done.
+"""The base of every function: its incarnation, the fence against old drivers, and replies that carry the work done.
 
 A function is a Serve deployment with one replica. Serve revives a dead replica under the same name, so every reply
 carries the *incarnation*, drawn at random in each process: an unknown incarnation is a new replica that has loaded
@@ -156,12 +156,12 @@ class Function:
         return self.reply(self.info(), time.time())
 
     async def renew(self, call: Call) -> Reply[None]:
-        """A sign of life from the driver, and of this replica to it."""
+        """Exchange signs of life with the driver."""
         self.admit(call)
         return self.reply(None, time.time())
 
     def reply(self, value: T, start_s: float, usage: CallUsage | None = None) -> Reply[T]:
-        """Wrap a result; the body ends now."""
+        """Wrap a result of a body that ends now."""
         return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
 
     async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
@@ -187,7 +187,8 @@ class Function:
         """Remove the replica's files outside its processes. Called when its driver is gone for good."""
 
     def _abandoned(self) -> None:
-        """The lease ran out. Serve would restart a process that only ends, so the application itself is deleted."""
+        """Give the devices back when the lease has run out. Serve would restart a process that only ends, so the
+        application itself is deleted."""
         with contextlib.suppress(Exception):  # no error may keep the replica from giving its device back
             self.clean_up()
         from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
@@ -200,7 +201,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBinding:
-    """The devices that a replica was given, and how to bind to them."""
+    """The devices of a replica, and how to bind to them."""
 
     kind: Literal["cpu", "cuda"]
     ids: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 Both keep to the budget of tokens, and give the same logprobs. The padded pass wants sequences of similar length side by
 side, the packed one has no padding, computes shared prefixes once, and wants the users of a prefix side by side. It is
-chosen where it computes enough fewer tokens: by counts, so that the same batch takes the same path in every run and
-gives the same weights. How many are enough is the device's (functions/packing_rate.py).
+chosen where it computes fewer tokens by a factor that depends on the device (functions/packing_rate.py). Tokens are
+counted, so that the same batch takes the same path in every run and gives the same weights.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def require_cuda() -> None:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     raise NoCuda(
         f"no CUDA on {os.uname().nodename} for a function that was given its GPUs {mask}: {built}, and {driver_words}; "
-        + _mend(driver, wheel)
+        + _hint(driver, wheel)
     )
 
 
@@ -55,7 +55,7 @@ def cuda_fault(trace: str) -> NoCuda | None:
 
 
 def _driver() -> str:
-    """Its version; empty if there is none."""
+    """The version of NVIDIA's driver; empty if there is none."""
     try:
         match = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?", DRIVER_VERSION.read_text())
     except OSError:
@@ -63,7 +63,7 @@ def _driver() -> str:
     return match[0] if match else ""
 
 
-def _mend(driver: str, wheel: str | None) -> str:
+def _hint(driver: str, wheel: str | None) -> str:
     if wheel is None:
         return WHEELS
     if not driver:
@@ -90,7 +90,7 @@ class GpuNotShared(UserError):
 
 def require_shareable(ids: Sequence[str]) -> None:
     """Raises GpuNotShared if one of these GPUs, entries of CUDA_VISIBLE_DEVICES, is in another compute mode than
-    Default. Says nothing where that cannot be told."""
+    Default. Passes if the mode is not known."""
     if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_FOLDER)) / "control").exists():
         return
     for gpu, mode in zip(ids, _modes(ids), strict=False):
@@ -103,7 +103,7 @@ def require_shareable(ids: Sequence[str]) -> None:
 
 
 def _modes(ids: Sequence[str]) -> list[str]:
-    """In the order of `ids`; empty if there is no nvidia-smi, or it does not know them."""
+    """The compute mode of each GPU, in the order of `ids`; empty if nvidia-smi is missing or does not know them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

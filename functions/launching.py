@@ -1,4 +1,4 @@
-"""What the settings of a function's replicas are made from, before anything is started."""
+"""The inputs for the settings of a function's replicas, before anything is started."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Launch:
     store: StoreAddress
     """How actors reach them."""
     planned_bytes: Callable[[str], Mapping[str, Planned]]
-    """By kind of device: what the memory plan counts for a replica or rank of each function, by phase."""
+    """Gives, for a kind of device, the planned bytes of a replica or rank of each function, by phase."""
     kv_bytes: Callable[[str], int | None]
-    """By kind of device: of an engine whose GPU other functions use, too; None where it is alone."""
+    """Gives, for a kind of device, the KV bytes of an engine that shares its GPU; None if it is alone."""
 
     @property
     def lease(self) -> LeaseTerms:
@@ -50,7 +50,7 @@ class Launch:
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
 
     def planned(self, kind: FunctionKind, allocation: Allocation) -> Planned:
-        """What the memory plan counts for a replica or rank there."""
+        """The planned bytes of a replica or rank in an allocation, by phase."""
         return self.planned_bytes(allocation.devices[0].kind).get(kind.name, {})
 
     def rank_bindings(self, kind: FunctionKind, allocation: Allocation) -> tuple[DeviceBinding, ...]:
@@ -75,9 +75,9 @@ def is_shared(allocation: Allocation, ranks: int = 1) -> bool:
 def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
     """A rank's part of a function's devices: neighbours, on the node of the first of them. More ranks than devices
     share them."""
-    each, more = divmod(len(devices), ranks)
-    if not each:
+    per_rank, left_over = divmod(len(devices), ranks)
+    if not per_rank:
         return (devices[rank % len(devices)],)
-    first = rank * each + min(rank, more)
-    part = devices[first : first + each + (rank < more)]
+    first = rank * per_rank + min(rank, left_over)
+    part = devices[first : first + per_rank + (rank < left_over)]
     return tuple(device for device in part if device.node == part[0].node)

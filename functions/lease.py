@@ -34,7 +34,7 @@ class Lease:
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def renew(self, for_s: float | None = None) -> None:
-        """The driver is alive. The lease is as long as its terms say, or `for_s`."""
+        """Renew the lease for the length of its terms, or for `for_s`: the driver is alive."""
         self._ends_s = time.monotonic() + (self._terms.renewed_s if for_s is None else for_s)
 
     def _watch(self) -> None:

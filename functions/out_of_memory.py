@@ -1,4 +1,4 @@
-"""Running out of memory, told with what was being done, what was planned for it, and what was seen."""
+"""Errors of a lack of memory that name the phase, the plan's figure for it, and the memory that was seen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _ENGINE = re.compile(
     r"(?:[^\n]*(?:OutOfMemoryError|No available memory for the cache|KV cache is needed|"
     r"[Ff]ree memory on device|MemoryError)[^\n]*)"
 )
-"""What vLLM 0.32 says of memory when an engine starts (vllm/v1/core/kv_cache_utils.py, vllm/v1/worker)."""
+"""vLLM 0.32's messages about a lack of memory when an engine starts (vllm/v1/core/kv_cache_utils.py,
+vllm/v1/worker)."""
 
-MEND = "`rlhfless plan`, or `POST /v1/runs:plan`, shows the phases and the nearest change that fits"
+HINT = "`rlhfless plan`, or `POST /v1/runs:plan`, shows the phases and the nearest change that fits"
 
 Planned = Mapping[str, int]
 """Bytes that the memory plan counts on a device, by phase."""
@@ -32,34 +33,34 @@ class OutOfMemory(UserError):
 
 
 @contextmanager
-def memory_told(function: str, phase: str, planned: Planned) -> Iterator[None]:
+def naming_memory_errors(function: str, phase: str, planned: Planned) -> Iterator[None]:
     """Within the block a lack of memory is an OutOfMemory that names the phase, the plan's figure and what was seen."""
     try:
         yield
     except Exception as error:
         if isinstance(error, MemoryError) or type(error).__name__ == _TORCH:
-            raise OutOfMemory(told(function, phase, planned, f"{seen()}; {first_line(error)}")) from error
+            raise OutOfMemory(message(function, phase, planned, f"{memory_seen()}; {first_line(error)}")) from error
         raise
 
 
 def engine_fault(trace: str, planned: Planned) -> OutOfMemory | None:
-    """What the end of an engine's process says of memory; None if it ended for another reason."""
+    """The lack of memory that ended an engine's process with this trace; None if it ended for another reason."""
     lines = [line for line in _ENGINE.findall(trace) if " INFO " not in line]  # which tell how much there was
     if not lines:
         return None
-    return OutOfMemory(told("generation", "generate", planned, lines[-1].strip()))
+    return OutOfMemory(message("generation", "generate", planned, lines[-1].strip()))
 
 
-def told(function: str, phase: str, planned: Planned, what: str) -> str:
-    """The message."""
+def message(function: str, phase: str, planned: Planned, what: str) -> str:
+    """The message of a lack of memory: where it occurred, the plan's figure, and how to correct it."""
     figure = (
         f"the memory plan counts {planned[phase] / GIB:.2f} GiB for it" if phase in planned else "it was not planned"
     )
-    return f"{function} ran out of memory in `{phase}` ({figure}): {what}. {MEND}"
+    return f"{function} ran out of memory in `{phase}` ({figure}): {what}. {HINT}"
 
 
-def seen() -> str:
-    """The most that this process has held, on its GPU or else of the machine's memory."""
+def memory_seen() -> str:
+    """The most memory that this process has held, on its GPU or else of the machine."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

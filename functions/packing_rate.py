@@ -1,4 +1,4 @@
-"""Where packing pays with this model on this GPU: measured when a function has loaded it.
+"""Measures whether packing pays with this model on this GPU, when a function has loaded it.
 
 On CPU cores it is not measured anew: other processes of the run start on them meanwhile, and with two threads on two
 busy cores a packed token took from 0.9 to 9 times as long as a padded one (1.1 to 1.4 times with a core to itself). The

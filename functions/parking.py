@@ -1,4 +1,4 @@
-"""Tensors whose memory is given up for a while and comes back: the sleep of a function.
+"""Gives up the memory of tensors for a while and gets it back: the sleep of a function.
 
 The memory is taken from under the tensors, so each view and alias of them stays what it is, and is whole again after
 `restore`. On a GPU a storage is emptied in place (torch's `UntypedStorage.resize_`), and what was in it waits in pinned
@@ -42,7 +42,8 @@ class Parking:
         return sum(self._sizes)
 
     def park(self) -> None:
-        """Move what the storages hold, and give their memory up. Idempotent. If the move fails nothing has changed."""
+        """Move the content of the storages to the host, and give their memory up. Idempotent. If the move fails nothing
+        has changed."""
         if self.parked:
             return
         if self._on_gpu:
@@ -85,7 +86,7 @@ class Parking:
 
 
 def kept_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What a frozen model holds."""
+    """The tensors of a frozen model."""
     yield from model.parameters()
     yield from model.buffers()
 
@@ -97,7 +98,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def empty(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Give the memory of storages up, with what is in it."""
+    """Give up the memory of storages, with its content."""
     for storage in storages:
         if storage.device.type == "cuda":
             storage.resize_(0)
@@ -117,7 +118,7 @@ def refill(storages: list[torch.UntypedStorage], sizes: list[int]) -> None:
 
 
 def _give_back_pages(storage: torch.UntypedStorage) -> None:
-    """The whole pages of a storage; what shares a page with other memory stays."""
+    """Give back the whole pages of a storage; pages that it shares with other memory stay."""
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0 and _LIBRARY.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
@@ -125,7 +126,7 @@ def _give_back_pages(storage: torch.UntypedStorage) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What is in use: of a GPU by all processes on it; of the memory of a CPU by this process, without mapped files."""
+    """Bytes in use: on a GPU by all its processes, of a CPU's memory by this process, without mapped files."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -144,7 +145,7 @@ def require_free(device: torch.device, size_bytes: int) -> None:
 
 
 def give_back_free_memory() -> None:
-    """What allocators keep for their next request goes back to the device and to the system."""
+    """Give back to the device and the system what allocators keep for their next request."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     # vLLM preloads tcmalloc; where it is not, malloc is glibc's.

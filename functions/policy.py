@@ -114,7 +114,7 @@ class PolicyNetwork:
         return [*parts, *[NO_SEQUENCES] * (most - len(parts))]
 
     def settle(self) -> None:
-        """Free what passes have gathered, before the parameters are written to. *Collective*."""
+        """Free the parameters that passes have gathered, before the shards are written to. *Collective*."""
         if self.mesh is not None:
             sharding.settle(self.model)
 

@@ -157,15 +157,15 @@ def is_alone(mesh: DeviceMesh, *, offload: bool) -> bool:
     return mesh.size() == 1 and not offload
 
 
-def reduces(model: Any, *, alone: bool, offload: bool, last: bool) -> None:
-    """What the next backward pass does with gradients. On a rank that is alone only the `last` of a step reduces them.
-    Between copies only the last adds them up, unless they would wait for that on a device that they are to leave."""
+def set_gradient_reduction(model: Any, *, alone: bool, offload: bool, last: bool) -> None:
+    """Set how the next backward pass reduces gradients. On a rank that is alone only the `last` pass of a step reduces
+    them. Between copies only the last pass adds them up, unless they would wait on a device that they are to leave."""
     model.set_requires_gradient_sync(last or not alone)
     model.set_requires_all_reduce(last or offload)
 
 
 def settle(model: Any) -> None:
-    """Free what was gathered. Needed after the last pass before anything writes to the shards: a group that is still
+    """Free gathered parameters. Needed after the last pass before anything writes to the shards: a group that is still
     gathered would show the old values in the next pass."""
     model.reset_iter_state()
 

@@ -18,7 +18,7 @@ from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
-from rlhfless.spec.imports import import_paths, load_target, look_in
+from rlhfless.spec.imports import add_import_paths, import_paths, load_target
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class ColumnActor(RankActor[ColumnSettings]):
 
         settings = self._settings
         self.named = settings.function
-        look_in(settings.import_paths)
+        add_import_paths(settings.import_paths)
         with self._at_work(PHASE):
             mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
             self._worker: ColumnWorker = load_target(settings.worker)(settings, self._threads, mesh)

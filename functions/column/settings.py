@@ -1,4 +1,5 @@
-"""The settings of a function that computes a column, for its front and its ranks; and what a rank works with."""
+"""The settings of a function that computes a column, for its front and its ranks; and the class that a rank works
+with."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
-from rlhfless.spec.imports import import_paths, look_in
+from rlhfless.spec.imports import add_import_paths, import_paths
 from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
@@ -67,14 +67,14 @@ format; massive activations and experts that change places were seen to take up 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSettings(FunctionSettings):
-    """What a generation replica needs to start."""
+    """The settings of a generation replica."""
 
     engine: EngineSettings
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""
     binding: DeviceBinding
     run_folder: str
-    """The run's own; the engine's log goes there, if the actor's machine has it."""
+    """The run's own folder; the engine's log goes there, if the actor's machine has it."""
     planned: Planned = field(default_factory=dict)
     import_paths: tuple[str, ...] = ()
     """Folders from which to import an engine of the user's own: the driver's own `sys.path`."""
@@ -90,7 +90,7 @@ class LoadProof:
     read_back: int
     """Tensors that can be read back from the engine's layers; the probe alone covers the others."""
     chart_s: float = 0.0
-    """Seconds until it was known where the layers hold them."""
+    """Seconds to find where the layers hold them."""
     load_s: float = 0.0
     """The other seconds of the load and its checks."""
 
@@ -123,7 +123,7 @@ class GenerationFunction(Function):
         # Serve awaits the constructor; the replica is up when the engine is.
         super().__init__(settings)
         settings.binding.bind()
-        look_in(settings.import_paths)
+        add_import_paths(settings.import_paths)
         self._settings = settings
         with self.starting():
             settings.binding.require_usable()
@@ -249,10 +249,10 @@ class GenerationFunction(Function):
         with self._engine_faults("a precomputation"):
             expected = [self._cached.add(prefix) for prefix in request.prefixes]
             offers = request.offers or (None,) * len(request.prefixes)
-            given = [OFFER if request.offer else offer for offer in offers]
+            transfers = [OFFER if request.offer else offer for offer in offers]
             done = [
-                await self._prefill(prefix, request.version, of)
-                for prefix, of in zip(request.prefixes, given, strict=True)
+                await self._prefill(prefix, request.version, transfer)
+                for prefix, transfer in zip(request.prefixes, transfers, strict=True)
             ]
         cached = [sampled.cached_tokens for sampled in done]
         usage = CallUsage(

@@ -1,4 +1,4 @@
-"""An engine as the runtime sees it: what it is asked for, what it answers, and which promises an implementation keeps.
+"""An engine as the runtime sees it: its requests, its answers, and the promises that an implementation keeps.
 
 An implementation is one folder beside `vllm/`, or a class of the user's own that the spec names
 (`generation.engine.type`). tests/vllm/test_engine_real.py has the contract as tests; vLLM and a plain loop over
@@ -25,7 +25,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class EngineError(Exception):
-    """The engine could not do what it was asked for."""
+    """The engine could not do what the caller asked for."""
 
 
 class EngineBusy(EngineError):
@@ -169,7 +169,7 @@ ENGINE_PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
 
 @dataclass(slots=True)
 class Rest:
-    """What an engine lacks because it sleeps, or has slept."""
+    """The parts that an engine lacks because it sleeps, or has slept."""
 
     tier: SleepTier | None = None
     """None while all of its memory is there."""

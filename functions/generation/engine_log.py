@@ -1,4 +1,4 @@
-"""Where the log of an actor's engine is, one file for each replica, and what it says of a start that failed."""
+"""The log of an actor's engine, one file for each replica, and the errors of a failed start in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ_LINES = 1000
 that wait for it write theirs after it."""
 
 LAST_LINES = 12
-"""That are shown: of a process that died without a trace they have the cause."""
+"""The last lines that are shown: they have the cause of a process that died without a trace."""
 
 MOST_ERRORS = 6
 
@@ -37,7 +37,7 @@ def log_file(run_folder: str, run_id: str, replica: str) -> Path:
 
 def errors_and_end(log: Path, explained: str) -> str:
     """The errors that the log of a failed start names, the first one first, because the others follow from it; and its
-    last lines. Without lines that `said` has. Indented, so that no line is taken for the fault's own."""
+    last lines, without lines that `explained` has. Indented, so that no line is taken for the fault's own."""
     lines = [line for line in tail(log, READ_LINES).splitlines() if line.strip() not in explained]
     named = dict.fromkeys(text for line in lines if _ERROR.match(text := _PREFIX.sub("", line)))
     shown = [f"errors in the engine's log, {log}:", *map(_indented, list(named)[:MOST_ERRORS])] if named else []

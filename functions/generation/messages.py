@@ -10,7 +10,7 @@ from rlhfless.functions.base import Reply
 from rlhfless.records import Rollout
 
 KvOffer = Mapping[str, Any]
-"""With what the KV of a prefix can be had from the actor that has made it; for its connector alone to read."""
+"""The data with which a KV connector gets the KV of a prefix from the actor that computed it."""
 
 SampleKey = tuple[str, int]
 """(prompt id, sample index): the name of a sample within its step."""
@@ -70,16 +70,16 @@ class PrecomputeRequest:
     """Label of the weight version that must be loaded: KV of another one is never hit."""
     actor: str
     offers: tuple[KvOffer | None, ...] = ()
-    """By prefix: with what another actor's KV of it can be had; None, or none at all: it is computed."""
+    """By prefix: another actor's offer of its KV. Without an offer the prefix is computed."""
     offer: bool = False
-    """Whether the reply is to have such an offer of each prefix."""
+    """Whether the reply is to offer the KV of each prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsFinished:
-    """What has ended since the last message, by prompt: all samples that this actor was given, or, when some of them
-    were aborted, the aborted samples and their siblings that had ended by then. An aborted sample continues on another
-    actor, so it cannot wait for siblings that are still running here.
+    """The samples that have ended since the last message, by prompt: all that this actor was given, or, when some of
+    them were aborted, the aborted samples and their siblings that had ended by then. An aborted sample continues on
+    another actor, so it cannot wait for siblings that are still running here.
 
     Samples that are aborted together come in one message, so that they continue in one request: a tail of hundreds of
     groups would otherwise be as many streams."""

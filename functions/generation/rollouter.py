@@ -1,4 +1,4 @@
-"""From a prompt to a finished sample: what stands between the samples of a request and the engine.
+"""From a prompt to a finished sample: the step between the samples of a request and the engine.
 
 A rollouter draws once or several times; `draw` gives it one response of the model to the tokens so far. The first one
 draws a single turn. A rollouter of several turns puts an environment's tokens between two draws.
@@ -20,7 +20,7 @@ the last `drawn_tokens` of them were drawn with that seed before, and count agai
 
 
 class Rollouter(Protocol):
-    """How one sample comes about."""
+    """Draws one sample, in one turn or several."""
 
     async def finish(self, item: SampleItem, draw: Draw) -> Sampled:
         """The whole response of a sample, with what an earlier actor had drawn of it. Raises what `draw` raises."""

@@ -44,7 +44,7 @@ class RequestRun:
         cached: CachedBlocks | None = None,
         rollouter: Rollouter | None = None,
     ) -> None:
-        """`cached`: what the engine has computed before this request; needed for counting evictions alone."""
+        """`cached`: the prompts that the engine has computed before this request; only evictions are counted by it."""
         self._engine = engine
         self._rollouter = rollouter or SingleTurn()
         self._request = request
@@ -85,8 +85,8 @@ class RequestRun:
 
     async def abort(self, keys: Sequence[SampleKey] | None) -> int:
         """Ask the engine to stop samples; each still comes out of `events`, with the tokens so far."""
-        wanted = self._ids.keys() if keys is None else self._ids.keys() & set(keys)
-        ids = [self._ids[key] for key in wanted]
+        chosen = self._ids.keys() if keys is None else self._ids.keys() & set(keys)
+        ids = [self._ids[key] for key in chosen]
         await self._engine.abort(ids)
         return len(ids)
 

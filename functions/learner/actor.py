@@ -167,8 +167,8 @@ class LearnerActor(RankActor[LearnerSettings]):
         with self._at_work("restore"):
             self._rank.restore(location)
 
-    def meets(self, token: str) -> str | None:
-        """None if a file that the run wrote can be read here, and one be written beside it; else what is wrong."""
+    def check_shared_storage(self, token: str) -> str | None:
+        """Why a file of the run cannot be read on this node, or another written beside it; None if both can."""
         from rlhfless.records.checkpoints import files_of
 
         files, path = files_of(token)

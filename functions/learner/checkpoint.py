@@ -84,7 +84,7 @@ class Savers:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What goes into a checkpoint."""
+    """The contents of a checkpoint."""
 
     model: PreTrainedModel
     spec: ModelSpec
@@ -167,7 +167,7 @@ def restore_checkpoint(location: str, state: dict[str, Any]) -> None:
 
 
 def drain(stream: TensorStream) -> None:
-    """Take what is left of a stream: every rank has to."""
+    """Take the remaining tensors of a stream, as every rank has to."""
     for _ in stream.tensors:
         pass
 
@@ -189,7 +189,7 @@ def _free_mib(folder: Path) -> int:
 
 
 def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> None:
-    """Beside, and renamed. All ranks see the folder."""
+    """Write to a folder beside, and rename it. All ranks see the folder."""
     folder = Path(location)
     name = savers.all(uuid.uuid4().hex)[0]
     fresh = folder.with_name(f".{folder.name}.{name}{PARTIAL}")
@@ -221,7 +221,7 @@ def _replace(folder: Path, fresh: Path, previous: Path) -> None:
 
 
 def _to_store(location: str, write: Callable[[Path], None], savers: Savers) -> None:
-    """By way of a folder of each rank's own node; run.json comes last."""
+    """Write to a folder of each rank's own node, and upload that; run.json comes last."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
         folder = Path(scratch) / location.rsplit("/", 1)[-1]
         savers.together(folder.mkdir)

@@ -92,12 +92,11 @@ class LearnerFunction(RankedFunction):
         usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
         return self.reply(metrics, start_s, usage)
 
-    async def meets(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
-        """What keeps ranks from reading a file that the run has written, and from writing beside it; empty if all
-        can."""
+    async def check_shared_storage(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
+        """Why ranks cannot read a file that the run has written, or write beside it; empty if all can."""
         self.admit(call)
         start_s = time.time()
-        answers: list[str | None] = await self._group.all("meets", token)
+        answers: list[str | None] = await self._group.all("check_shared_storage", token)
         return self.reply(tuple(sorted({fault for fault in answers if fault})), start_s)
 
     async def restore(self, call: Call, location: str) -> Reply[None]:
@@ -126,7 +125,7 @@ class LearnerFunction(RankedFunction):
         return self.reply(published, start_s, usage)
 
     async def _learned(self, step: int) -> None:
-        """Returns when the weights have taken a step."""
+        """Wait until the weights have taken a step."""
         while self._step < step:
             if self._learning is not None and self._learning[0].step == step:
                 await asyncio.shield(self._learning[1])
@@ -146,7 +145,7 @@ class LearnerFunction(RankedFunction):
         return self.reply(all(later), start_s)
 
     async def written(self, call: Call) -> Reply[None]:
-        """Returns when the checkpoint that was begun is whole. Raises CheckpointError."""
+        """Wait until the checkpoint that was begun is complete. Raises CheckpointError."""
         self.admit(call)
         start_s = time.time()
         await self._group.all("written")

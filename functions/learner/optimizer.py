@@ -62,7 +62,8 @@ class ShardedAdamW:
         return learning_rate
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in place: shards of master weights and moments, and the number of updates."""
+        """The state that a checkpoint keeps, in place: shards of master weights and moments, and the number of
+        updates."""
         states = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
         return {
             # The model's own file may have a coarser format than the master weights.
@@ -71,8 +72,8 @@ class ShardedAdamW:
             "updates": torch.tensor(self.updates),
         }
 
-    def restored(self, state: dict[str, Any]) -> None:
-        """The tensors of `state` have been written to, in place."""
+    def set_restored(self, state: dict[str, Any]) -> None:
+        """Continue from `state`, whose tensors have been written to in place."""
         self.updates = int(state["updates"])
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -52,9 +52,9 @@ def published_stream(
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for unit in _units(model, tensors):
             gathered = {name: fetch(name, value) for name, value in unit.items()}
-            here = {name: value for name, value in gathered.items() if value is not None}
-            if here:
-                yield from _as_published(model, here).items()
+            present = {name: value for name, value in gathered.items() if value is not None}
+            if present:
+                yield from _as_published(model, present).items()
 
     return TensorStream(_layout(model, dtype), streamed())
 

@@ -42,7 +42,7 @@ from rlhfless.functions.learner.saving import Background
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
-from rlhfless.functions.sharding import is_alone, join, reduces
+from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
@@ -211,7 +211,7 @@ class LearnerRank:
         return later
 
     def written(self) -> None:
-        """Returns when the checkpoint that `save` began is whole. Raises CheckpointError, or TimeoutError."""
+        """Wait until the checkpoint that `save` began is complete. Raises CheckpointError, or TimeoutError."""
         self._background.written(self._timeout_s)
 
     def restore(self, location: str | Path) -> None:
@@ -219,7 +219,7 @@ class LearnerRank:
         *Collective.*"""
         state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
         restore_checkpoint(str(location), state)
-        self._optimizer.restored(state)
+        self._optimizer.set_restored(state)
         torch.set_rng_state(state["random_state"])
 
     def _cut(self, batch: PackedBatch) -> MicroBatches:
@@ -236,7 +236,7 @@ class LearnerRank:
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
             last = number == len(in_step)
-            reduces(self._model, alone=self._alone, offload=self._learner.offload, last=last)
+            set_gradient_reduction(self._model, alone=self._alone, offload=self._learner.offload, last=last)
             loss, metrics = self._loss(select(share, part.indices), part.packed)
             torch.autograd.backward(loss)
             shares.append(metrics)

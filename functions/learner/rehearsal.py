@@ -24,12 +24,12 @@ from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
 from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, checkpoint_activations, policy_of, response_logprobs
-from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, reduces, shard
+from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import AdamWSpec, DType, GRPOSpec, LearnerSpec
 
 MICRO_BATCHES = 2
-"""The second meets the gradients of the first."""
+"""The second one adds to the gradients of the first."""
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
     with tracker:
         for number in range(MICRO_BATCHES):
             tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak goes on
-            reduces(rank._model, alone=rank._alone, offload=False, last=number == MICRO_BATCHES - 1)
+            set_gradient_reduction(rank._model, alone=rank._alone, offload=False, last=number == MICRO_BATCHES - 1)
             rank._loss(batch)[0].backward()
     states, peak = rank._optimizer.state(), _peak(tracker)
     moments = sum(local(tensor).nbytes for moment in MOMENTS for tensor in states[moment].values())

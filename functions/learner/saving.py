@@ -66,7 +66,7 @@ class Background:
         threads.shutdown(wait=False)
 
     def written(self, timeout_s: float) -> None:
-        """Returns when what was begun is written. Raises what it raised, or TimeoutError."""
+        """Wait for the checkpoint that was begun. Raises what writing it raised, or TimeoutError."""
         writing = self._writing
         if writing is None:
             return

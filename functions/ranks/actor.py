@@ -13,7 +13,7 @@ import ray
 from rlhfless.functions.base import RankedSettings
 from rlhfless.functions.cuda import require_cuda
 from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
-from rlhfless.functions.out_of_memory import memory_told
+from rlhfless.functions.out_of_memory import naming_memory_errors
 from rlhfless.records import SleepTier, Slept
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Asleep(RuntimeError):
-    """The call needs what the rank keeps in the host's memory while it sleeps."""
+    """The call needs tensors that a sleeping rank keeps in the host's memory."""
 
 
 S = TypeVar("S", bound=RankedSettings)
@@ -35,7 +35,7 @@ class RankActor(Generic[S]):
     named = ""
     """The function, in errors."""
     _parking: Parking | None = None
-    """What is parked while the rank sleeps; made by the first sleep."""
+    """The tensors that are parked while the rank sleeps; made by the first sleep."""
 
     def __init__(self, settings: S, rank: int) -> None:
         settings.rank_bindings[rank].bind()
@@ -80,7 +80,7 @@ class RankActor(Generic[S]):
         return ()
 
     def sleep(self) -> Slept:
-        """Move what is kept on the device to the host's memory. Idempotent."""
+        """Move the tensors that the rank keeps on its device to the host's memory. Idempotent."""
         from rlhfless.functions.parking import Parking, held_bytes
         from rlhfless.functions.sharding import default_device
 
@@ -93,23 +93,23 @@ class RankActor(Generic[S]):
         return Slept(SleepTier.HOST, max(before - held, 0), held)
 
     def wake(self) -> None:
-        """Move it back. Idempotent."""
+        """Move them back. Idempotent."""
         if self._parking is not None:
-            with self._memory_told("wake"):
+            with self._naming_memory_errors("wake"):
                 self._parking.restore()
 
     @property
     def _threads(self) -> int:
-        """For a rank that computes on its own devices alone."""
+        """The threads of a rank that computes on its own devices alone."""
         return len(self._settings.rank_bindings[self._number].ids)
 
     @contextlib.contextmanager
     def _at_work(self, phase: str) -> Iterator[None]:
-        """Within the block a lack of memory is told with its phase. Raises Asleep while the rank sleeps."""
+        """Within the block a lack of memory is reported with its phase. Raises Asleep while the rank sleeps."""
         if self._parking is not None and self._parking.parked:
             raise Asleep(f"{self.named} rank {self._number} sleeps, and cannot {phase}; wake it first")
-        with self._memory_told(phase):
+        with self._naming_memory_errors(phase):
             yield
 
-    def _memory_told(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        return memory_told(f"{self.named} rank {self._number}", phase, self._settings.planned)
+    def _naming_memory_errors(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return naming_memory_errors(f"{self.named} rank {self._number}", phase, self._settings.planned)

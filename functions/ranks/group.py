@@ -19,8 +19,8 @@ from rlhfless.functions.base import FunctionBroken
 from rlhfless.spec.errors import UserError, class_and_line, first_line
 
 GRACE_S = 10.0
-"""For the failures of other ranks after the first: Ray tells of a killed process after 1 to 5 seconds, and gloo's ranks
-see its connections closed before that."""
+"""The wait for failures of other ranks after the first: Ray reports a killed process after 1 to 5 seconds, and gloo's
+ranks see its connections closed before that."""
 
 _OF_NETWORK = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out", "timeout")
 """Words in the errors of a rank that waits for another one (torch's backends have no type of error in common)."""
@@ -64,7 +64,7 @@ class RankGroup:
                 task.cancel()
         if not causes and not late:
             return [task.result() for task in tasks]
-        # Other calls that are under way fail because the ranks were ended; why is told to all of them.
+        # Other calls that are under way fail because the ranks were ended; all of them get the reason.
         raise self._broken or self._judge(method, causes, late, len(tasks), limit_s)
 
     def _judge(
@@ -107,7 +107,7 @@ class RankGroup:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the rank's method raised, if it raised."""
+    """The error that the rank's method raised, or else the error of the call."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
@@ -116,7 +116,8 @@ def _raised(error: BaseException) -> bool:
 
 
 def _order(error: BaseException, cause: BaseException) -> int:
-    """Lost ranks first, then errors of their own, last what a rank says that waited for another."""
+    """The order of blame: lost ranks first, then errors of a rank's own, last errors of ranks that waited for
+    another."""
     return 0 if not _raised(error) else 2 if _of_network(cause) else 1
 
 

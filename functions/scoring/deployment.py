@@ -16,7 +16,7 @@ from rlhfless.rewards import Rewards, RewardSample
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RewardSpec, ScoringSpec
-from rlhfless.spec.imports import import_paths, look_in
+from rlhfless.spec.imports import add_import_paths, import_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ScoringFunction(Function):
     def __init__(self, settings: ScoringSettings) -> None:
         super().__init__(settings)
         settings.binding.bind()
-        look_in(settings.import_paths)
+        add_import_paths(settings.import_paths)
         self._rewards = Rewards(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:

@@ -20,7 +20,7 @@ import torch
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.records import FloatArray
 from rlhfless.spec import AlgorithmSpec
-from rlhfless.spec.extension import made
+from rlhfless.spec.extension import make
 
 BUILT_IN: Mapping[str, str] = {"grpo": "rlhfless.algorithms.grpo:GRPO"}
 """Import paths of the built-in algorithms, by the `type` of their settings."""
@@ -83,7 +83,7 @@ class Algorithm(Protocol):
 
 def algorithm_of(settings: AlgorithmSpec) -> Algorithm:
     """The algorithm of the settings: a built-in one, or the user's own by its import path."""
-    algorithm: Algorithm = made(settings, BUILT_IN)
+    algorithm: Algorithm = make(settings, BUILT_IN)
     return algorithm
 
 

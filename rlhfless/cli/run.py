@@ -104,7 +104,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
     from rlhfless.fleet import private_ray
     from rlhfless.loop.driver import Driver
-    from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, told
+    from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
     from rlhfless.loop.launch import remove_stores
     from rlhfless.loop.session import Session
     from rlhfless.signals import Interrupted, OrderlyStop
@@ -136,7 +136,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
         console.close()
         ending = ending_of(error)
         last = hint(ending.advice, ending.resume, resume, folder, spec)
-        raise RunStopped("\n".join([told(error, folder), last]).rstrip(), ending.exit_code) from error
+        raise RunStopped("\n".join([user_message(error, folder), last]).rstrip(), ending.exit_code) from error
     finally:
         sinks.close()
         log.close()

@@ -150,13 +150,13 @@ def _counted(text: str, option: str, example: str) -> tuple[str, int]:
 def _require_code(settings: ServiceSettings) -> None:
     """A package of --code that is not there would fail every run that names it. Drivers in a Ray cluster elsewhere have
     their own packages, so there only the form of the names is checked."""
-    from rlhfless.spec.imports import is_there
+    from rlhfless.spec.imports import is_importable
 
     for name in settings.code:
         what = ""
         if not all(part.isidentifier() for part in name.split(".")):
             what = f"{name!r} is not the name of a package, such as `mine` for mine.rewards:score"
-        elif not settings.elsewhere and not is_there(name):
+        elif not settings.elsewhere and not is_importable(name):
             what = (
                 f"there is no package {name!r}, installed or in {os.getcwd()}; "
                 "start from its folder, or add that to PYTHONPATH"

@@ -42,7 +42,7 @@ POLL_S = 0.25
 A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
 
 SERVE_S = 60.0
-"""Longest wait for Serve's controller that another driver is making: a small process, up in a few seconds."""
+"""Longest wait for the Serve controller that another driver is starting: a small process, up in a few seconds."""
 
 CONCURRENT_CALLS = 1024
 """Calls one replica may have in flight: streams, beats, aborts and probes must never queue behind each other (Serve's
@@ -115,11 +115,11 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Under which others join it: `host:port`."""
+        """The address at which others join the cluster: `host:port`."""
         return str(ray.get_runtime_context().gcs_address)
 
     async def nodes(self, wanted: str | None) -> list[Node]:
-        """The nodes that are there now and stay, with what they have and what is free.
+        """The nodes of the cluster that are not leaving it, with their devices and those that are free.
 
         Raises UnknownAccelerator if one has GPUs that the price book has no kind for, unless a kind is `wanted`.
         """
@@ -203,7 +203,7 @@ class Cluster:
 
 
 def _gpu_memory_bytes(node: str) -> int | None:
-    """The memory of a node's first GPU; None if it cannot be told."""
+    """The memory of a node's first GPU; None if it is not known."""
     try:
         return int(ray.get(on_node(node, first_gpu_bytes), timeout=PROBE_S))
     except (RayError, GetTimeoutError):
@@ -211,7 +211,7 @@ def _gpu_memory_bytes(node: str) -> int | None:
 
 
 def _start_serve(within_s: float) -> None:
-    """Start Serve, or use what is there. No replica is reached by HTTP, so no proxy is started.
+    """Start Serve, or use the one that runs. No replica is reached by HTTP, so no proxy is started.
 
     Serve looks for its controller and then makes one, so a controller that another driver makes between the two is an
     error, and so is its own when Ray asks twice because the head was just replaced; Serve finds it at the next try."""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
-    """Ray's reference to what `work` will have returned on a node, in a process that ends with it. Holds no device."""
+    """Run `work` on a node, in a process of its own that holds no device; returns Ray's reference to its result."""
     options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
     task: Any = ray.remote(**options)(work)  # type: ignore[call-overload]  # Ray's types know no labels
     return task.remote(*arguments)
@@ -29,10 +29,10 @@ def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
 def on_each_node(
     work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
 ) -> dict[str, object]:
-    """What `work` returned on each node that is alive, by the node's address; `with_cores`: where functions can be, and
-    not on a head that is for drivers alone.
+    """Run `work` on each node that is alive; returns the results by the node's address. `with_cores`: only on nodes
+    that can hold functions, and not on a head that is for drivers alone.
 
-    A node on which it did not end within `timeout_s`, or raised, or which was lost, is not among them; the log says so.
+    A node that was lost, or on which the work raised or did not end within `timeout_s`, has no result; the log says so.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or not with_cores)]
     calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
@@ -49,13 +49,14 @@ def on_each_node(
 
 
 def remove_folders(folders: Sequence[str]) -> None:
-    """To be called on a node: remove these folders, as far as they are there."""
+    """Remove these folders of this node, those that exist."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja")
-"""What transformers and vLLM read of a model. Other formats of the same weights, which may be as large, are left."""
+"""The files of a model that transformers and vLLM read. Other formats of the same weights, which may be as large, are
+not fetched."""
 
 
 class ModelNotThere(UserError):
@@ -69,7 +70,7 @@ def hub_models(spec: RunSpec) -> tuple[str, ...]:
 
 
 def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
-    """Fetch models on every node that is there. Raises ModelNotThere, with the nodes."""
+    """Fetch models on every node of the cluster. Raises ModelNotThere, which names the nodes without them."""
     by_node = on_each_node(fetch_fault, models, timeout_s=timeout_s)
     faults = [f"node {node}: {fault}" for node, fault in by_node.items() if fault is not None]
     if not by_node:
@@ -79,7 +80,7 @@ def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
 
 
 def fetch_fault(models: Sequence[str]) -> str | None:
-    """To be called on a node: fetch models into its cache; what went wrong, if anything did."""
+    """Fetch models into the cache of this node; returns the first fault, None if there is none."""
     from huggingface_hub import snapshot_download
 
     for model in models:

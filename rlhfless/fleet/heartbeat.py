@@ -1,7 +1,7 @@
 """The heartbeat between the driver and all replicas, in both directions.
 
 A replica whose lease is not renewed gives its device back, so a driver that was killed leaves nothing behind. A replica
-that does not answer for as long as a lease, though its port may be open, is given up, and calls that wait for it end.
+that does not answer for the length of a lease, even with an open port, is given up, and calls that wait for it end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, StaleCall
 
 BEATS_PER_LEASE = 4
-"""Low enough that one or two lost beats do no harm."""
+"""High enough that one or two lost beats do no harm."""
 
 
 class Heartbeat:

@@ -42,18 +42,18 @@ NAMESPACE = "rlhfless"
 """Ray's namespace of the keepers."""
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""What Ray gives the head node: keepers are there, because no run survives its loss anyway."""
+"""Ray's resource of the head node: keepers are on it, because no run survives its loss anyway."""
 
 DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-"""What a call of an actor that has died raises: Ray's errors for one that it killed for memory, and for one whose node
-went before it was there, are no RayActorErrors."""
+"""The errors of a call of an actor that has died. Ray's errors for an actor that it killed for memory, or whose node
+left before it had started, are no RayActorErrors."""
 
 LOOK_S = 5.0
 """How often a keeper looks whether its lease has ended."""
 
 
 class StaleHolder(RuntimeError):
-    """A driver of an older attempt asked."""
+    """The caller is a driver of an older attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Demand:
     """Labels of the node that are wanted, as pairs; further ones are tried in order if it has no room."""
 
     def is_met_by(self, other: Demand) -> bool:
-        """Devices that were taken for the other demand do for this one, wherever they are."""
+        """Whether devices that were taken for the other demand meet this one, wherever they are."""
         return (self.kind, self.devices) == (other.kind, other.devices)
 
     def options(self) -> dict[str, Any]:
@@ -127,10 +127,10 @@ def core_folder() -> Path:
 
 
 def lock_cores(wanted: int, cores: Collection[int], folder: Path) -> list[tuple[int, int]]:
-    """Lock so many of the cores, the lowest first; returns them with the open files that keep them locked.
+    """Lock `wanted` of the cores, the lowest first; returns them with the open files that keep them locked.
 
-    Where other runs have too many of them, numbers above all cores stand in: nothing can be pinned to such a core, so
-    the scheduler shares the machine out.
+    If other runs have locked too many, numbers above all cores take their place: nothing can be pinned to such a core,
+    so the scheduler shares the machine out.
     """
     locked: list[tuple[int, int]] = []
     for core in chain(sorted(cores), count(max(cores, default=-1) + 1)):
@@ -153,7 +153,7 @@ class Tenant:
     run_id: str
     attempt: int
     lease_s: float
-    """How long the keeper waits for the next call before it gives back all that the run has."""
+    """How long the keeper waits for the next call before it gives back all devices of the run."""
     most: int = 1
     """Most runs on a device, this one included."""
     priority: int = 0
@@ -171,7 +171,7 @@ class _Seat:
     held: Held | None = None
 
     def takes(self, tenant: Tenant, demand: Demand) -> bool:
-        """Whether the run may be put here, too."""
+        """Whether the run may share these devices."""
         room = len(self.groups) < min(self.most, tenant.most) and tenant.run_id not in self.groups
         return room and self.held is not None and demand.is_met_by(self.demand)
 
@@ -202,7 +202,7 @@ class Keeper:
         self._lease.renew(max(self._ends_s.values()) - now_s)
 
     async def _drop(self, run_id: str) -> None:
-        """A run has left, or its driver has died and its replicas with it."""
+        """Drop a run that has left, or whose driver has died and its replicas with it."""
         for name, seat in list(self._seats.items()):
             if run_id in seat.groups:
                 self._stand_up(name, run_id)
@@ -213,8 +213,8 @@ class Keeper:
     # -- devices
 
     async def hold(self, tenant: Tenant, group: str, demand: Demand, wait_s: float, room: bool) -> Held | None:
-        """What the group's holder has; None if it still pends after `wait_s`. One that is lost is made anew. Devices
-        are shared with other runs where there is no `room`, which says that a node has them free."""
+        """The devices of the group's holder; None if it still pends after `wait_s`. A lost holder is replaced. `room`:
+        a node has the devices free; without it they are shared with other runs."""
         await self._admit(tenant)
         name = self._seat_of(tenant.run_id, group)
         if name is not None and not demand.is_met_by(self._seats[name].demand):
@@ -241,8 +241,8 @@ class Keeper:
         return next((name for name, seat in self._seats.items() if seat.groups.get(run_id) == group), None)
 
     def _shared(self, tenant: Tenant, group: str, demand: Demand) -> str | None:
-        """The seat with the fewest runs, now with this one, too. Among equals, the one that the fewest use for the same
-        function: phases of functions differ in length, and so each device gets some of all."""
+        """Put the run on the seat with the fewest runs; None if none takes it. Among equals, on the seat that the
+        fewest use for the same function: phases of functions differ in length, and so each device gets some of all."""
 
         def crowd(name: str) -> tuple[int, int, str]:
             groups = self._seats[name].groups.values()
@@ -277,7 +277,7 @@ class Keeper:
         return held_by_group
 
     async def lost(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """Which of the groups have no living holder any more. One that does not answer in time may live."""
+        """The groups whose holder has died. A holder that does not answer in time may live."""
         await self._admit(tenant)
 
         async def is_lost(group: str) -> bool:
@@ -304,7 +304,7 @@ class Keeper:
                 self._stand_up(name, tenant.run_id)
 
     async def leave(self, tenant: Tenant) -> None:
-        """The run has ended."""
+        """Drop a run that has ended."""
         await self._admit(tenant)
         await self._drop(tenant.run_id)
         if not self._ends_s:
@@ -326,8 +326,8 @@ class Keeper:
         return [name for name in names if name is not None]
 
     async def turn(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """Wait for the run's turn on all these devices; empty when it has come. Otherwise, after `wait_s`, the runs
-        whose turn it is: the request keeps its place."""
+        """Wait for the run's turn on all these devices; returns an empty list when it has come. Otherwise, after
+        `wait_s`, the runs whose turn it is; the request keeps its place."""
         await self._admit(tenant)
 
         def is_mine() -> bool:
@@ -350,7 +350,7 @@ class Keeper:
         return await self._until(lambda: self._turns.wanted(run_id, self._names(run_id, groups)), wait_s)
 
     async def pass_on(self, tenant: Tenant, groups: Sequence[str]) -> None:
-        """Nothing of the run is awake on these devices."""
+        """Pass the run's turn on these devices on; nothing of it is awake there."""
         await self._admit(tenant)
         self._turns.pass_on(tenant.run_id, self._names(tenant.run_id, groups), time.monotonic())
         await self._changed()

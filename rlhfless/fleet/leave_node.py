@@ -1,10 +1,10 @@
-"""The hook of a pod that ends: its Ray node is drained, and the pod waits until nothing of a run is there any more.
+"""The hook of a pod that ends: it drains the pod's Ray node, and waits until no run has anything on it.
 
     python -m rlhfless.fleet.leave_node SECONDS
 
 Kubernetes runs it before it sends SIGTERM, as part of the pod's grace period. The Ray of a node that is drained ends by
-itself when nothing there is held any more. After SECONDS, or where the cluster does not take it, the hook ends it: Ray
-does not hear the pod's signal, only the shell that has started it does. That is a node that dies, which loses nothing.
+itself when nothing on it is held any more. After SECONDS, or where the cluster refuses to drain it, the hook ends it:
+the pod's signal reaches the shell that has started Ray, and not Ray. The node then counts as dead, which loses nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ WHY: int = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION") 
 
 
 def drain(client: GcsClient, node: str, end_s: float, why: str) -> bool:
-    """Say that a node leaves at a time (unix time; 0: it is not known); returns whether the cluster takes that."""
-    taken, refused = client.drain_node(node, WHY, why, int(end_s * 1000))
-    if not taken:
-        print(f"node {node} is not drained: {refused}", flush=True)
-    return bool(taken)
+    """Drain a node that leaves at `end_s` (unix time; 0 if it is not known); returns whether the cluster accepts
+    that."""
+    accepted, refusal = client.drain_node(node, WHY, why, int(end_s * 1000))
+    if not accepted:
+        print(f"node {node} is not drained: {refusal}", flush=True)
+    return bool(accepted)
 
 
 def _raylet() -> tuple[psutil.Process, str] | None:
@@ -51,8 +52,8 @@ def main(seconds: float) -> None:
         return
     raylet, node = process
     try:
-        taken = drain(GcsClient(address=os.environ["RAY_ADDRESS"]), node, time.time() + seconds, "its pod ends")
-        while taken and _lives(raylet) and time.monotonic() < end_s:
+        accepted = drain(GcsClient(address=os.environ["RAY_ADDRESS"]), node, time.time() + seconds, "its pod ends")
+        while accepted and _lives(raylet) and time.monotonic() < end_s:
             time.sleep(LOOK_S)
     finally:
         if _lives(raylet):

@@ -2,8 +2,8 @@
 
 The one signal is the drain state of Ray's GCS. It is set by `ray drain-node`, by Ray's autoscaler, by the hook of a pod
 that ends (rlhfless.fleet.leave_node), and by the service's host for nodes that Kubernetes is about to take away. Ray
-places nothing new on such a node, and ends its Ray when nothing there is held any more; so no devices are taken there.
-A node that goes before all has moved is a node that dies, which loses nothing either.
+places nothing new on such a node, and ends its Ray when nothing on it is held any more; so a run takes no devices on
+it. A node that goes before everything has moved counts as dead, which loses nothing either.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def leaving_nodes() -> frozenset[str]:
 
 
 def drain_nodes(leaving: Mapping[str, float]) -> None:
-    """Drain the nodes at these addresses, which leave at these times (unix time; 0: not known), but for nodes that are
-    being drained. This process has joined the cluster."""
+    """Drain the nodes at these addresses, which leave at these times (unix time; 0 if it is not known); nodes that are
+    being drained already are left alone. This process has joined the cluster."""
     known = leaving_nodes()
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     for node in ray.nodes():
@@ -52,7 +52,7 @@ class LeavingWatch:
         self._known: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Look periodically."""
+        """Ask periodically."""
         while True:
             if ray.is_initialized():
                 try:
@@ -62,11 +62,11 @@ class LeavingWatch:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Look once."""
-        self.told(await asyncio.to_thread(leaving_nodes))
+        """Ask once which nodes are being drained."""
+        self.update(await asyncio.to_thread(leaving_nodes))
 
-    def told(self, nodes: Collection[str]) -> None:
-        """These nodes leave."""
+    def update(self, nodes: Collection[str]) -> None:
+        """Have the pools leave these nodes, and no others."""
         for node in sorted(set(nodes) - self._known):
             log.info("node %s leaves the cluster", node)
         self._known = frozenset(nodes)

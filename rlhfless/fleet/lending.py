@@ -1,8 +1,8 @@
 """Devices that a run lends to other runs while its functions there sleep, and gets back for its next phase.
 
 The keeper of all runs that share devices (rlhfless.fleet.holders) says whose turn it is. A run keeps its turn until
-another run waits for it and its own phase there is over: then its replicas fall asleep and the turn passes
-on, so a run that is alone on its devices never sleeps for nothing.
+another run waits for it and its own phase on the devices is over: then its replicas fall asleep and it passes the turn
+on. So a run that is alone on its devices never sleeps for nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ AGAIN_S = 1.0
 
 
 class LentDevices:
-    """The devices of functions that take turns, as far as the run holds them."""
+    """The devices of functions that take turns; of these the ones that the run holds."""
 
     def __init__(self, devices: RunDevices, allocations: Sequence[Allocation]) -> None:
         self._devices = devices
         self._allocations = allocations
         self._owned: dict[str, str] = {}
-        """By group on which it is the run's turn, its holder: devices that were lost and taken again are others."""
+        """The holder of each group on which it is the run's turn. Devices that were lost and taken again have another
+        holder."""
 
     async def take(self, within_s: float | None = None) -> None:
-        """Returns when it is the run's turn on all of them. Raises NoDevices if that takes longer than `within_s`, by
-        default `timeouts.devices_s`."""
+        """Wait for the run's turn on all of them. Raises NoDevices if that takes longer than `within_s`, by default
+        `timeouts.devices_s`."""
         held = self._held()
         if held.items() <= self._owned.items():
             return
@@ -52,8 +53,8 @@ class LentDevices:
         self._owned = held
 
     async def pass_on(self) -> None:
-        """Nothing of the run is awake on them. A keeper that cannot be reached still says that they are wanted when it
-        can, and is told again then."""
+        """Pass the turn on; nothing of the run is awake on the devices. If the keeper cannot be reached it is told
+        later: it goes on saying that they are wanted."""
         self._owned = {}
         if held := self._held():
             try:
@@ -62,7 +63,7 @@ class LentDevices:
                 log.warning("the run's turn was not passed on, and will be: %s", error)
 
     async def wanted(self) -> None:
-        """Returns when another run waits for one of them. Raises StaleCall."""
+        """Wait until another run waits for one of them. Raises StaleCall."""
         while not await self._asked_back():
             pass
 

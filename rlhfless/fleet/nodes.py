@@ -1,8 +1,8 @@
-"""What Ray reports of a cluster's nodes, as nodes with devices of kinds that the price book knows. Pure.
+"""From Ray's report of a cluster's nodes to nodes with devices of kinds that the price book knows. Pure.
 
 GPUs have the kind of their node's label `ray.io/accelerator-type`, which Ray sets itself where it finds NVIDIA or AMD
-devices. One type is ambiguous: an A100 has 40 or 80 GB, so its memory has to be looked at. On a node without GPUs the
-CPU cores are the devices.
+devices. One type is ambiguous: an A100 has 40 or 80 GB, so its memory has to be read. On a node without GPUs the CPU
+cores are the devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def selector(kind: str) -> dict[str, str]:
 
 
 def ambiguous(reported: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the nodes whose devices' memory has to be looked at."""
+    """Names of the nodes whose devices' memory has to be read to know their kind."""
     return [node["NodeID"] for node in reported if node["Alive"] and _accelerator(node) in AMBIGUOUS]
 
 
@@ -72,7 +72,7 @@ def _accelerator(node: Mapping[str, Any]) -> str:
 
 
 def shortage(group: DeviceGroup, nodes: Sequence[Node]) -> str:
-    """Why the devices of a group are waited for: what is asked, and what is free."""
+    """Why the devices of a group are not there yet: what the run asks for, and what is free."""
     count, kind = len(group.devices), group.kind
     asked = f"{count} x {kind} on one node"
     having = [node for node in nodes if node.count(kind)]

@@ -36,7 +36,7 @@ Turn = Callable[[Call], AbstractAsyncContextManager[None]]
 
 
 class Listener(Protocol):
-    """Work in progress on a pool, which is told of replicas that come and go."""
+    """Work in progress on a pool, which is notified of replicas that come and go."""
 
     @property
     def over(self) -> bool: ...
@@ -69,7 +69,7 @@ class ReplicaPool(Replicas):
         self.wakes: Opens = self._wake_own
         """Makes a sleeping replica ready to serve."""
         self.tier: Callable[[], SleepTier] = lambda: SleepTier.HOST
-        """In which its replicas sleep between two turns."""
+        """The tier in which its replicas sleep between two turns."""
         self.turn: Turn = lambda _: contextlib.nullcontext()
         """`async with pool.turn(call)`: within the block this function has the memory of its devices
         (rlhfless.fleet.turns). By default it always has."""
@@ -90,7 +90,7 @@ class ReplicaPool(Replicas):
         return self._blueprint.bounds
 
     def watch(self, listener: Listener) -> None:
-        """Tell a listener of replicas that come and go, as long as it is not `over`."""
+        """Notify a listener of replicas that come and go, as long as it is not `over`."""
         self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
     def state(self, slot: int) -> ReplicaState | None:
@@ -188,15 +188,15 @@ class ReplicaPool(Replicas):
             raise
         finally:
             self._opening.discard(replica.name)
-        self.joined(replica)
+        self.notify_joined(replica)
         return replica
 
-    def joined(self, replica: Replica) -> None:
+    def notify_joined(self, replica: Replica) -> None:
         """Tell the listeners that a replica serves from here on."""
         for listener in self._listeners:
             listener.joined(self.slot_of(replica))
 
-    def missed(self, slot: int) -> None:
+    def notify_missed(self, slot: int) -> None:
         """Tell the listeners that no replica will come to a slot."""
         for listener in self._listeners:
             listener.missed(slot)
@@ -226,7 +226,7 @@ class ReplicaPool(Replicas):
         elif failure is not None:
             self.fatal = failure
         if not self.expects(slot):
-            self.missed(slot)
+            self.notify_missed(slot)
 
     def replace_missing(self, call: Call) -> None:
         """Start replicas in the background until there are `bounds.fewest`."""

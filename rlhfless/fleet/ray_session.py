@@ -62,7 +62,7 @@ class NoCluster(UserError):
 
 
 class NoRay(RuntimeError):
-    """Something called Ray before the run's Ray was there, or after it had ended."""
+    """Ray was called before the run's Ray had started, or after it had ended."""
 
 
 async def started(start: Callable[[], T], address: str | None, folder: Path) -> T:

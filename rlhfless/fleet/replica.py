@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 
 
 class Recorder(Protocol):
-    """The receiver of the fleet's holdings and invocations, and of what engines say of their starts."""
+    """The receiver of the fleet's holdings, invocations, and records of engine starts."""
 
     def add_holding(self, holding: Holding) -> None: ...
 
@@ -102,7 +102,7 @@ class Replica:
 
     @property
     def since_s(self) -> float:
-        """It is in its state since then (unix time)."""
+        """When it entered its present state (unix time)."""
         return self._launched_s if self._life is None else self._life.since_s
 
     @property
@@ -113,7 +113,7 @@ class Replica:
 
     @property
     def open_device_s(self) -> dict[str, float]:
-        """Device-seconds since the last holding was written, by device kind; the cost so far includes them."""
+        """Device-seconds since the last holding was recorded, by device kind; the run's cost so far includes them."""
         since_s = self._launched_s if self._life is None else self._life.since_s
         if self._waits or not self.state.holds_device:
             return {}
@@ -125,12 +125,12 @@ class Replica:
 
     # -- life cycle: every change of state closes holdings, which go into the ledger
 
-    def waits_for_devices(self) -> None:
-        """STARTING, and nothing is billed yet."""
+    def mark_waiting(self) -> None:
+        """Begin the wait for devices: STARTING, and nothing is billed yet."""
         self._waits = True
 
-    def has_devices(self) -> None:
-        """The devices are there, and billed from here on."""
+    def mark_devices_acquired(self) -> None:
+        """End the wait for devices, which are billed from here on."""
         self._waits, self._launched_s = False, self._clock()
 
     def check_kept(self) -> None:
@@ -138,7 +138,7 @@ class Replica:
         if self._given_up.done():
             raise ReplicaLost(self._given_up.result())
 
-    def is_up(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
+    def mark_up(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
         """STARTING -> STALE. The incarnation is known from here on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
@@ -155,7 +155,7 @@ class Replica:
         inputs: dict[str, float | int | str | bool] = {f"{phase}_s": seconds for phase, seconds in phases.items()}
         self._recorder.add_decision(Decision(call.step, self._launched_s, START, self.name, inputs))
 
-    def is_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
+    def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
         """A replica that an earlier driver started: it joins as STALE, and is billed from here on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._clock(), ReplicaState.STALE)
@@ -192,20 +192,20 @@ class Replica:
         """SLEEPING -> STALE, with the state that it had. Does nothing for a replica that is awake. Raises as `call`
         does."""
         if self.state is ReplicaState.SLEEPING:
-            self.begin_waking()
+            self.mark_waking()
             await self.call("wake", call, timeout_s=timeout_s, waiting_for="its memory", work=Work.WAKE)
-            self.woke()
+            self.mark_awake()
 
-    def begin_waking(self) -> None:
+    def mark_waking(self) -> None:
         """SLEEPING -> STARTING."""
         self._record(self._alive.wake(self._clock()))
 
-    def woke(self) -> None:
+    def mark_awake(self) -> None:
         """STARTING -> STALE."""
         if self.state is ReplicaState.STARTING:
             self._record(self._alive.started(self._clock()))
 
-    def gone(self) -> None:
+    def mark_ended(self) -> None:
         """The process has ended: RETIRED after a drain, DEAD otherwise. Idempotent."""
         if self._life is None:
             began_s = self._clock() if self._waits else self._launched_s
@@ -223,7 +223,7 @@ class Replica:
         if not self._given_up.done():
             self.lost = self.state is not ReplicaState.DRAINING
             self._given_up.set_result(f"{self.name} (incarnation {self.incarnation}) was given up: {reason}")
-        self.gone()
+        self.mark_ended()
 
     def cut(self) -> None:
         """Record the holding so far, so that little of the ledger is lost if the driver dies."""

@@ -40,7 +40,7 @@ PROBE_S = 10.0
 """Longest wait for an answer that costs a replica nothing. Long, because all cores may be busy."""
 
 TELLS_S = 15.0
-"""How much longer than the start's limit the fleet waits: an engine that takes too long says what it did last."""
+"""Added to the limit of a start before the fleet gives up: an engine that takes too long reports what it did last."""
 
 
 class Replicas:
@@ -92,11 +92,11 @@ class Replicas:
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
     def places(self, replica: Replica) -> list[str]:
-        """What its devices are called in the cluster."""
+        """The names of its devices in the cluster."""
         return self._devices.places(replica.allocation)
 
     def must_come(self, slot: int) -> bool:
-        """Whether a replica at a slot would wait for a node that has to come."""
+        """Whether a replica at a slot would wait for a node that is not in the cluster yet."""
         return self._devices.must_come(self.allocations[slot])
 
     def replicas(self) -> tuple[Replica, ...]:
@@ -124,9 +124,9 @@ class Replicas:
         replica = self._launch(slot)
         name = replica.name
         try:
-            replica.waits_for_devices()
+            replica.mark_waiting()
             bound = await self._devices.acquire(replica.allocation, name, replica.give_up)
-            replica.has_devices()
+            replica.mark_devices_acquired()
             handle = await self._cluster.deploy(
                 name,
                 self._blueprint.deployment,
@@ -140,10 +140,10 @@ class Replicas:
             except RayTaskError as error:
                 raise error.cause from error  # Ray's own text is the remote traceback
             replica.check_kept()
-            replica.is_up(handle, reply.value)
+            replica.mark_up(handle, reply.value)
             if reply.value.log:
                 log.info("%s is up; its engine's log is %s on %s", name, reply.value.log, reply.value.host)
-            self._devices.is_up(name)
+            self._devices.finish_start(name)
         except BaseException:
             await self._call_off(replica)
             raise
@@ -151,7 +151,7 @@ class Replicas:
 
     async def _call_off(self, replica: Replica) -> None:
         """Remove a replica whose start has failed or been cancelled, or that does not fall asleep."""
-        replica.gone()
+        replica.mark_ended()
         await asyncio.shield(self._remove([replica.name]))
 
     async def _remove(self, names: Sequence[str]) -> None:
@@ -199,7 +199,7 @@ class Replicas:
                 continue
             if settings_key(self._blueprint.settings(bound)) == info.settings_key:
                 replica = self._replicas[name] = Replica(name, self.function, allocation, self._recorder)
-                replica.is_adopted(handle, info)
+                replica.mark_adopted(handle, info)
                 self._devices.adopted(allocation, name, replica.give_up)
                 log.info("%s of an earlier attempt was taken over", name)
                 return
@@ -240,13 +240,13 @@ class Replicas:
             replica.drain()
         if self._cluster.lost:
             for replica in running:
-                replica.gone()
+                replica.mark_ended()
             return
         ours = await gather_or_cancel(*(self._say_stop(replica) for replica in running))
         names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
         await self._remove(names)
         for replica in running:
-            replica.gone()
+            replica.mark_ended()
 
     async def _say_stop(self, replica: Replica) -> bool:
         """Let a replica end its own processes; the caller then kills it in any case.

@@ -34,23 +34,23 @@ from rlhfless.telemetry.progress import FOR_DEVICES
 log = logging.getLogger(__name__)
 
 SAY_S = 5.0
-"""A wait for devices that is longer is told, and a status is never older than this. A free device takes a second."""
+"""A longer wait for devices is shown, with a status that is never older than this. A free device takes a second."""
 
 SAY_AGAIN_S = 30.0
 """Between two lines of the log about the same wait."""
 
 CALL_S = 30.0
-"""Longest wait for the keeper: it only answers. Its own start is part of it."""
+"""Longest wait for an answer of the keeper, its own start included."""
 
 Lost = Callable[[str], None]
-"""Told why the devices of a replica are lost."""
+"""Called with the reason when the devices of a replica are lost."""
 
 Shown = Callable[[str], AbstractContextManager[None]]
 """Shows a text as long as the block lasts."""
 
 
 class NoDevices(FleetError):
-    """Devices did not come in time; the text says which, what is free, and how long was waited."""
+    """Devices did not become free in time; the text says which, what is free, and how long the run waited."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class RunDevices:
         """No user starts any more, so the lease should be renewed now: it is much shorter from here on, and a driver
         that is killed before would leave its devices held for as long as a start may take."""
         self.acquired: Callable[[Acquired], None] = lambda _: None
-        """Told of devices that were waited for."""
+        """Called with each wait for devices that has ended."""
 
     @property
     def shared(self) -> bool:
@@ -119,8 +119,8 @@ class RunDevices:
         finally:
             await self.release(user)
 
-    def is_up(self, user: str) -> None:
-        """A user has started, and has a lease that is renewed from now on."""
+    def finish_start(self, user: str) -> None:
+        """Record that a user has started; its lease is renewed from now on."""
         for taken in self._taken.values():
             taken.starting.discard(user)
         if not self._any_starts:
@@ -131,7 +131,7 @@ class RunDevices:
         return any(taken.starting for taken in self._taken.values())
 
     async def release(self, *users: str) -> None:
-        """Replicas have gone, or were never there; devices that no other uses are given back."""
+        """Give back the devices of replicas that have ended, or never started, unless other replicas use them."""
         unused = []
         for name, taken in self._taken.items():
             for user in users:
@@ -174,13 +174,13 @@ class RunDevices:
         return replace(allocation, devices=tuple(devices[device.name] for device in allocation.devices))
 
     def must_come(self, allocation: Allocation) -> bool:
-        """Whether a replica there would wait for a node: when nodes were last looked at, none had its devices free."""
+        """Whether a replica there would wait for a new node: no node had its devices free when they were last read."""
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
 
     def places(self, allocation: Allocation) -> list[str]:
-        """What the devices of an allocation are called in the cluster, whichever run is on them; empty if the run does
-        not hold them."""
+        """The names of an allocation's devices in the cluster, the same for every run; empty if the run does not hold
+        them."""
         groups = self._placement.groups_of(allocation)
         held = [self._taken[group.name].held for group in groups if self._holds(group)]
         return [f"{each.address} {allocation.devices[0].kind} {number}" for each in held if each is not None
@@ -195,7 +195,7 @@ class RunDevices:
         return group.name in self._taken and self._taken[group.name].held is not None
 
     async def look(self) -> None:
-        """See which devices are free; see `must_come`."""
+        """Read which devices are free, for `must_come`."""
         missing = [group for group in self._placement.groups if not self._holds(group)]
         nodes = await self._cluster.nodes("") if missing else ()
         self._to_come = frozenset(group.name for group in missing) - fitting(missing, nodes)
@@ -203,7 +203,7 @@ class RunDevices:
     # -- waiting
 
     async def _take(self, group: DeviceGroup) -> None:
-        """Returns when the group is held."""
+        """Wait until the run holds the group."""
         taken = self._taken[group.name]
         async with taken.asking:
             nodes, asked_s = await self._cluster.nodes(group.kind), time.time()
@@ -213,7 +213,7 @@ class RunDevices:
             if taken.held is None:
                 came = all(node.name != held.node for node in nodes)
                 self.acquired(Acquired(group.kind, len(group.devices), asked_s, time.time(), came))
-            self._found(group, held)
+            self._set_held(group, held)
 
     async def _wait(self, group: DeviceGroup) -> Held:
         began_s = time.monotonic() - SAY_S
@@ -236,7 +236,7 @@ class RunDevices:
             if held is not None:
                 return held
 
-    def _found(self, group: DeviceGroup, held: Held) -> None:
+    def _set_held(self, group: DeviceGroup, held: Held) -> None:
         taken = self._taken.get(group.name)
         if taken is None:
             return  # released meanwhile
@@ -245,13 +245,13 @@ class RunDevices:
             ids = ", ".join(held.local_ids)
             log.info("%s: %s %s of node %s (%s)", group.name, group.kind, ids, held.address, held.node)
         elif before != held:
-            self._tell(group.name)
+            self._notify_lost(group.name)
             taken.held = held
 
     # -- the life of what is held
 
     async def renew(self) -> None:
-        """Renew the lease of what is held, and tell what was lost meanwhile.
+        """Renew the lease of what is held, and notify replicas whose devices were lost meanwhile.
 
         Raises StaleCall if a newer attempt has taken over.
         """
@@ -265,10 +265,10 @@ class RunDevices:
             log.warning("%s", error)
             return
         for name in gone:
-            self._tell(name)
+            self._notify_lost(name)
 
-    def _tell(self, group: str) -> None:
-        """Replicas on devices that are not held any more must not go on: another run may get the devices."""
+    def _notify_lost(self, group: str) -> None:
+        """Give up the replicas on devices that are not held any more: another run may get the devices."""
         taken = self._taken.get(group)
         if taken is None or taken.held is None:
             return
@@ -277,7 +277,8 @@ class RunDevices:
             lost(f"its devices ({group}) are lost: what held them has died")
 
     async def adopt(self) -> None:
-        """Find what an earlier driver of the run has left. What no replica is found on is given back by `settle`."""
+        """Take over the devices that an earlier driver of the run holds; `settle` gives back those without a
+        replica."""
         self._keeper = await asyncio.to_thread(keeper_left, self._keeper_name)
         if self._keeper is None:
             return
@@ -292,7 +293,7 @@ class RunDevices:
                 self._taken[group.name] = _Taken(held=held)
 
     def adopted(self, allocation: Allocation, user: str, lost: Lost) -> None:
-        """A replica of an earlier driver uses these devices, which are bound."""
+        """Record that a replica of an earlier driver uses these devices, which are bound."""
         for group in self._placement.groups_of(allocation):
             self._taken[group.name].users[user] = lost
 
@@ -327,7 +328,7 @@ class RunDevices:
         return 2 * self._lease_s + self.timeouts.drain_s + (self.timeouts.start_s if self._any_starts else 0.0)
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Call the keeper. Raises StaleCall, or FleetError if it is lost, with all that it held, or does not answer."""
+        """Call the keeper. Raises StaleCall, or FleetError if it does not answer or is lost, with all that it held."""
         try:
             if self._keeper is None:
                 self._keeper = keeper_of(self._keeper_name, self._keeps_s)
@@ -345,23 +346,23 @@ class RunDevices:
         except DIED as error:
             self._keeper = None
             for name in list(self._taken):
-                self._tell(name)
+                self._notify_lost(name)
             raise FleetError(f"the keeper of the run's devices was lost, and all devices with it: {error}") from error
 
 
 def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
-    """For its planned node first if that is among the nodes that are there. Ray fails a holder that asks for a node
-    that has gone, whatever else it would do with, so that no autoscaler would see the demand."""
+    """The demand of a group: its planned node first, if that is among `nodes`. Ray fails a holder that asks for a node
+    that has left, whatever alternatives it names, and an autoscaler would not see the demand."""
     gpu, count = group.kind != CPU_KIND, len(group.devices)
     anywhere = selector(group.kind) if gpu else {}
     if all(node.name != group.node for node in nodes):
         return Demand(group.kind, count, gpu, _pairs(anywhere) if gpu else ())
-    here = {NODE_LABEL: group.node}
-    return Demand(group.kind, count, gpu, _pairs(here, anywhere or {NODE_LABEL: f"!in({group.node})"}))
+    planned = {NODE_LABEL: group.node}
+    return Demand(group.kind, count, gpu, _pairs(planned, anywhere or {NODE_LABEL: f"!in({group.node})"}))
 
 
 def _room(group: DeviceGroup, nodes: Sequence[Node]) -> bool:
-    """A node has the devices of a group free."""
+    """Whether a node has the devices of a group free."""
     return any(node.free(group.kind) >= len(group.devices) for node in nodes)
 
 

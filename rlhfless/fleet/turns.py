@@ -43,18 +43,18 @@ class Lent(Protocol):
     """The run's turn on devices that it shares with other runs."""
 
     async def take(self, within_s: float | None = None) -> None:
-        """Returns when it has come. Idempotent."""
+        """Wait for it. Idempotent."""
 
     async def pass_on(self) -> None:
-        """All is asleep there. Idempotent."""
+        """Pass it on; all functions on the devices are asleep. Idempotent."""
 
     async def wanted(self) -> None:
-        """Returns when another run waits for it."""
+        """Wait until another run waits for it."""
 
 
 MORE_S = 10.0
-"""Longest wait for one more device in the midst of a phase. Short: the run keeps its other devices meanwhile, and the
-owner of this one may wait for those; an actor that gets no device in time starts in a later phase."""
+"""Longest wait for one more device during a phase. Short, because the run keeps its other devices meanwhile, and the
+owner of the awaited one may wait for those; an actor that gets no device in time starts in a later phase."""
 
 
 PAUSE_S = 0.05
@@ -94,8 +94,9 @@ class Turns:
             self._calls -= 1
             self._changed()
 
-    async def none_awake(self, call: Call) -> None:
-        """Put all to sleep: whether replicas that an earlier driver left sleep is not known."""
+    async def put_all_to_sleep(self, call: Call) -> None:
+        """Put the replicas of all functions to sleep: of those that an earlier driver left it is not known whether they
+        sleep."""
         await gather_or_cancel(*(taker.fall_asleep(call) for taker in self._takers))
 
     async def _switch(self, taker: Taker, call: Call) -> None:
@@ -117,21 +118,21 @@ class Turns:
             await self._phase_over()
             self._owner, self._switching = None, True
             try:
-                await self.none_awake(call)
+                await self.put_all_to_sleep(call)
                 await self._lent.pass_on()
             finally:
                 self._switching = False
                 self._changed()
 
     async def _phase_over(self) -> None:
-        """Returns when no call has been under way for PAUSE_S, and none is."""
+        """Wait until no call has been under way for PAUSE_S."""
         entries = -1
         while self._switching or self._calls or entries != self._entries:
             entries = self._entries
             await (self._change() if self._switching or self._calls else asyncio.sleep(PAUSE_S))
 
     async def _change(self) -> None:
-        """Returns when a call or a switch has ended."""
+        """Wait for the end of a call or a switch."""
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(change)
         await change
@@ -151,9 +152,9 @@ def take_turns(pools: Iterable[ReplicaPool], lent: Callable[[Sequence[Allocation
     while left:
         joined = [left.pop()]
         for pool in joined:
-            beside = [other for other in left if _devices(pool) & _devices(other)]
-            joined += beside
-            left = [other for other in left if other not in beside]
+            sharing = [other for other in left if _devices(pool) & _devices(other)]
+            joined += sharing
+            left = [other for other in left if other not in sharing]
         if len(joined) == 1 and lent is None:
             continue
         allocations = [allocation for pool in joined for allocation in pool.allocations]

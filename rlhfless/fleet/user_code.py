@@ -1,7 +1,7 @@
 """The user's own modules (rewards, algorithm, schedule, policy) on the nodes of a cluster that is joined.
 
-On one machine all processes import from the same folders. Other nodes have none of them, so the modules that the spec
-names travel with the run: copied into one folder, which Ray hands to every process of the run as its working directory.
+On one machine all processes import from the same folders. Other nodes do not have them, so the modules that the spec
+names are sent with the run: copied into one folder, which Ray gives every process of the run as its working directory.
 A module that is installed (in an image, say) is imported from there.
 """
 
@@ -27,10 +27,10 @@ from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.rewards import PythonRewardSpec
 
 SUFFIX = ".py"
-"""Modules alone: what else lies beside them may be data, models or secrets."""
+"""Only modules are sent: other files beside them may be data, models or secrets."""
 
 MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 2_000, 32 << 20, 1 << 20
-"""Bounds on what travels: Ray keeps it in its control store, and unpacks it once on each node."""
+"""Bounds on what is sent: Ray keeps it in its control store, and unpacks it once on each node."""
 
 NOT_THEIRS = frozenset({"__pycache__", "node_modules", "site-packages"})
 """Folders that are never copied; nor are hidden ones, and virtual environments."""
@@ -63,13 +63,9 @@ def _targets(value: object) -> Iterator[str]:
             yield from _targets(item)
 
 
-def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
-    """A folder in the run's, for its user alone, with the modules that the spec names and those beside them.
-
-    None if all are installed.
-
-    Raises CodeNotThere if it is too much.
-    """
+def gather_modules(spec: RunSpec, run_folder: Path) -> Path | None:
+    """Copy the modules that the spec names, and those beside them, to a folder in the run's, for its user alone.
+    Returns the folder; None if all modules are installed. Raises CodeNotThere if they are too many or too large."""
     folders = {folder for target in targets(spec) if (folder := _folder_of(target)) is not None}
     if not folders:
         return None
@@ -83,8 +79,8 @@ def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
 
 
 def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
-    """Every node can import what the spec names, and has what was sent to it (`code`). Raises CodeNotThere, with the
-    node."""
+    """Check that every node can import what the spec names, and has what was sent to it (`code`). Raises CodeNotThere,
+    which names the node."""
     digests = {} if code is None else _digests(code)
     faults = on_each_node(node_faults, targets(spec), digests, timeout_s=IMPORT_S)
     for node, fault in faults.items():
@@ -96,10 +92,10 @@ def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
 
 
 def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
-    """To be called on a node, in the folder where Ray has unpacked the modules: what is wrong there.
+    """The fault of this node, whose working directory is where Ray has unpacked the modules; None if there is none.
 
-    Ray lets all users write there, and gives them that right again whenever a worker starts: what one has changed
-    before the run begins is found; later changes only a private temporary folder of Ray's keeps out.
+    Ray lets all users write to that folder, and gives them the right again whenever a worker starts. Changes before the
+    run begins are found; only a private temporary folder of Ray's prevents later ones.
     """
     if digests:
         for cache in Path.cwd().rglob("__pycache__"):
@@ -118,7 +114,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def import_faults(paths: Sequence[str]) -> str | None:
-    """To be called on a node: the first of these import paths that cannot be imported there, and why."""
+    """Why the first of these import paths that fails cannot be imported on this node; None if all can."""
     try:
         for path in paths:
             load_target(path)
@@ -140,15 +136,16 @@ def _folder_of(target: str) -> Path | None:
 
 
 def _copy(folder: Path, into: Path, left: list[int]) -> None:
-    """`left`: files and bytes that may still be copied. What an earlier folder has put there stays."""
-    for here, folders, names in os.walk(folder):
+    """Copy the modules of a folder. `left`: files and bytes that may still be copied. Files that an earlier folder has
+    put there stay."""
+    for path, folders, names in os.walk(folder):
         folders[:] = [
             name
             for name in folders
-            if name not in NOT_THEIRS and name[0] != "." and not (Path(here, name) / "pyvenv.cfg").exists()
+            if name not in NOT_THEIRS and name[0] != "." and not (Path(path, name) / "pyvenv.cfg").exists()
         ]
         for name in names:
-            file, target = Path(here, name), into / Path(here).relative_to(folder) / name
+            file, target = Path(path, name), into / Path(path).relative_to(folder) / name
             if file.suffix != SUFFIX or target.exists() or file.stat().st_size > MOST_FILE_BYTES:
                 continue
             left[0], left[1] = left[0] - 1, left[1] - file.stat().st_size

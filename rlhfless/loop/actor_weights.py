@@ -1,6 +1,6 @@
-"""The weights of the generation actors: an actor serves only after a load of this module.
+"""Loads weights into the generation actors: an actor serves only after a load by this module.
 
-Before a new actor gets work, it has proved that loads reach every tensor, and has loaded the weights of the step.
+A new actor gets work after it has proved that loads reach every tensor, and has loaded the weights of the step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ActorWeights:
         await self.load(actor, self._the_served, call)
 
     async def wake(self, actor: Replica, call: Call) -> None:
-        """Wake an actor, which serves the current version then: a load gives it its memory back, part by part."""
-        actor.begin_waking()
-        actor.woke()
+        """Wake an actor, and load the current version into it: a load gives it its memory back, part by part."""
+        actor.mark_waking()
+        actor.mark_awake()
         if self.served is not None:
             await self.load(actor, self.served, call)
-            self._pool.joined(actor)
+            self._pool.notify_joined(actor)
 
     @property
     def _the_served(self) -> PublishedWeights:
@@ -85,9 +85,9 @@ class ActorWeights:
                 raise
             log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
             self._pool.replace_missing(call)
-            self._pool.missed(self._pool.slot_of(actor))
+            self._pool.notify_missed(self._pool.slot_of(actor))
         if actor.state is ReplicaState.SERVING:
-            self._pool.joined(actor)
+            self._pool.notify_joined(actor)
 
     async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
         """Load a version into one actor, the only way to SERVING. Does nothing if the actor serves it already.

@@ -34,9 +34,11 @@ class Outcome:
     after: Mapping[str, float]
     steps: int
     wall_s: float
-    """Faults and losses of this attempt."""
+    """Duration of this attempt."""
     checkpoint: str
+    """Where the last checkpoint is."""
     recovered: Recovered
+    """Faults and losses of this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Driver:
                     await schedule_of(self.session.spec.schedule).drive(steps, steps.following, last)
                 except RECOVERABLE as fault:
                     with self.session.console.waiting(f"recovering: {fault}"):
-                        steps.again(await recovery.after(steps.following, fault))
+                        steps.restart_at(await recovery.after(steps.following, fault))
         finally:
             steps.end()
         return recovery.recovered
@@ -89,8 +91,8 @@ class RunSteps:
         self._saving: asyncio.Task[None] | None = None
         """The checkpoint that is being written while the run goes on."""
 
-    def again(self, step: int) -> None:
-        """After a fault: abandon the steps in progress; `step` is the next."""
+    def restart_at(self, step: int) -> None:
+        """Abandon the steps in progress after a fault; `step` is the next."""
         self._run.under_way.clear()
         self.following = step
 
@@ -112,7 +114,7 @@ class RunSteps:
         """The evaluation and checkpoint that the spec wants after a step."""
         spec = self._session.spec
         if self._saving is not None and self._saving.done():
-            await self._written()
+            await self._wait_for_checkpoint()
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
         moves = 0 < step < spec.steps and self._run.learner.must_move
@@ -125,7 +127,7 @@ class RunSteps:
         await self._obey(step, saved=saves or not step)
 
     async def _obey(self, step: int, *, saved: bool) -> None:
-        """Do what the host wants after a step, and keep the limits. Raises RunPaused."""
+        """Do what the host asks for after a step, and keep the limits of the spec. Raises RunPaused."""
         run = self._run
         verdict = self._session.host.after_step(run, step)
         if step == self._session.spec.steps:
@@ -142,8 +144,8 @@ class RunSteps:
             run.scaler.limit_actors(verdict.actors)
 
     async def _save(self, step: int, *, whole: bool) -> None:
-        """Begin a checkpoint, after the one before it; if `whole` is wanted, returns when it is."""
-        await self._written()
+        """Begin a checkpoint after the previous one is written; with `whole`, wait until it is written, too."""
+        await self._wait_for_checkpoint()
         begun = asyncio.Event()
         self._saving = asyncio.create_task(self._checkpoint(step, begun))
         beginning = asyncio.create_task(begun.wait())
@@ -157,9 +159,9 @@ class RunSteps:
         await self._run.checkpoint(step, begun)
         self._session.host.saved(self._run.checkpoints)
 
-    async def _written(self) -> None:
-        """Wait for the checkpoint that was begun. If the learner was lost meanwhile there is none, and the run goes on
-        from an earlier one. Raises CheckpointError."""
+    async def _wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint that was begun. If the learner was lost meanwhile it does not exist, and the run goes
+        on without it. Raises CheckpointError."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -168,7 +170,7 @@ class RunSteps:
             log.warning("a checkpoint was not written to its end, and does not count: %s", fault)
 
     def end(self) -> None:
-        """Whatever is still being written does not count."""
+        """Abandon the checkpoint that is still being written: it does not count."""
         if self._saving is not None:
             self._saving.cancel()
 

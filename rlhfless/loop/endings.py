@@ -29,7 +29,7 @@ TO_CORRECT = 2
 WRONG_RESULT = 3
 MACHINES_FAILED = 4
 STOPPED = 5
-"""A limit of the spec was reached."""
+"""Exit code of a run that has reached a limit of its spec."""
 
 LESS = "Ask for fewer samples (prompts_per_step, samples_per_prompt, prompts.held_out.max_prompts) or for smaller data"
 
@@ -117,8 +117,9 @@ def ending_of(error: BaseException) -> Ending:
 IN_TERMINAL = "Run it again with --debug for the traceback."
 
 
-def told(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -> str:
-    """The message that the user gets for an error. `traceback` says where that of an unexpected one is."""
+def user_message(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -> str:
+    """The message that the user gets for an error. `traceback` says where to find the traceback of an unexpected
+    one."""
     ending = ending_of(error)
     if ending is DISK_FULL and isinstance(error, OSError):
         return f"the disk is full: {error.filename or folder} could not be written"

@@ -29,7 +29,7 @@ failures."""
 
 
 LOGPROBS = "rollout_logprobs"
-"""The name under which a sample fails whose logprobs are not finite."""
+"""The name of the failure of a sample whose logprobs are not finite."""
 
 
 def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: ScoringSpec) -> ScoredGroups:
@@ -78,7 +78,8 @@ def log_failures(experience: Experience, step: int) -> None:
 
 
 def readable(groups: Sequence[Group]) -> list[Group]:
-    """The groups with 0 for each rollout logprob that is not finite: for the stages before the failed samples go."""
+    """The groups with 0 for each rollout logprob that is not finite, for stages that run before failed samples are
+    dropped."""
     return [replace(group, samples=tuple(map(_readable, group.samples))) for group in groups]
 
 

@@ -79,7 +79,7 @@ class GenerationStage:
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
         """Actors that were lost, or did not come up, since the last sample ended."""
-        self._events: asyncio.Queue[_Said | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[_Message | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
         self._busy: BusyCores | None = None
         self.host_busy_cores = 0.0
@@ -133,20 +133,20 @@ class GenerationStage:
     # -- actors that come and go (rlhfless.fleet.pool)
 
     def joined(self, slot: int) -> None:
-        """An actor serves at a slot."""
-        self._happened(Serving(slot))
+        """Give work to an actor that serves at a slot."""
+        self._on_event(Serving(slot))
 
     def missed(self, slot: int) -> None:
-        """No actor will come to a slot; samples that wait there become unassigned."""
+        """Unassign the samples that wait at a slot: no actor will come to it."""
         if self._table.lose(slot).size:
-            self._happened(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
+            self._on_event(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples continue on other actors, and it gets no new ones."""
         actor.drain()
         slot = self._slot_of(actor)
         if self._table.lose(slot).size:
-            self._happened(Lost(slot, self._table.unassigned))
+            self._on_event(Lost(slot, self._table.unassigned))
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of is actor]) and self._clock() < limit_s:
             # An abort may arrive before the request that it aborts, so it is repeated until no sample is left.
@@ -155,7 +155,7 @@ class GenerationStage:
 
     # -- decisions
 
-    def _happened(self, event: Event, loss: str = "") -> None:
+    def _on_event(self, event: Event, loss: str = "") -> None:
         """Handle an event from outside the stage; `loss` says why an actor was lost. A fault is raised in `groups`."""
         if self._asked_s is None or self.over:
             return
@@ -239,13 +239,13 @@ class GenerationStage:
                 self._request.work, "generate", self._request.call, request, timeout_s=self._spec.recovery.beat_s
             )
             async for event in events:
-                self._events.put_nowait(_Said(number, event))
+                self._events.put_nowait(_Message(number, event))
         except ReplicaLost as lost:
-            self._events.put_nowait(_Said(number, lost))
+            self._events.put_nowait(_Message(number, lost))
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _handle(self, event: _Said | Exception) -> Iterable[Group]:
+    def _handle(self, event: _Message | Exception) -> Iterable[Group]:
         if isinstance(event, Exception):
             raise event
         match event.event:
@@ -341,7 +341,7 @@ class GenerationStage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Message:
     """A message of a request's stream, or the error that ended it."""
 
     request: int

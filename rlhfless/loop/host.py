@@ -1,5 +1,5 @@
-"""What hosts a run, as the run sees it: it promises devices, may want the run to stop after a step, and is told what
-happens. A run that the command line started has no host of its own: it may use what it finds.
+"""The host of a run, as the run sees it: it promises devices, may stop the run after a step, and is notified of what
+happens. A run that the command line started has no host but this class: it may use all devices that it finds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class DevicesWanted:
 
     kind: str
     minimum: int
-    """Without these it cannot work."""
+    """The fewest with which it can work."""
     maximum: int
-    """With these it has all actors that its spec allows."""
+    """The number with which it has all actors that its spec allows."""
     unit: int
     """Devices of one generation actor, which it takes and gives back together."""
     tenants: int = 1
@@ -65,23 +65,25 @@ class Verdict:
 
 
 class Host:
-    """This one lets the run use all that it finds, until it ends. All methods but `devices` return at once."""
+    """A host that lets the run use all devices that it finds, until it ends, and the base of others. All methods but
+    `devices` return at once."""
 
     async def devices(self, wanted: DevicesWanted) -> None:
-        """Returns when the run may take the minimum. Raises FleetError if that does not happen in time."""
+        """Wait until the run may take the minimum. Raises FleetError if that does not happen in time."""
 
     def began(self, run: Run, held: Callable[[str], int]) -> int | None:
-        """The run's fleet is about to start. `held`: devices of a kind that the run takes or has, at any time later.
+        """Called before the run's fleet starts. `held`: the devices of a kind that the run takes or has when it is
+        called.
 
         Returns the most generation actors for now; None for as many as the spec allows.
         """
 
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
-        """The samples of a step are there."""
+        """Called when the samples of a step are complete."""
 
     def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
-        """A step is done, and evaluated."""
+        """Called when a step is done and evaluated."""
         return Verdict()
 
     def saved(self, checkpoints: Checkpoints) -> None:
-        """A checkpoint was saved; others may have been deleted."""
+        """Called when a checkpoint was saved; others may have been deleted."""

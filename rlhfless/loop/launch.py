@@ -42,7 +42,7 @@ PROBE_TOKENS = 128
 """Length of the probe: long enough for a steady mean over its tokens, short enough to cost one small prefill."""
 
 PROBE_PROMPTS = 8
-"""The probe is put together from the ends of this many prompts, if there are as many: prompts differ most at the
+"""The probe is made of the ends of this many prompts, or of all if there are fewer: prompts differ most at their
 end."""
 
 TOKEN_FILE = "store.token"
@@ -119,7 +119,7 @@ def _store_token(folder: Path) -> str:
 
 
 def serves_by_http(spec: RunSpec) -> bool:
-    """The weights travel by HTTP, and not by a folder that all functions share."""
+    """Whether weights are served by HTTP, and not by a folder that all functions share."""
     if spec.weights.store == "auto":
         return spec.placement.ray_address is not None
     return spec.weights.store == "http"
@@ -139,7 +139,7 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
 
 
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
-    """What a run needs to work, and what it could use at most, of its main kind of devices, which is the learner's."""
+    """The fewest and the most devices that a run can use, of the learner's kind."""
     kind = placement.allocation(name_of(spec, FunctionRole.UPDATES), 0).devices[0].kind
     actors = name_of(spec, FunctionRole.SAMPLES)
     fewest = placement.allocations[actors][: spec.scaling.generation.min_actors]
@@ -162,8 +162,8 @@ ROOM_S = 60.0
 async def require_room(
     spec: RunSpec, prepared: Prepared, placement: Placement, nodes: Sequence[Node], own: Sequence[Path]
 ) -> None:
-    """`own`: folders of the run's weights, which a run that is resumed has already. Raises InputError with what each
-    node lacks."""
+    """Check that each node has room for what the run puts on it. `own`: folders of the run's weights, which a resumed
+    run has already. Raises InputError with what each node lacks."""
     needed = needed_by_node(spec, prepared, placement)
     folders = [str(folder) for folder in own]
     rooms = await asyncio.to_thread(on_each_node, room_at, str(store_base(spec)), folders, timeout_s=ROOM_S)
@@ -179,7 +179,7 @@ async def require_room(
 
 
 def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> Mapping[str, Needed]:
-    """By name of the node; of nodes without learner or actors nothing is needed. Empty if sizes are not known."""
+    """What the run needs on each node with the learner or actors, by the node's name; empty if sizes are not known."""
     if prepared.shape is None:
         return {}
     size = version_bytes(prepared.shape, spec.model.dtype)

@@ -34,12 +34,12 @@ RECENT_CALLS = 512
 """The time of a load is estimated from this many recent calls: some tens of steps, so that it follows the run."""
 
 NEWEST_CALLS = 512
-"""What the service is told of at once: more than a second of a hundred actors has."""
+"""Most calls in one report to the service: more than a hundred actors make in a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What earlier attempts of a run have left in its trace."""
+    """The records of earlier attempts of a run, from its trace."""
 
     cost_usd: float = 0.0
     rollouts_of: frozenset[int] = frozenset()
@@ -75,10 +75,10 @@ class Ledger:
         self._behind = False
         self._step = 0
         self._calls: list[Invocation] = []
+        """Calls of the steps in progress."""
         self._newest: deque[Invocation] = deque(maxlen=NEWEST_CALLS)
         self.calls = 0
         """Calls of this attempt."""
-        """Calls of the steps in progress."""
         self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
         """Rollouts of the steps in progress, by step."""
         self._holdings = list(earlier.holdings)
@@ -88,7 +88,7 @@ class Ledger:
         self._earlier_held_s = length(union((holding.start_s, holding.end_s) for holding in earlier.holdings))
         self._device_s = 0.0
         self._since_s: float | None = None
-        """The first holding of this attempt began."""
+        """When the first holding of this attempt began."""
         self._engine_starts = list(started(earlier.decisions))
         """The seconds of the phases of each engine's start."""
         self._proofs_s: dict[str, list[float]] = defaultdict(list)
@@ -153,7 +153,7 @@ class Ledger:
         self.add_decision(acquired.decision(self._step))
 
     def reacquire_s(self, kind: str) -> float:
-        """Expected time until devices of a kind are there whose node has to come: see AcquisitionLags."""
+        """Expected wait for devices of a kind on a node that is not in the cluster yet: see AcquisitionLags."""
         return self._lags.lag_s(kind)
 
     def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
@@ -179,7 +179,7 @@ class Ledger:
         return Spent(self.cost_usd(pools), device_s, held_s)
 
     def records(self) -> tuple[list[Holding], list[Invocation]]:
-        """What the bill of the run is made of, of all its attempts: holdings that have been closed, and calls."""
+        """The records of the run's bill, of all its attempts: holdings that have been closed, and calls."""
         return list(self._holdings), list(self._invocations)
 
     def mean_start_s(self, function: str) -> float | None:

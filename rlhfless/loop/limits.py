@@ -10,7 +10,7 @@ from rlhfless.spec import LimitsSpec
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """By all attempts of a run together."""
+    """What all attempts of a run have spent together."""
 
     cost_usd: float
     device_s: float

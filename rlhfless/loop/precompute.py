@@ -1,7 +1,7 @@
-"""Shared prefixes go to an actor before the samples that begin with them.
+"""Gives actors shared prefixes before the samples that begin with them.
 
-The actor computes them; or gets their KV from another actor of the stage, where that is possible and takes less time
-(rlhfless.autoscaling.engine_speeds). Then there are two calls: the actor that has the prefix offers it, and the other
+The actor computes them, or gets their KV from another actor of the stage where that is possible and takes less time
+(rlhfless.autoscaling.engine_speeds). A transfer takes two calls: the actor that has the prefix offers it, and the other
 one takes it.
 """
 
@@ -64,7 +64,7 @@ class Precomputation:
             self._have.setdefault(prefix, []).append(actor)
 
     async def _offer(self, actor: Replica, prefix: Prefix) -> KvOffer | None:
-        """The offer of an actor that has the prefix; None if it is better computed."""
+        """The offer of an actor that has the prefix; None if to compute it takes less time."""
         others = [other for other in self._have.get(prefix, []) if other is not actor]
         others = [other for other in others if other.state is ReplicaState.SERVING]
         if not others or self._moves is None:

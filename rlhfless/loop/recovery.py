@@ -33,15 +33,15 @@ class Recovered:
     """The losses in one attempt of a run, and the cost of recovering from them."""
 
     replicas_lost: int
-    """Replicas of any function that died, hung or were restarted while they were needed. Their work continued on other
-    replicas, and they were replaced where the run still needed them."""
+    """Replicas of any function that died, hung or restarted while the run needed them. Their work continued on other
+    replicas, and they were replaced if it still needed them."""
     steps_again: int
     """Steps that were done again: the step that failed, and earlier steps that a new learner had to take again. A lost
     actor costs no step if its samples went to other actors."""
 
 
 class Recovery:
-    """Mends a run's fleet, a bounded number of times per step."""
+    """Repairs a run's fleet, a bounded number of times per step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

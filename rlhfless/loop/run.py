@@ -74,7 +74,7 @@ class Run:
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithm: Algorithm = field(init=False)
-    """The algorithm of the spec."""
+    """The algorithm that the spec selects."""
 
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.spec.algorithm)
@@ -115,7 +115,7 @@ class Run:
     def begin(self, step: int) -> StepContext:
         """Begin a step, or do it again; the context says which samples it draws, with which seeds and weights."""
         self.weights.served = self.published  # actors that wake for this step load it
-        begun = self.clock.begins(step, fleet_is_up=bool(self.generation.settled()))
+        begun = self.clock.begin(step, fleet_is_up=bool(self.generation.settled()))
         context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published)
         return context
 
@@ -197,7 +197,7 @@ class Run:
         return {pool.kind.column: stage(pool) for pool in self.with_role(FunctionRole.COLUMN)}
 
     def release_idle(self, step: int) -> None:
-        """The helpers have finished their work of this step: the policy keeps or releases them."""
+        """Let the policy keep or release the helpers, which have finished their work of this step."""
         for pool in self.helpers:
             self.scaler.idle(pool.function, step)
 
@@ -208,7 +208,7 @@ class Run:
         """Raises ReplicaLost if the learner is gone: a new learner has the initial weights until it is restored."""
         replicas = self.learner.replicas()
         if not replicas:
-            raise ReplicaLost("the learner was lost; another goes on from the newest checkpoint")
+            raise ReplicaLost("the learner was lost; restarting from the latest checkpoint")
         return replicas[0]
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
@@ -232,8 +232,8 @@ class Run:
         return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
-        """Save the weights after `step`, with everything that a resumed run needs. `begun` is set when the learner may
-        go on. Raises CheckpointError."""
+        """Save the weights after `step`, with everything that a resumed run needs. `begun` is set when the learner is
+        free for the next step. Raises CheckpointError."""
         notes = CheckpointNotes(
             run_id=self.run_id,
             attempt=self.attempt,
@@ -242,7 +242,7 @@ class Run:
             score=self.latest.get(self.spec.checkpoint.best_by),
             before=self.before,
         )
-        self.clock.interrupted()
+        self.clock.interrupt()
         self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
         call, learner, location = self.call(step), self._the_learner, self.checkpoints.location(step)
         arguments = (location, notes.as_json(), self.spec.checkpoint.background)
@@ -269,7 +269,7 @@ class Run:
         return step
 
     async def move_learner(self) -> None:
-        """Start the learner elsewhere, with the newest checkpoint: its node leaves."""
+        """Start the learner on another node, from the newest checkpoint: its own node leaves."""
         log.info("the learner moves, because its node leaves")
         await self.learner.stop(*self.learner.replicas())
         await self.open_weights(await self.restore())
@@ -279,7 +279,11 @@ class Run:
         with self.checkpoints.token() as token:
             limit_s = self.spec.timeouts.call_s
             faults = await learner.call(
-                "meets", self.call(0), token, timeout_s=limit_s, waiting_for="a look at the checkpoints"
+                "check_shared_storage",
+                self.call(0),
+                token,
+                timeout_s=limit_s,
+                waiting_for="the checkpoint storage check",
             )
         if faults:
             raise CheckpointError(
@@ -316,7 +320,7 @@ class Run:
         """Put the step into the ledger, and show its figures."""
         self.scaler.step_ended(record)
         self.latest.update(record.metrics)
-        others_since_s = self.clock.ended(record.step, record.end_s)
+        others_since_s = self.clock.end(record.step, record.end_s)
         if not self.ledger.has_step(record.step):
             self.ledger.add_step(record, others_since_s)
             lengths = [sample.model_tokens for sample in experience.samples]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rlhfless.records import Experience
 from rlhfless.spec import ScheduleSpec, SyncSpec
-from rlhfless.spec.extension import made
+from rlhfless.spec.extension import make
 
 
 class Steps(Protocol):
@@ -49,5 +49,5 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({"sync": f"{__name__}:{Sync.__nam
 
 def schedule_of(settings: ScheduleSpec) -> Schedule:
     """The schedule of a spec. Raises TargetError if a user's own schedule cannot be imported."""
-    schedule: Schedule = made(settings, BUILT_IN)
+    schedule: Schedule = make(settings, BUILT_IN)
     return schedule

@@ -19,7 +19,7 @@ from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
-from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
+from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.host import Host
@@ -52,7 +52,7 @@ from rlhfless.weights.monitor import RolloutMonitor
 log = logging.getLogger(__name__)
 
 REMOVE_S = 10.0
-"""Longest wait for the nodes of a cluster to remove a run's weights: seconds for a process, none for the files."""
+"""Longest wait for the nodes of a cluster to remove a run's weights: seconds to start a process, none for the files."""
 
 JOURNAL_FILE = "journal.sqlite"
 
@@ -69,7 +69,7 @@ class Session:
     sinks: MetricSinks
     host: Host = field(default_factory=Host)
     priority: int = 0
-    """Among runs that share devices."""
+    """Rank of the run among those that share devices."""
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -84,14 +84,14 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
         attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
         joined = bool(session.spec.placement.ray_address)
-        code = gathered(session.spec, session.folder) if joined else None
+        code = gather_modules(session.spec, session.folder) if joined else None
         prices = load_price_book(session.spec.scaling.prices)
         with session.console.waiting("starting Ray"):
             cluster = await Cluster.start(session.spec.placement, session.folder, prices.kinds, code)
         try:
             await _reach_nodes(session, code)
             if joined:
-                session = await _settled(session, cluster)
+                session = await _resolve_for_devices(session, cluster)
             # Opened here, because the trace keeps the spec as the devices have settled it.
             with contextlib.closing(_ledger(session, prices, attempt, earlier)) as ledger:
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
@@ -101,7 +101,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
 
 
 async def _reach_nodes(session: Session, code: Path | None) -> None:
-    """Bring code and models to the nodes that are there. Raises CodeNotThere, ModelNotThere."""
+    """Bring code and models to the nodes of the cluster. Raises CodeNotThere, ModelNotThere."""
     spec = session.spec
     if spec.placement.ray_address and targets(spec):
         with session.console.waiting("importing your modules on every node"):
@@ -111,10 +111,10 @@ async def _reach_nodes(session: Session, code: Path | None) -> None:
             await asyncio.to_thread(fetch_on_nodes, models, spec.timeouts.download_s)
 
 
-async def _settled(session: Session, cluster: Cluster) -> Session:
-    """With all that the devices of a joined cluster decide; the run's folder keeps the spec.
+async def _resolve_for_devices(session: Session, cluster: Cluster) -> Session:
+    """The session with everything that the devices of a joined cluster decide; the run's folder keeps the spec.
 
-    Raises PlacementError if there are none, and InputError if they cannot hold the run.
+    Raises PlacementError if there are no devices, and InputError if they cannot hold the run.
     """
     spec = session.spec
     kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
@@ -192,7 +192,7 @@ async def _fleet(
 
 
 async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:
-    """The run's weights, here or on all nodes: shared memory outlives the processes that wrote to it."""
+    """Remove the run's weights, here or on all nodes: shared memory outlives the processes that wrote to it."""
     names = [str(folder) for folder in folders]
     if everywhere and not cluster.lost:
         await asyncio.to_thread(on_each_node, remove_folders, names, timeout_s=REMOVE_S)
@@ -217,7 +217,7 @@ async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevic
     await devices.adopt()
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
     await devices.settle()
-    await gather_or_cancel(*(each.none_awake(run.call(0)) for each in turns))
+    await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))
     tries = session.spec.recovery.per_step if run.attempt > 1 else 0
     while True:
         try:

@@ -74,7 +74,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
     All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
     """
-    run.clock.interrupted()
+    run.clock.interrupt()
     await run.weights.sync(run.published, run.call(step))
     # Both at once: more sequences per iteration of the engine.
     sampled, greedy = await gather_or_cancel(

@@ -24,8 +24,8 @@ class StepBegun:
     tried_s: float
     """Begin of the current try."""
     recovers: bool
-    """Whether the step is done again after a fault, or no generation actor was up when it began. Then the time until
-    the first work of this try counts as recovery."""
+    """Whether the step is done again after a fault, or began while no generation actor was up. The time until the first
+    work of this try then counts as recovery."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class StepClock:
         self._ended_s: float | None = None
         """End of the last step; None if other work than closing it came after."""
 
-    def begins(self, step: int, *, fleet_is_up: bool) -> StepBegun:
+    def begin(self, step: int, *, fleet_is_up: bool) -> StepBegun:
         """Record that a step begins, or is done again."""
         now_s = time.time()
         recovers = step in self._begun_s or not fleet_is_up
@@ -67,11 +67,11 @@ class StepClock:
         self._ended_s = None
         return StepBegun(step, start_s, now_s, recovers)
 
-    def interrupted(self) -> None:
+    def interrupt(self) -> None:
         """Record work that belongs to no step, such as an evaluation."""
         self._ended_s = None
 
-    def ended(self, step: int, end_s: float) -> float:
+    def end(self, step: int, end_s: float) -> float:
         """Record the end of a step. Returns the begin of the earliest other step in progress; `end_s` if there is
         none."""
         self._begun_s.pop(step, None)

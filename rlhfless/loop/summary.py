@@ -103,9 +103,8 @@ COUNTED = frozenset({*ENGINES, Work.LOGPROBS, Work.LEARN})
 
 
 def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: Experience) -> dict[str, float]:
-    """`prompt_tokens_computed` and `prompt_tokens_unique` by function, of the functions with a call; and
-    `prefix_tokens_evicted`. `kept` is the part
-    of the drawn samples that is trained on."""
+    """`prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and `prefix_tokens_evicted`.
+    `kept` is the part of the drawn samples that is trained on."""
     computed: defaultdict[str, int] = defaultdict(int)
     work_of: dict[str, Work] = {}
     evicted = 0
@@ -114,14 +113,14 @@ def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: E
         if call.work in COUNTED:
             computed[call.function] += call.input_tokens - call.cached_tokens
             work_of[call.function] = call.work
-    unique = {id(given): unique_prompt_tokens(given) for given in (drawn, kept)}
+    unique = {id(experience): unique_prompt_tokens(experience) for experience in (drawn, kept)}
     metrics = {PREFIX_TOKENS_EVICTED: float(evicted)} if ENGINES & set(work_of.values()) else {}
     for function, tokens in computed.items():
-        given = kept if work_of[function] is Work.LEARN else drawn
-        # All but engines are fed the responses, too, and compute all of their tokens.
-        fed = 0 if work_of[function] in ENGINES else sum(sample.model_tokens for sample in given.samples)
-        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] = float(tokens - fed)
-        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] = float(unique[id(given)])
+        fed = kept if work_of[function] is Work.LEARN else drawn
+        # Functions other than engines are fed the responses, too, and compute all of their tokens.
+        responses = 0 if work_of[function] in ENGINES else sum(sample.model_tokens for sample in fed.samples)
+        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] = float(tokens - responses)
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] = float(unique[id(fed)])
     return metrics
 
 

@@ -1,1 +1,1 @@
-"""Which prompt tokens are shared, and what computing them once saves. Pure: arrays in, arrays out."""
+"""The prompt tokens that samples share, and the saving of computing them once. Pure: arrays in, arrays out."""

@@ -1,4 +1,4 @@
-"""How many prompt tokens an engine computed again because its cache had given their blocks away."""
+"""Counts the prompt tokens that an engine computes again because its cache has evicted their blocks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class CachedBlocks:
         """(hash of the block before it, tokens)."""
 
     def add(self, token_ids: Sequence[int]) -> int:
-        """A request with this prompt comes to the engine. Returns its tokens that earlier requests have computed, in
-        whole blocks; the last token of a prompt is never found in a cache."""
+        """Add the prompt of a request. Returns the number of its tokens that earlier requests have computed, in whole
+        blocks; the last token of a prompt is never found in a cache."""
         size, parent, shared = self._block_tokens, 0, True
         cached_tokens = 0
         for start in range(0, len(token_ids) - size + 1, size):
@@ -31,5 +31,5 @@ class CachedBlocks:
         return cached_tokens
 
     def clear(self) -> None:
-        """The engine's cache was emptied."""
+        """Forget all blocks: the engine's cache was emptied."""
         self._known.clear()

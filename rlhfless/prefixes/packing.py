@@ -120,7 +120,7 @@ def pruned(
 
 
 class SharingSequences:
-    """Sequences, and their shared prefixes that are worth computing once."""
+    """Sequences, and those of their shared prefixes that it pays to compute once."""
 
     def __init__(self, tokens: npt.NDArray[Any], lengths: IntArray) -> None:
         """`tokens` [tokens] of all sequences, one after the other; `lengths` [sequences]."""
@@ -181,7 +181,7 @@ class SharingSequences:
 
 
 class _Packing:
-    """The work of `SharingSequences.pack`."""
+    """Builds the layout that `SharingSequences.pack` returns."""
 
     def __init__(self, of: SharingSequences, sequences: list[int]) -> None:
         users = Counter(prefix for sequence in sequences for prefix in of.lineages[sequence])

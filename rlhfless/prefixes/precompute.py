@@ -1,4 +1,4 @@
-"""Which shared prefixes an actor computes before the samples that begin with them.
+"""Chooses the shared prefixes that an actor computes before the samples that begin with them.
 
 An engine by itself computes a prefix with the first sample that begins with it: its cache knows a block as soon as it
 is allocated. The prefixes of several prompts are computed ahead of that, the shorter before the longer, in a call of

@@ -25,7 +25,7 @@ NONE = -1
 """No shared prefix: the parent of the shortest ones, and the leaf of a sequence that shares nothing."""
 
 _FILL = -1
-"""Stands beyond the end of a sequence; no token id is negative."""
+"""Fills the table beyond the end of a sequence; no token id is negative."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,2 @@
-"""What can be known about a run before there is a fleet: data sets, model, rewards, devices. No Ray, no console."""
+"""Everything that can be known of a run before it has a fleet: data sets, model, rewards, devices. No Ray, no
+console."""

@@ -1,5 +1,5 @@
-"""Whether this machine's cores and memory hold the processes that a spec asks for on them. Of GPUs the memory plan says
-it."""
+"""Whether this machine's cores and memory hold the processes that a spec asks for. For GPUs the memory plan answers
+that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIGH_LEARNING_RATE = 0.01
 
 
 def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
-    """What does not fit the memory of a machine whose cores are the run's devices."""
+    """The processes that do not fit the memory of a machine whose cores are the run's devices."""
     memory_gib = memory_bytes / 2**30
     kv_gib = spec.generation.engine.kv_cache_gib or CPU_KV_GIB
     asked = (
@@ -37,7 +37,7 @@ def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
 
 
 def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
-    """What so many cores are shared by too many processes for, and what will not learn."""
+    """Numbers of processes that are too large for the cores."""
     bounds = spec.scaling.generation
     for name, actors in (("min_actors", bounds.min_actors), ("max_actors", bounds.most_actors)):
         if actors > devices:
@@ -50,7 +50,7 @@ def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
 
 
 def learning_rate_warnings(spec: RunSpec) -> Iterator[str]:
-    """A rate at which weights are overwritten rather than learned."""
+    """A learning rate that overwrites weights rather than trains them."""
     rate = spec.optimizer.learning_rate
     if rate > HIGH_LEARNING_RATE:
         yield (

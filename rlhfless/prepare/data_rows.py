@@ -47,7 +47,7 @@ class Row:
 def read_rows(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
     """All rows of a data set. `field` is the spec's field that named it, for messages.
 
-    Raises InputError if it does not exist, cannot be read, is empty, or is above `sizes`: that is looked at before its
+    Raises InputError if it does not exist, cannot be read, is empty, or is above `sizes`, which is checked before its
     rows are made.
     """
     file = Path(path)
@@ -165,7 +165,9 @@ _FILES = ("data_files", "data_dir")
 
 
 def foreign_files(name: str) -> tuple[str | None, str]:
-    """The revision that was looked at (None of a folder), and the first file of the data set that is not in it.
+    """Look for files that a data set names and that are not part of it, which `datasets` would fetch from any URL, also
+    of this machine. Returns the revision that was read (None for a folder), and the first such file; empty if there is
+    none.
 
     `name`: a folder, or a name of the hub. Raises what `huggingface_hub` raises.
     """

@@ -23,7 +23,7 @@ _HUB_ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """What other stages need to know about the tokenizer."""
+    """The properties of the tokenizer that other stages need."""
 
     path: str
     """Folder or hub name."""
@@ -35,7 +35,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, slots=True)
 class PolicyModel:
-    """What is known of the policy before it is loaded."""
+    """The policy as its files describe it, before it is loaded."""
 
     tokenizer: Any
     """The tokenizer, of transformers."""
@@ -79,7 +79,7 @@ _RELATIVE = "Relative paths in a spec count from the spec's folder"
 
 
 def require_name(path: str, field: str) -> None:
-    """A folder that is there, or what may be a name of the hub and nothing else. Raises InputError."""
+    """Check that a path is an existing folder, or can only be a name of the hub. Raises InputError."""
     folder = Path(path)
     if why := shadowed(path):
         raise _error(field, why, NOT_HERE)
@@ -92,7 +92,8 @@ def require_name(path: str, field: str) -> None:
 
 
 def missing_on_hub(name: str) -> str:
-    """Why the hub cannot give a model; empty if it may. Asked once: transformers would retry for half a minute."""
+    """Why the hub cannot provide a model; empty if it may. The hub is asked once: transformers would retry for half a
+    minute."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 

@@ -92,7 +92,7 @@ def all_there(folder: Path) -> bool:
 
 
 def _chosen(folder: Path, field: str) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:
-    """The files to load, and their index (tensor to file) if there is one. Raises InputError."""
+    """The files to load, and their index (tensor to file), if they have one. Raises InputError."""
     for name in WEIGHT_FILES:
         if (folder / name).exists():
             return (folder / name,), None
@@ -151,7 +151,7 @@ def _tensors(file: Path, field: str, problems: list[Problem]) -> dict[str, Store
 
 
 class _Unreadable(Exception):
-    """What is wrong with a file."""
+    """A weight file cannot be read; the message says why."""
 
 
 def _of_safetensors(file: Path) -> dict[str, StoredTensor]:

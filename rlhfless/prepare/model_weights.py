@@ -1,4 +1,4 @@
-"""Checks before anything starts that the weights of a model are complete and fit its configuration.
+"""Checks, before anything starts, that the weights of a model are complete and fit its configuration.
 
 The check covers a folder on this machine, and a hub model whose files are all in the local cache. Any other model is
 checked when the functions load it (rlhfless.functions.loading), by the same report of the same loader.
@@ -42,7 +42,7 @@ def weight_problems(
 
 
 def _folder(path: str) -> Path | None:
-    """Where the files are; None if they are not on this machine."""
+    """The folder of the files; None if they are not on this machine."""
     if is_path(path):
         return Path(path) if os.path.isfile(os.path.join(path, "config.json")) else None
     from huggingface_hub import try_to_load_from_cache

@@ -1,7 +1,7 @@
 """Everything that can be checked before anything is started, with every problem reported at once.
 
-Not checked here, because only the cluster knows: the devices of a joined Ray cluster, and whether the run fits their
-memory.
+Not checked here, because only the cluster knows them: the devices of a joined Ray cluster, and whether the run fits
+their memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run starts from."""
+    """The checked inputs from which a run starts."""
 
     tokenizer: TokenizerInfo
     train: tuple[Prompt, ...]
@@ -157,7 +157,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     except (PlacementError, UnknownAccelerator) as error:
         return [Problem("placement", str(error))]
     except InputError:
-        return []  # the price book cannot be read, which is told already
+        return []  # the price book cannot be read, which is reported already
     return []
 
 
@@ -167,7 +167,7 @@ def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | No
     try:
         kind, count = local_devices(spec)
     except UserError:
-        return []  # told by _device_problems
+        return []  # reported by _device_problems
     problems = [
         *memory_problems(spec, kind, count, sequence_tokens),
         *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
@@ -218,13 +218,13 @@ def _folder_problems(field: str, folder: str | None) -> list[Problem]:
     """Checks, without writing, that the folder can be made and that files can be made in it."""
     if folder is None:
         return []
-    here = Path(folder).absolute()
-    while not here.exists():
-        here = here.parent
-    if not here.is_dir():
-        return [Problem(field, f"{folder!r} cannot be a folder: {str(here)!r} is a file", "name another one")]
-    if not os.access(here, os.W_OK | os.X_OK):
-        return [Problem(field, f"{folder!r} cannot be written: no permission in {str(here)!r}", "name another one")]
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return [Problem(field, f"{folder!r} cannot be a folder: {str(existing)!r} is a file", "name another one")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [Problem(field, f"{folder!r} cannot be written: no permission in {str(existing)!r}", "name another one")]
     return []
 
 

@@ -47,8 +47,8 @@ def load_prompts(
 ) -> PromptSets:
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
-    `read` names the columns that rewards read, None for all; NaN in one of them is a warning. Raises InputError with
-    the problems of both sets.
+    `read`: the columns that rewards read, None for all; NaN in one of them gives a warning. Raises InputError with the
+    problems of both sets.
     """
     sources = [("prompts.path", spec.path, spec.split)]
     wanted = spec.held_out

@@ -1,4 +1,4 @@
-"""Rewards tried on responses from a file, before a run: what `rlhfless rewards test` shows."""
+"""A trial of rewards on responses from a file, before a run, as `rlhfless rewards test` shows it."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ MOST_SIBLINGS = 16
 """Samples per prompt for a reward that gets lists and may compare siblings; others get one."""
 
 TRIAL_S = 30.0
-"""Longest trial of a reward, beside the start of its worker; what is not scored by then is not judged."""
+"""Longest trial of a reward, without the start of its worker; samples that are not scored by then are not judged."""
 
 
 def trial_calls(spec: RunSpec, prompts: Sequence[Prompt]) -> tuple[list[Problem], list[str]]:
@@ -114,7 +114,7 @@ def trial_calls(spec: RunSpec, prompts: Sequence[Prompt]) -> tuple[list[Problem]
             continue
         if what := _failures(samples, outcomes):
             if _stops(spec.scoring, outcomes):
-                problems.append(Problem(where, f"{name}: {what}", _mend(spec.scoring)))
+                problems.append(Problem(where, f"{name}: {what}", _hint(spec.scoring)))
             else:
                 warnings.append(f"{where}: {name}: {what}")
         if len(outcomes) < len(samples):
@@ -134,7 +134,7 @@ def _samples(prompts: Sequence[Prompt], siblings: int) -> list[RewardSample]:
 
 
 async def _outcomes(reward: PythonRewardSpec, samples: Sequence[RewardSample]) -> Mapping[int, Outcome]:
-    """By sample, as far as they are known in time. Raises RewardError if the reward cannot be made."""
+    """The outcomes that are known in time, by sample. Raises RewardError if the reward cannot be made."""
     outcomes: dict[int, Outcome] = {}
     workers = Workers([reward], 1)
     try:
@@ -165,8 +165,8 @@ def _stops(scoring: ScoringSpec, outcomes: Mapping[int, Outcome]) -> bool:
     return scoring.on_failure == "fail" or failed > scoring.max_failed * len(outcomes)
 
 
-def _mend(scoring: ScoringSpec) -> str:
-    number = "return a finite number for every response, also for one that it cannot read"
+def _hint(scoring: ScoringSpec) -> str:
+    hint = "return a finite number for every response, also for one that it cannot read"
     if scoring.on_failure == "fail":
-        return number
-    return f"{number}; or set scoring.max_failed to 1, and failures are only warned of here"
+        return hint
+    return f"{hint}; or set scoring.max_failed to 1, and failures are only warned of here"

@@ -3,8 +3,8 @@
     checkpoints/step-000020/   a Hugging Face model folder, the learner's state, and run.json
 
 They are in a folder, or in an object store that fsspec knows by its URL. In a folder the learner writes under a
-temporary name and renames, so a checkpoint with the right name is complete; an object store has no such name, and there
-run.json is written last. It names the run, step and weights of the checkpoint.
+temporary name and renames, so a checkpoint with the right name is complete; an object store cannot rename, so run.json,
+which names the run, step and weights of the checkpoint, is written last there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhfless.text import parsed_json
 NOTES_FILE = "run.json"
 
 STATE_FOLDER = "learner_state"
-"""What a learner goes on from, beside the model."""
+"""The state from which a learner continues, in addition to the model."""
 
 CHECKPOINT_VERSION = 2
 
@@ -112,7 +112,7 @@ class Checkpoints:
 
     @contextmanager
     def token(self) -> Iterator[str]:
-        """The location of a file that is there within the block, for others to look for.
+        """The location of a file that exists within the block, for others to look for.
 
         Raises CheckpointError if it cannot be written.
         """
@@ -132,7 +132,7 @@ class Checkpoints:
 
 
 def is_url(location: str) -> bool:
-    """The location is in an object store, or another place that fsspec knows, and not a path."""
+    """Whether the location is a URL that fsspec knows, such as of an object store, and not a path."""
     return "://" in location
 
 
@@ -146,7 +146,7 @@ def files_of(location: str) -> tuple[AbstractFileSystem, str]:
 
 
 def remove(location: str) -> None:
-    """Delete a checkpoint, or what is there of one."""
+    """Delete a checkpoint, or the remains of one."""
     files, path = files_of(location)
     if is_url(location):
         if files.exists(f"{path}/{NOTES_FILE}"):  # first: the others do not make a checkpoint without it
@@ -160,11 +160,11 @@ def remove(location: str) -> None:
 
 
 def export_model(location: str, folder: Path) -> CheckpointNotes:
-    """Copy the model and tokenizer of a checkpoint to a new folder, in Hugging Face format, without what a learner goes
-    on from. `location`: the checkpoint's folder or URL, or a run's folder, whose newest checkpoint is taken.
+    """Copy the model and tokenizer of a checkpoint to a new folder, in Hugging Face format, without the learner's
+    state. `location`: the checkpoint's folder or URL, or a run's folder, whose newest checkpoint is taken.
 
-    Returns its notes. Raises CheckpointError if there is no checkpoint, if it cannot be copied, or if the folder is
-    there.
+    Returns its notes. Raises CheckpointError if there is no checkpoint, if it cannot be copied, or if the folder
+    exists.
     """
     if not is_url(location) and (of_run := Path(location) / CHECKPOINTS_FOLDER).is_dir():
         newest = Checkpoints(of_run, keep_last=1).newest()

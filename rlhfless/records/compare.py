@@ -1,4 +1,4 @@
-"""Do two traces hold the same samples? Seeds promise so, whatever the fleet did."""
+"""Compares the samples of two traces, which seeds make equal whatever the fleet did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Comparison:
     """Samples of two runs, compared by their key."""
 
     compared: int
-    """In both."""
+    """Number of samples that both runs have."""
     identical: int
     """Number of samples with the same tokens."""
     first_difference: Key | None
@@ -33,15 +33,15 @@ class Comparison:
 
 def compare_samples(first: Trace, second: Trace) -> Comparison:
     """Compare all samples that both traces hold. Raises TraceError for a trace without token ids."""
-    one, two = _by_key(first), _by_key(second)
-    common = sorted(one.keys() & two.keys())
-    different = [key for key in common if one[key].token_ids != two[key].token_ids]
+    samples, others = _by_key(first), _by_key(second)
+    common = sorted(samples.keys() & others.keys())
+    different = [key for key in common if samples[key].token_ids != others[key].token_ids]
     return Comparison(
         compared=len(common),
         identical=len(common) - len(different),
         first_difference=next(iter(different), None),
-        only_in_first=len(one.keys() - two.keys()),
-        only_in_second=len(two.keys() - one.keys()),
+        only_in_first=len(samples.keys() - others.keys()),
+        only_in_second=len(others.keys() - samples.keys()),
     )
 
 

@@ -26,7 +26,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GivenSegment:
-    """Tokens that the policy has read and not drawn: nothing is learned about them."""
+    """Tokens that the policy has read and not drawn: nothing is learned from them."""
 
     source: Source
     token_ids: IntArray  # [segment]
@@ -105,8 +105,8 @@ class Group:
     @classmethod
     def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> Group:
         """A group of samples of one turn."""
-        given = GivenSegment(Source.PROMPT, np.asarray(prompt.token_ids, dtype=np.int64))
-        return cls(prompt, tuple(Sample((given, rollout)) for rollout in rollouts))
+        segment = GivenSegment(Source.PROMPT, np.asarray(prompt.token_ids, dtype=np.int64))
+        return cls(prompt, tuple(Sample((segment, rollout)) for rollout in rollouts))
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -117,10 +117,10 @@ class Group:
         """The group with scores and columns added to its samples: one value of each per sample, in their order."""
         samples = self.samples
         if score is not None:
-            samples = tuple(replace(one, score=given) for one, given in zip(samples, score, strict=True))
+            samples = tuple(replace(sample, score=value) for sample, value in zip(samples, score, strict=True))
         for name, values in columns.items():
             rows = zip(samples, values, strict=True)
-            samples = tuple(replace(one, columns={**one.columns, name: given}) for one, given in rows)
+            samples = tuple(replace(sample, columns={**sample.columns, name: value}) for sample, value in rows)
         return replace(self, samples=samples)
 
 

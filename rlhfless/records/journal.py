@@ -83,8 +83,8 @@ class Journal:
         return self.attempt
 
     def add(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write finished rollouts of a step; they are on disk when this returns. A rollout that is there already is not
-        changed.
+        """Write finished rollouts of a step; they are on disk when this returns. A rollout that the journal has already
+        is not changed.
 
         Raises StaleAttempt, or JournalError when it cannot be written; nothing is written then.
         """

@@ -29,8 +29,8 @@ class FunctionRole(StrEnum):
     """What a function does for a step."""
 
     SAMPLES = "samples"
-    """Draws samples. The plan of a step says how many replicas work; any of them can leave in mid-work, and its samples
-    go on elsewhere."""
+    """Draws samples. The plan of a step says how many replicas work; any of them can leave during its work, and its
+    samples continue on another."""
     SCORES = "scores"
     """Adds its part of the score to the samples of complete groups."""
     COLUMN = "column"
@@ -94,7 +94,7 @@ PREFIX_TOKENS_EVICTED = "prefix_tokens_evicted"
 
 
 class Work(StrEnum):
-    """What an invocation did."""
+    """The work of an invocation."""
 
     GENERATE = "generate"
     HELD_OUT = "held_out"
@@ -139,7 +139,7 @@ class Invocation:
     version: str = ""
     """Label of the weight version in use."""
     evicted_tokens: int = 0
-    """Input tokens that were computed again: an engine had had their KV, and given the memory to others."""
+    """Input tokens that were computed again: an engine had computed their KV before, and evicted it."""
 
     @property
     def duration_s(self) -> float:
@@ -155,13 +155,13 @@ class StartPhase(StrEnum):
     absent."""
 
     REPLICA = "replica"
-    """The actor's own process, and the way of the news to the driver."""
+    """The actor's own process, and the report of its start to the driver."""
     IMPORT = "import"
     CONFIGURE = "configure"
     WEIGHTS_DISK = "weights_disk"
     """Reading the model's own weights, most of them from disk or network."""
     WEIGHTS_CACHE = "weights_cache"
-    """The same, most of them from the page cache."""
+    """Reading them, most of them from the page cache."""
     COMPILE = "compile"
     GRAPHS = "graphs"
     """Capture of CUDA graphs."""
@@ -206,13 +206,13 @@ class StepRecord:
 
 
 class SleepTier(StrEnum):
-    """Where the state of a replica is while its device's memory is free. The processes stay up in both."""
+    """The place of a replica's state while its device's memory is free. The processes stay up in both tiers."""
 
     HOST = "host"
     """Weights and state are in the host's memory; the KV cache, which no other version could use, is gone."""
     DROPPED = "dropped"
-    """Weights are gone, too: the replica serves again after its next load, which an actor between two versions has
-    to do in any case. A function whose state exists nowhere else, such as the learner, sleeps in HOST instead."""
+    """Weights are gone, too: the replica serves again after its next load, which an actor between two versions needs in
+    any case. A function whose state exists nowhere else, such as the learner, sleeps in HOST instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,9 @@ class Slept:
     """A replica that sleeps."""
 
     tier: SleepTier
-    """The tier it is in: the one that was asked for, a replica's only one, or the one in which it slept already."""
+    """The tier it is in: the requested one, a replica's only one, or the one in which it slept already."""
     freed_bytes: int
-    """What its processes held less, as read from its device, or on a CPU from its processes; 0 if it slept already."""
+    """The bytes that its processes gave up, as read from its device, or on a CPU from its processes; 0 if it slept
+    already."""
     held_bytes: int
-    """What they still hold there."""
+    """The bytes that they still hold."""

@@ -3,8 +3,7 @@
 The version is one integer. Any change of a column (its name, type, unit or meaning; added or taken away)
 raises it, and a reader reads exactly the versions it knows, this one and those of ADDED: a bill that is misread
 silently is worse than a refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix
-time.
-docs/trace.md explains every column.
+time. docs/trace.md explains every column.
 
 Enums are stored as their text, so that files can be read without this package. `Decision.inputs` mixes types,
 which no Arrow map holds: it is JSON text.
@@ -22,7 +21,8 @@ from rlhfless.spec.errors import UserError
 TRACE_VERSION = 3
 
 ADDED: Mapping[int, Mapping[str, Mapping[str, int]]] = MappingProxyType({2: {"invocations": {"evicted_tokens": 0}}})
-"""The earlier versions that can be read: the columns that a table did not have yet, and what they would have held."""
+"""The earlier versions that can be read: the columns that a table did not have yet, with the value of all their
+rows."""
 
 NAME_KEY = b"rlhfless.table"
 """Parquet metadata: the name of the table."""
@@ -120,5 +120,5 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
         ),
     }
 )
-"""Each table is a folder of the trace; each file in it has exactly these columns. In the order in which they are
-written: what a step has left is there before its row in `steps`."""
+"""Each table is a folder of the trace; each file in it has exactly these columns. Tables are written in this order: the
+records of a step are on disk before its row in `steps`."""

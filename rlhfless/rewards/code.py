@@ -108,7 +108,7 @@ def _pairs(value: Mapping[str, Any]) -> tuple[Test, ...]:
     texts = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs)
     if not texts or not all(isinstance(text, str) for text in (*inputs, *outputs)):
         raise Unscorable(f"a test has texts as `input` and `output`; got {quote(repr(value))}")
-    return tuple(Test(input=given, output=wanted) for given, wanted in zip(inputs, outputs, strict=True))
+    return tuple(Test(input=text, output=expected) for text, expected in zip(inputs, outputs, strict=True))
 
 
 def _is_tests(value: Any) -> bool:

@@ -265,7 +265,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _filter_system_calls(program: list[list[int | None]]) -> bool:
-    """None in an instruction stands for this process's id. Returns whether the kernel took the filter."""
+    """Install a filter; None in an instruction stands for this process's id. Returns whether the kernel took it."""
     own = os.getpid()
     code = b"".join(struct.pack("HBBI", *(own if part is None else part for part in line)) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))

@@ -222,7 +222,7 @@ def _file(content: bytes) -> IO[bytes]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of ours: a token in an environment variable is not for the policy's code."""
+    """The environment of the process, with no variable of the parent: the policy's code may see no token."""
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 

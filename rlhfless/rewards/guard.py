@@ -1,8 +1,8 @@
 """Keeps HTTP rewards of a service's users away from the service's own machine and its cloud's metadata.
 
-The address is looked at where the connection is made: a name is resolved once, and the connection goes to the address
-that was checked, so a name that resolves to another address a moment later gains nothing. Redirects are not followed.
-Addresses of private networks are allowed: reward services of a cluster are there.
+The address is checked when the connection is made: a name is resolved once, and the connection goes to the address that
+was checked, so a name that resolves to another address a moment later gains nothing. Redirects are not followed.
+Addresses of private networks are allowed, because reward services of a cluster have such addresses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.20
 
 
 class ForbiddenAddress(httpx.ConnectError):
-    """The address is not to be reached."""
+    """An HTTP reward may not reach this address."""
 
 
 def forbidden(address: Address) -> str:
-    """Why an address is not to be reached, also behind one of IPv6's forms of it; empty if it may be."""
+    """Why an address may not be reached, also in one of IPv6's forms of it; empty if it may."""
     inner: Address | None = None
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
@@ -49,7 +49,7 @@ def forbidden(address: Address) -> str:
 
 
 def refusal(url: str, hosts: Collection[str]) -> str:
-    """Why a URL is not to be reached, before a run; empty if it may be, or if its name has no address yet."""
+    """Why a URL may not be reached, before a run; empty if it may, or if its name has no address yet."""
     host, port = _end(httpx.URL(url))
     if f"{host}:{port}" in hosts:
         return ""
@@ -65,12 +65,12 @@ def _end(url: httpx.URL) -> tuple[str, int]:
 
 
 def _addresses(resolved: Iterable[tuple[Any, ...]]) -> list[Address]:
-    """The addresses that getaddrinfo has found."""
+    """The addresses in a result of getaddrinfo."""
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in resolved]
 
 
 def _refused(host: str, addresses: Iterable[Address]) -> str:
-    """One forbidden address among several is enough."""
+    """Why a host may not be reached: one forbidden address among several is enough; empty if it may."""
     for address in addresses:
         if why := forbidden(address):
             name = f"{host} ({why})" if host == str(address) else f"{host} is {address} ({why})"

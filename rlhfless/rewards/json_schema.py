@@ -1,4 +1,4 @@
-"""Whether a response holds JSON that follows a schema."""
+"""The reward for responses that hold JSON which follows a schema."""
 
 from __future__ import annotations
 

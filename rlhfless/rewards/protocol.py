@@ -58,11 +58,11 @@ are float32, which ends at 3.4e38, and the gradient is squared and summed over a
 factor of 1e20 for what the model multiplies it by, and sums over parts stay far within float64."""
 
 Report = Callable[[int, Outcome], None]
-"""Called with the index of a sample and its outcome, once per sample, in any order."""
+"""Takes the index of a sample and its outcome; called once per sample, in any order."""
 
 
 class Checked(Protocol):
-    """The checks of both kinds before scoring."""
+    """The checks before scoring that rewards of both kinds have."""
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Reasons for which samples of these prompts could not be scored, as far as can be found without a call."""

@@ -79,12 +79,12 @@ class PythonReward:
         for prompt in prompts:
             by_columns.setdefault(frozenset(prompt.columns), []).append(prompt)
         problems = []
-        for columns, those in by_columns.items():
+        for columns, affected in by_columns.items():
             available = [*ARGUMENTS, *sorted(columns), *self._spec.kwargs]
             for name in self._signature.unknown(available):
                 problems.append(
                     f"{self._spec.target!r} requires `{name}`, and nothing of that name is given in "
-                    f"{len(those)} of {len(prompts)} prompts (first: {quote(those[0].text)}). "
+                    f"{len(affected)} of {len(prompts)} prompts (first: {quote(affected[0].text)}). "
                     f"{nearest(name, available)}Available: {', '.join(available)}"
                 )
         return problems
@@ -257,7 +257,7 @@ def signature(reward: str, target: str, function: Callable[..., Any]) -> Signatu
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise RewardError(reward, f"{target!r} tells no signature ({error}); wrap it in a function") from error
+        raise RewardError(reward, f"{target!r} has no signature ({error}); wrap it in a function") from error
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             what = f"{target!r} takes `{parameter.name}` by position only; rewards are called by keyword"

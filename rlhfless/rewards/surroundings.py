@@ -1,7 +1,7 @@
-"""What a worker of rewards gets from its parent, and what it may print.
+"""The environment of a worker of rewards, and its output.
 
-A user's reward needs where Python, libraries and caches are, and no secret of the service or the run that starts it
-(the database's password, keys of clouds). What it prints goes to the log, with its name, up to a limit: a reward that
+A user's reward needs the locations of Python, libraries and caches, and no secret of the service or the run that starts
+it (the database's password, keys of clouds). Its output goes to the log under its name, up to a limit: a reward that
 prints its whole batch at every call would fill the disk.
 """
 
@@ -18,7 +18,7 @@ from rlhfless.text import legible
 KIB = 1024
 
 PRINTED_KIB = 256
-"""What one worker may print, in KiB, also after it was started again: thousands of lines."""
+"""The most output of one worker, in KiB, restarts included: thousands of lines."""
 
 LINE_BYTES = 8 * KIB
 """A longer line is cut in several."""
@@ -34,12 +34,12 @@ _PASSED = re.compile(
 
 
 def environment_of_rewards(own: Mapping[str, str]) -> dict[str, str]:
-    """What of the environment `own` of a parent its worker gets."""
+    """The part of a parent's environment that its worker gets."""
     return {name: value for name, value in own.items() if _PASSED.fullmatch(name)}
 
 
 class Output:
-    """What the processes of one worker print, one after the other."""
+    """The output of one worker's processes, which follow each other."""
 
     def __init__(self, reward: Callable[[], str]) -> None:
         """`reward`: the name of the reward that is at work."""
@@ -47,7 +47,7 @@ class Output:
         self._left_bytes = PRINTED_KIB * KIB
 
     def follow(self, stream: IO[bytes]) -> None:
-        """Write what comes from a process to standard error, in a thread that ends with the process."""
+        """Write the output of a process to standard error, in a thread that ends with the process."""
         threading.Thread(target=self._follow, args=(stream,), name="reward-output", daemon=True).start()
 
     def _follow(self, stream: IO[bytes]) -> None:

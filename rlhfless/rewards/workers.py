@@ -43,7 +43,7 @@ START_S = 120.0
 """A worker's start, with the imports of the user's rewards: torch takes ten seconds on a cold disk."""
 
 FIRST_WORD_S = 30.0
-"""Longest time from a task to the first Begin: no code of the user runs before it."""
+"""Longest time from a task to its first Begin: no code of the user runs before that."""
 
 REAP_S = 5.0
 """A killed process is gone within milliseconds, unless the kernel is busy with its memory."""
@@ -221,7 +221,7 @@ class _Worker:
         self._send(self._specs)
 
     def _spawn(self) -> socket.socket:
-        """Start the process; returns our end of its connection. Takes milliseconds."""
+        """Start the process; returns the parent's end of its connection. Takes milliseconds."""
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: the current folder must not hide installed packages; `sys.path` is passed on unchanged instead.
@@ -248,7 +248,7 @@ class _Worker:
         return await processes.read(self._reader)
 
     def _end(self) -> str:
-        """How the process ended, in words. Kills it if it has only closed its connection."""
+        """How the process ended, as a text. Kills it if it has only closed its connection."""
         process = self._process
         assert process is not None
         with suppress(subprocess.TimeoutExpired):

@@ -21,7 +21,7 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import MemoryPhase
 from rlhfless.scaling.placement import Node, Placement, Wanted, place
 from rlhfless.spec import RewardModelSpec, RunSpec
-from rlhfless.spec.extension import made
+from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target
 
 DECLARED = tuple(
@@ -108,7 +108,7 @@ def declared() -> Mapping[str, FunctionKind]:
 
 def kinds_of(spec: RunSpec) -> tuple[FunctionKind, ...]:
     """The functions of a run: those of the package that it needs, then the user's own."""
-    own: list[FunctionKind] = [made(settings, {}).kind(name) for name, settings in spec.functions.items()]
+    own: list[FunctionKind] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
     return tuple(kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
 
 

@@ -1,4 +1,5 @@
-"""A check, its outcome, and the order of the checks: one that needs what another has found is left out without it."""
+"""A check and its outcome, and a run of checks in order: a check that needs the result of another is skipped without
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class NotHere(Exception):
 
 
 class Wrong(Exception):
-    """The check has found a fault: what it measured, and what is wrong with it."""
+    """The check has found a fault: the message names it, and `measured` has the figures."""
 
     def __init__(self, why: str, **measured: Any) -> None:
         super().__init__(why)
@@ -35,7 +36,7 @@ Run = Callable[[Subject], Measured]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One property of the machine. What it measures is the docstring of `run`."""
+    """A check of one property of the machine. The docstring of `run` says what it measures."""
 
     name: str
     remedy: str
@@ -44,7 +45,7 @@ class Check:
     needs: tuple[str, ...] = ()
     """Checks that must have been ok."""
     gpus: int = 0
-    """The fewest GPUs of a node that it applies to."""
+    """The fewest GPUs of a node to which it applies."""
 
 
 def check(name: str, remedy: str, *, needs: tuple[str, ...] = (), gpus: int = 0) -> Callable[[Run], Check]:
@@ -54,7 +55,7 @@ def check(name: str, remedy: str, *, needs: tuple[str, ...] = (), gpus: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class CheckOutcome:
-    """What a check has found."""
+    """The outcome of a check."""
 
     name: str
     measures: str
@@ -70,30 +71,30 @@ class CheckOutcome:
 def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckOutcome]:
     """Run the checks in order."""
     states: dict[str, State] = {}
-    for one in checks:
-        outcome = _outcome(one, subject, states)
-        states[one.name] = outcome.state
+    for each in checks:
+        outcome = _outcome(each, subject, states)
+        states[each.name] = outcome.state
         yield outcome
 
 
 def _outcome(check: Check, subject: Subject, states: Mapping[str, State]) -> CheckOutcome:
     began_s = time.monotonic()
 
-    def found(state: State, measured: Measured, why: str = "") -> CheckOutcome:
+    def ended(state: State, measured: Measured, why: str = "") -> CheckOutcome:
         remedy = check.remedy if state == "failed" else ""
         return CheckOutcome(
             check.name, inspect.getdoc(check.run) or "", state, time.monotonic() - began_s, measured, why, remedy
         )
 
     if subject.gpus < check.gpus:
-        return found("not applicable", {}, f"it needs {check.gpus} GPU(s), and {subject.gpus} are here")
+        return ended("not applicable", {}, f"it needs {check.gpus} GPU(s), and this node has {subject.gpus}")
     if missing := [name for name in check.needs if states.get(name) != "ok"]:
-        return found("not applicable", {}, f"it needs what {' and '.join(missing)} did not find")
+        return ended("not applicable", {}, f"it needs what {' and '.join(missing)} did not find")
     try:
-        return found("ok", check.run(subject))
+        return ended("ok", check.run(subject))
     except NotHere as reason:
-        return found("not applicable", {}, str(reason))
+        return ended("not applicable", {}, str(reason))
     except Wrong as fault:
-        return found("failed", fault.measured, str(fault))
+        return ended("failed", fault.measured, str(fault))
     except Exception as error:
-        return found("failed", {"trace": traceback.format_exc()}, f"{type(error).__name__}: {error}")
+        return ended("failed", {"trace": traceback.format_exc()}, f"{type(error).__name__}: {error}")

@@ -46,7 +46,7 @@ KV_SHARE = 0.9
 
 
 class Engines:
-    """The one engine that is up, and the loop that hears it."""
+    """The one running engine, and its event loop."""
 
     def __init__(self, subject: Subject, tensor_parallel: int = 0) -> None:
         spec = subject.spec
@@ -78,7 +78,7 @@ class Engines:
         return report, self.run(self.engine.logprobs(published.probe.token_ids))
 
     def draw(self, *requests: SampleRequest) -> list[tuple[int, ...]]:
-        """The tokens of each, drawn at the same time."""
+        """The tokens of each request, drawn at the same time."""
 
         async def drawn() -> list[tuple[int, ...]]:
             return [sample.token_ids for sample in await asyncio.gather(*map(self.engine.sample, requests))]
@@ -91,7 +91,7 @@ class Engines:
 
 
 def _devices_of(subject: Subject, count: int) -> tuple[str, ...]:
-    """The first of the node, which the learner has, too, where they share devices; else the last."""
+    """The engine's devices: the node's first, which the learner uses too, if they share devices; otherwise its last."""
     colocated = subject.spec.placement.mode == "colocated"
     if not subject.gpus:
         return tuple(map(str, sorted(os.sched_getaffinity(0))))[:count]
@@ -101,7 +101,7 @@ def _devices_of(subject: Subject, count: int) -> tuple[str, ...]:
 
 @contextmanager
 def _bound(devices: tuple[str, ...], *, on_gpus: bool) -> Iterator[None]:
-    """Within the block what this thread starts has these devices alone."""
+    """Within the block processes that this thread starts see these devices alone."""
     name, cores = "CUDA_VISIBLE_DEVICES", os.sched_getaffinity(0)
     before = os.environ.get(name)
     os.environ[name] = ",".join(devices) if on_gpus else ""
@@ -136,7 +136,7 @@ def start(subject: Subject) -> Measured:
     engines = subject.engines = Engines(subject)
     engine, planned = engines.engine, subject.asked.plan().kv_tokens
     seconds = {f"{name}_s": value for name, value in engine.start_seconds.items()}
-    subject.found["start"] = dict(engine.start_seconds)
+    subject.results["start"] = dict(engine.start_seconds)
     measured = {
         **seconds,
         "kv_tokens": engine.kv_capacity_tokens,
@@ -166,7 +166,7 @@ def perturbed(subject: Subject) -> Measured:
         "read_back_tensors": report.read_back,
     }
     phases = {StartPhase.CHART: report.chart_s, StartPhase.FIRST_LOAD: measured["load_s"] - report.chart_s}
-    subject.found["start"] |= {phase: seconds for phase, seconds in phases.items() if seconds}
+    subject.results["start"] |= {phase: seconds for phase, seconds in phases.items() if seconds}
     check_moved(weights.version, weights.probe, before, after, _tolerance(subject))
     return measured
 
@@ -184,17 +184,17 @@ def _tolerance(subject: Subject) -> float:
 def probe(subject: Subject) -> Measured:
     """A load of the learner's weights: its rate, and how much of the probe's tolerance rounding takes."""
     weights, publish_s = _published(subject, 1)
-    subject.found |= {"published": weights, "publish_s": publish_s}
+    subject.results |= {"published": weights, "publish_s": publish_s}
     began_s = time.perf_counter()
     measured = _loaded(subject, _up(subject))
-    load_s = subject.found["load_s"] = time.perf_counter() - began_s
+    load_s = subject.results["load_s"] = time.perf_counter() - began_s
     size = weights.size_bytes / 1e9
     return measured | {"publish_gb_per_s": size / publish_s, "load_gb_per_s": size / load_s}
 
 
 def _loaded(subject: Subject, engines: Engines) -> dict[str, Any]:
-    """Load what is published, and compare."""
-    weights = subject.found["published"]
+    """Load the published weights, and compare the probe."""
+    weights = subject.results["published"]
     report, logprobs = engines.load(weights)
     allowed = allowed_difference(weights.probe, _tolerance(subject))
     measured = {
@@ -230,8 +230,8 @@ def speed(subject: Subject) -> Measured:
     engines.draw(_request(subject, 1001, most=1, prompt=long))
     prefill_s = max(time.perf_counter() - began_s - points[0][1], 0.0)
     sequences, iteration_s = points[-1]
-    subject.found["iterations"] = points
-    subject.found["prefill_token_s"] = prefill_s / long
+    subject.results["iterations"] = points
+    subject.results["prefill_token_s"] = prefill_s / long
     return {
         "iteration_s": {f"{count:.0f}": seconds for count, seconds in points},
         "tokens_per_s": sequences / iteration_s,
@@ -301,7 +301,7 @@ def other_order(subject: Subject) -> Measured:
     began_s = time.monotonic()
     subject.ranks = RankProcesses(subject, count)
     measured = {"learner_start_s": time.monotonic() - began_s}
-    subject.found["published"] = _published(subject, 2)[0]
+    subject.results["published"] = _published(subject, 2)[0]
     return measured | _loaded(subject, engines)
 
 

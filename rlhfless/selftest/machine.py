@@ -52,7 +52,7 @@ CACHE_GIB = 2.0
     gpus=1,
 )
 def driver(_: Subject) -> Measured:
-    """`torch.cuda.is_available()` in this process; ranks and the engine's core tell of themselves later."""
+    """`torch.cuda.is_available()` in this process; later checks cover ranks and the engine's core."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,name,memory.total", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     measured = {"nvidia_smi": answer.stdout.splitlines()}
@@ -64,7 +64,7 @@ def driver(_: Subject) -> Measured:
 
 @check("imports", "install requirements/gpu.txt (GPUs) or requirements/cpu.txt into an empty environment")
 def imports(subject: Subject) -> Measured:
-    """In a process of its own, as vLLM and numba do not start in one."""
+    """Imports of all libraries, in a process of their own, because vLLM and numba do not start in one process."""
     names = (*IMPORTS, *(GPU_IMPORTS if subject.gpus else ()))
     code = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
     done = subprocess.run(
@@ -81,7 +81,7 @@ def compiler(_: Subject) -> Measured:
     """vLLM on CPUs, Triton and torch.compile call a C compiler in the first start."""
     path = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if path is None:
-        raise Wrong("there is no C compiler on the path")
+        raise Wrong("no C compiler is on the path")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "a.c"
         source.write_text("int answer(void) { return 42; }\n")
@@ -94,7 +94,7 @@ def compiler(_: Subject) -> Measured:
 
 @check("caches", "make the folder writable, or move it with the variable that is named")
 def caches(_: Subject) -> Measured:
-    """A file can be made in each, and there is room."""
+    """Whether a file can be made in each cache folder, and how much room it has."""
     folders = {name: Path(os.environ.get(name) or Path(usual).expanduser()) for name, usual in CACHES.items()}
     for name, folder in folders.items():
         try:
@@ -138,8 +138,8 @@ SHARE = 8
 """Four versions and a cache of them fit into the free memory of the folder with room to spare."""
 
 SLOWEST_SHARE = 0.1
-"""The lowest share of a plain copy's rate. Publishing reads, hashes and writes each byte: what is slower than this
-waits for something."""
+"""The lowest rate, as a share of a plain copy's. Publishing reads, hashes and writes each byte; a lower rate means that
+it waits for something."""
 
 
 @contextmanager
@@ -184,5 +184,5 @@ def weights(subject: Subject) -> Measured:
 
 
 def _drain(read: Callable[[str], Iterator[tuple[str, torch.Tensor]]], location: str) -> None:
-    """As an engine reads: each byte is hashed."""
+    """Read a version as an engine does: each byte is hashed."""
     digest_of(read(location))

@@ -1,4 +1,4 @@
-"""What the ranks do when they are asked; in their own processes."""
+"""The work of the ranks, in their own processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANY_SHARE = 1.0
 
 
 def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -> None:
-    """Be a learner rank until the other end closes: first tell of itself, then of each piece of work."""
+    """Serve as a learner rank until the other end closes: report the start, then the result of each piece of work."""
 
     def answer(work: Any, *arguments: Any) -> Any:
         try:
@@ -88,7 +88,7 @@ def batch(subject: Subject) -> PackedBatch:
 
 
 def learn(rank: LearnerRank, packed: PackedBatch) -> tuple[dict[str, float], float, int]:
-    """Metrics and seconds of a step, and what torch has held on the GPU at most, in bytes."""
+    """Take a step; returns its metrics, its seconds, and the most bytes that torch has held on the GPU."""
     began_s = time.perf_counter()
     metrics = rank.learn(packed, 1)  # metrics are numbers, so it has ended on the device, too
     held = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -96,13 +96,13 @@ def learn(rank: LearnerRank, packed: PackedBatch) -> tuple[dict[str, float], flo
 
 
 def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
-    """After a step, which two ranks must take as one does."""
+    """Logprobs after a step, which two ranks must take as one does."""
     rank.learn(packed, 1)
     return rank.evaluate(packed)
 
 
 def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
-    """Largest difference, in nats, between both ways to compute logprobs; None if there is one way alone."""
+    """Largest difference, in nats, between padded and packed logprobs; None if the model cannot be packed."""
     before = rank._policy
     if not before.packs_below:
         return None
@@ -117,7 +117,8 @@ def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
 def publish(
     rank: LearnerRank, folder: str, step: int, probe: tuple[int, ...], perturbed: bool
 ) -> tuple[PublishedWeights | None, float]:
-    """The weights in the store, with what an engine is checked against, by rank 0; and the seconds of it."""
+    """Publish the weights, with the probe that engines are checked with, by rank 0; returns them and the seconds that
+    it took."""
     began_s = time.perf_counter()
     with rank.perturbed(SEED) if perturbed else contextlib.nullcontext():
         stream, samples = rank.published(probe)
@@ -131,7 +132,7 @@ def publish(
 
 
 def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> int:
-    """Bytes of a step of the learner that computes nothing."""
+    """Bytes that a step of the learner holds at most, by a rehearsal that computes nothing."""
     from transformers import AutoConfig
 
     from rlhfless.functions.learner.rehearsal import peak_bytes
@@ -140,7 +141,7 @@ def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> 
 
 
 def all_reduce_rate(rank: LearnerRank) -> float:
-    """GB/s; the median of some rounds."""
+    """The rate of NCCL's or gloo's all-reduce in GB/s, the median of some rounds."""
     device, ranks = rank._policy.device, dist.get_world_size()
     buffer, times = torch.zeros(BUFFER_BYTES // 4, device=device), []
     for _ in range(ROUNDS):

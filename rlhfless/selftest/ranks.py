@@ -28,7 +28,7 @@ SAME = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class RankProcesses:
-    """Learner ranks that are up."""
+    """Running learner ranks."""
 
     def __init__(self, subject: Subject, count: int, **changes: Any) -> None:
         """`changes`: of keys of the learner. Raises RuntimeError if a rank does not come up within the run's
@@ -40,8 +40,8 @@ class RankProcesses:
         self._processes = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            given = (theirs, spec, _binding(subject, rank), rank, count, meeting)
-            process = context.Process(target=rank_process.begin, args=given, daemon=True)
+            arguments = (theirs, spec, _binding(subject, rank), rank, count, meeting)
+            process = context.Process(target=rank_process.begin, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -53,12 +53,12 @@ class RankProcesses:
             raise
 
     def ask(self, work: Callable[..., Any], *arguments: Any) -> None:
-        """Have every rank do this; `answers` waits for it."""
+        """Send work to every rank; `answers` waits for the results."""
         for end in self._ends:
             end.send((work, arguments))
 
     def answers(self) -> list[Any]:
-        """By rank. Raises RuntimeError for a rank that fails, ends or is late."""
+        """The results of all ranks, by rank. Raises RuntimeError for a rank that fails, ends or is late."""
         collected = []
         for number, end in enumerate(self._ends):
             if not end.poll(self._wait_s):
@@ -102,7 +102,7 @@ def up(subject: Subject) -> RankProcesses:
 
 
 def _binding(subject: Subject, rank: int) -> DeviceBinding:
-    """Ranks share this machine's cores; each has a GPU of its own while there are enough."""
+    """The devices of a rank: all cores of this machine, or a GPU, of its own as long as there are enough."""
     if subject.gpus:
         return DeviceBinding("cuda", (visible(rank % subject.gpus),), exclusive=False)
     cores = tuple(map(str, sorted(os.sched_getaffinity(0))))
@@ -122,7 +122,7 @@ def learner(subject: Subject) -> Measured:
     ranks.do(rank_work.learn, batch)
     metrics, seconds, held = ranks.do(rank_work.learn, batch)[0]
     tokens, many = len(batch.tokens), len(ranks.about)
-    subject.found |= {"rank_tokens_per_s": tokens / seconds / many, "ranks": many, "held_bytes": held}
+    subject.results |= {"rank_tokens_per_s": tokens / seconds / many, "ranks": many, "held_bytes": held}
     measured = {**about, "ranks": many, "step_s": seconds, "tokens_per_s": tokens / seconds}
     measured["rank_flops_per_s"] = 6 * subject.asked.shape.active * tokens / seconds / many
     if not math.isfinite(metrics["gradient_norm"]):
@@ -147,14 +147,14 @@ def packing(subject: Subject) -> Measured:
 def ranks_agree(subject: Subject) -> Measured:
     """The same step of the bundled model, which any device holds, by one rank and by two."""
     if subject.gpus == 1:
-        raise NotHere("one GPU is here, and NCCL refuses two ranks on it")
+        raise NotHere("this node has one GPU, and NCCL refuses two ranks on it")
     small = subject.small
     once, twice = (_done(small, count, rank_work.first_logprobs, rank_work.batch(small)) for count in (1, 2))
     return _same(small, max(float(abs(logprobs - once[0]).max()) for logprobs in twice))
 
 
 def _done(subject: Subject, count: int, work: Callable[..., Any], *arguments: Any, **changes: Any) -> list[Any]:
-    """The answers of ranks that are there for this work alone."""
+    """The results of ranks that are started for this work alone."""
     ranks = RankProcesses(subject, count, **changes)
     try:
         return ranks.do(work, *arguments)
@@ -180,7 +180,7 @@ def peak(subject: Subject) -> Measured:
     there also holds what no plan counts."""
     spec, tokens = subject.spec, int(rank_work.batch(subject).lengths.max())
     if subject.gpus:
-        spec, held = _changed(spec, ranks=len(up(subject).about)), subject.found["held_bytes"]
+        spec, held = _changed(spec, ranks=len(up(subject).about)), subject.results["held_bytes"]
     else:
         rows = max(spec.learner.micro_batch_tokens // tokens, 1)
         tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
@@ -192,10 +192,10 @@ def peak(subject: Subject) -> Measured:
 
 
 def _rehearsed(subject: Subject, rows: int, tokens: int) -> int:
-    """In a process without a process group."""
+    """The bytes of a rehearsed step, found in a process without a process group."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        given = (subject.spec.model.path, subject.spec.learner, rows, tokens)
-        return pool.apply_async(rank_work.rehearsed_peak, given).get(subject.spec.timeouts.start_s)
+        arguments = (subject.spec.model.path, subject.spec.learner, rows, tokens)
+        return pool.apply_async(rank_work.rehearsed_peak, arguments).get(subject.spec.timeouts.start_s)
 
 
 @check("offload", "leave learner.offload at false, and report it with this file", gpus=1)

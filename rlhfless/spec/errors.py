@@ -16,7 +16,7 @@ class UserError(Exception):
     status = 2
     """Exit code of a command that this error ends."""
     where = ""
-    """The part of the spec that it is about, where it is about one."""
+    """The part of the spec that the error is about; empty if it is about none."""
 
 
 def first_line(error: BaseException) -> str:
@@ -39,7 +39,7 @@ class Problem:
     what: str
     """What is wrong, with the value."""
     hint: str = ""
-    """What to do about it."""
+    """How to correct it."""
     origin: str = ""
     """Where the user wrote it: `line 12`, or the `--set` text."""
 
@@ -50,7 +50,7 @@ class Problem:
 
 
 class _Problems(UserError):
-    """All problems found, never only the first."""
+    """An error with all problems of a check, never only the first."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         super().__init__(source, tuple(problems))

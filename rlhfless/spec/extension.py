@@ -6,7 +6,7 @@
 A short text alone (`algorithm: grpo`) stands for `{type: grpo}`. An import path names a class whose attribute
 `Settings` is a subclass of OwnSpec: its fields are the keys, and unknown keys are refused as in every part of the spec.
 The class is checked and its keys are validated when the spec is loaded. The RunSpec then holds an instance of
-`Settings`, and `made(settings)` makes the algorithm, schedule or policy itself, in any process that needs it.
+`Settings`, and `make(settings)` makes the algorithm, schedule or policy itself, in any process that needs it.
 
 Invariant: an OwnSpec is sent to other processes as plain data, with the folders to import from. An instance of a
 user's class cannot be: to unpickle it, its module would have to be imported before our code could say from where.
@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import EXTENSION_ERROR, nearest, tag_of
-from rlhfless.spec.imports import IMPORT_PATH, TargetError, import_paths, load_target, look_in
+from rlhfless.spec.imports import IMPORT_PATH, TargetError, add_import_paths, import_paths, load_target
 
 
 class OwnSpec(SpecModel):
@@ -44,7 +44,7 @@ class Seam:
     """The annotation of a field that names a part of the run: `Annotated[BuiltInSpec | OwnSpec, Seam(...)]`."""
 
     noun: str
-    """The kind of part, in messages: `algorithm`."""
+    """The kind of part, as messages call it: `algorithm`."""
     built_in: tuple[type[SpecModel], ...]
     """The built-in settings classes, each with its short name as the literal `type`; the first is the default, and
     without any the user's own must be named."""
@@ -115,7 +115,7 @@ class Seam:
         return {"anyOf": [*(handler(model.__pydantic_core_schema__) for model in self.built_in), own, named]}
 
 
-def made(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
+def make(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
     """Make the algorithm, schedule or policy from its settings. `built_in` maps short names to import paths, so that
     only the class in use is imported. Raises TargetError."""
     name = str(getattr(settings, "type", ""))
@@ -124,7 +124,7 @@ def made(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
 
 def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> OwnSpec:
     """An OwnSpec in another process. Raises InputError if its module cannot be imported there."""
-    look_in(paths)
+    add_import_paths(paths)
     target = data["type"]
     try:
         return _settings_class(load_target(target), target, OwnSpec).model_validate(data)

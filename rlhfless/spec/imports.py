@@ -2,7 +2,7 @@
 
 The current folder is searched last, so that a user's own file is found without being installed and cannot hide an
 installed package of the same name. Other processes have another current folder: they are given `import_paths()` and
-call `look_in` before they import code of the user.
+call `add_import_paths` before they import code of the user.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class TargetError(Exception):
 def load_target(target: str) -> Any:
     """Import what `target` names. Raises TargetError."""
     module_name, _, attribute = target.partition(":")
-    here = _module(target, module_name)
+    loaded = _module(target, module_name)
     for name in attribute.split("."):
-        if not hasattr(here, name):
-            names = [key for key in vars(here) if not key.startswith("_")] if hasattr(here, "__dict__") else []
-            where = getattr(here, "__file__", None) or module_name
+        if not hasattr(loaded, name):
+            names = [key for key in vars(loaded) if not key.startswith("_")] if hasattr(loaded, "__dict__") else []
+            where = getattr(loaded, "__file__", None) or module_name
             raise TargetError(f"{target!r}: there is no `{name}` in {where}", nearest(name, names).strip())
-        here = getattr(here, name)
-    return here
+        loaded = getattr(loaded, name)
+    return loaded
 
 
 def cause(error: BaseException) -> str:
@@ -66,10 +66,10 @@ def cause(error: BaseException) -> str:
     return f"{text} ({theirs.filename}:{theirs.lineno})" if theirs else text
 
 
-def is_there(module: str) -> bool:
-    """Whether a module or package can be found, as `load_target` would; nothing of the user's is imported."""
-    here = os.getcwd()
-    folders: Iterable[str] | None = [*sys.path, *([here] if here not in sys.path else [])]
+def is_importable(module: str) -> bool:
+    """Whether `load_target` would find a module or package; no code of the user is imported."""
+    current = os.getcwd()
+    folders: Iterable[str] | None = [*sys.path, *([current] if current not in sys.path else [])]
     name = ""
     for part in module.split("."):
         first, name = not name, f"{name}.{part}".lstrip(".")
@@ -85,24 +85,24 @@ def is_there(module: str) -> bool:
 
 
 def import_paths() -> tuple[str, ...]:
-    """The folders from which this process imports, for another process to `look_in`."""
+    """The folders from which this process imports, for `add_import_paths` of another process."""
     return tuple(path for path in sys.path if path)
 
 
-def look_in(paths: Iterable[str]) -> None:
-    """Search these folders, too, and before others, on every import."""
+def add_import_paths(paths: Iterable[str]) -> None:
+    """Search these folders before others on every import of this process."""
     sys.path[:0] = [path for path in paths if path not in sys.path]
 
 
 def _module(target: str, module_name: str) -> Any:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    if (current := os.getcwd()) not in sys.path:
+        sys.path.append(current)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
-            what = f"{target!r}: there is no module {missing!r}, installed or in {here}"
+            what = f"{target!r}: there is no module {missing!r}, installed or in {current}"
             raise TargetError(what, "Start from its folder, or add that to PYTHONPATH") from error
         what = f"{target!r}: importing {module_name!r} needs the module {missing!r}, which is not installed"
         raise TargetError(what) from error

@@ -1,4 +1,4 @@
-"""JSON schemas of users: each is resolved within itself. What it refers to is never fetched, nor opened."""
+"""JSON schemas of users. Each is resolved within itself: nothing that it refers to is fetched or opened."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def schema_validator(schema: Any) -> Validator:
 
 
 def _outside(schema: Any, draft: str) -> Iterator[str]:
-    """References that lead out of the schema, of all parts that a reference or a keyword reaches."""
+    """References that lead out of the schema, in all parts that a reference or a keyword reaches."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with

@@ -178,7 +178,7 @@ class RunSpec(SpecModel):
     @field_validator("functions")
     @classmethod
     def _own_names_are_free(cls, functions: dict[str, OwnSpec]) -> dict[str, OwnSpec]:
-        # The functions of the package are called like their sections here, but for the one that rewards start.
+        # The package's own functions are called as their sections here; `reward_model`, which rewards start, has none.
         if taken := sorted({*functions} & {*cls.model_fields, "reward_model"}):
             raise ValueError(f"{taken[0]!r} is taken by the runtime; give your function another name")
         return functions
@@ -202,7 +202,7 @@ class RunSpec(SpecModel):
         return self
 
     def asked(self) -> Iterator[Size]:
-        """How large a run the spec asks for."""
+        """The sizes of the run that the spec asks for."""
         prompts, samples, tokens = self.prompts_per_step, self.samples_per_prompt, self.generation.max_tokens
         yield Size("steps", "steps", self.steps, "steps")
         made = f"prompts_per_step ({prompts:,}) x samples_per_prompt ({samples:,})"

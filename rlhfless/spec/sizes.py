@@ -1,4 +1,4 @@
-"""Bounds on what a run may ask for. What it asks for is computed from the spec, before anything is allocated.
+"""Bounds on the size of a run, which is computed from the spec before anything is allocated.
 
 Before its first sample, a driver needs at most `driver_bytes` in addition to its program and the model's tokenizer.
 """
@@ -15,7 +15,7 @@ from rlhfless.spec.base import MOST_STEPS, SpecModel
 from rlhfless.spec.errors import Problem
 
 SAMPLE_BYTES = 2048
-"""Most memory that the driver needs for a sample before it is drawn: its item, its place in the tables, its part of the
+"""Most memory that the driver needs for a sample before it is drawn: its item, its entries in tables, its part of the
 request to an actor."""
 
 ROW_BYTES = 4096
@@ -70,7 +70,7 @@ class Size:
     """The field to lower."""
     figure: int
     text: str
-    """How the figure comes about."""
+    """How the figure is computed."""
 
 
 def size_problems(sizes: Iterable[Size], bounds: SizesSpec, owner: str = "") -> list[Problem]:
@@ -93,7 +93,7 @@ def too_large(text: str, figure: int, bound: str, bounds: SizesSpec, owner: str 
 
 
 def driver_bytes(samples: int, bounds: SizesSpec) -> int:
-    """Most memory that a driver needs before its first sample: with so many samples of a step or an evaluation, and the
+    """Most memory that a driver needs before its first sample: for `samples` of a step or an evaluation, and for the
     largest data that the bounds allow for training and evaluation."""
     data = bounds.prompts * ROW_BYTES + bounds.data_mib * DATA_FACTOR * 2**20
     return samples * SAMPLE_BYTES + 2 * data

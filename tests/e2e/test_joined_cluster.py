@@ -82,14 +82,14 @@ import shutil, sys
 from pathlib import Path
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.fleet.ray_session import end, join
-from rlhfless.fleet.user_code import gathered, import_faults
+from rlhfless.fleet.user_code import gather_modules, import_faults
 from rlhfless.spec import RunSpec
 
 folder, address = Path(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, str(folder / "mine"))
 reward = {"type": "python", "name": "own", "target": "own_reward:score"}
 spec = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "rewards": [reward]})
-code = gathered(spec, folder / "run")
+code = gather_modules(spec, folder / "run")
 join(address, code)
 for gone in (folder / "mine", code):
     shutil.rmtree(gone)

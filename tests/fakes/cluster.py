@@ -71,7 +71,7 @@ class FakeDevices:
     def reserved(self, allocations: Sequence[Allocation], user: str) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    def is_up(self, user: str) -> None: ...
+    def finish_start(self, user: str) -> None: ...
 
     def must_come(self, allocation: Allocation) -> bool:
         return allocation.devices[0].name in self.to_come
@@ -131,7 +131,7 @@ def pool_of(
     pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
-        replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
+        replica.mark_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
         replica.ask(OWN)
         replica.loaded(OWN)
         assert replica.state is ReplicaState.SERVING

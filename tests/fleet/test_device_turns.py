@@ -229,7 +229,7 @@ async def test_what_an_earlier_driver_left_awake_is_put_to_sleep(log: list[str],
     for function in functions[:2]:
         function.awake = True
     turns = Turns(functions)
-    await turns.none_awake(CALL)
+    await turns.put_all_to_sleep(CALL)
     assert log == ["actors sleeps", "learner sleeps"]
     await work(turns, functions[0], functions)
     assert log[2:] == ["actors wakes"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless.fleet import user_code
-from rlhfless.fleet.user_code import CodeNotThere, gathered, import_faults, node_faults, targets
+from rlhfless.fleet.user_code import CodeNotThere, gather_modules, import_faults, node_faults, targets
 from rlhfless.spec import RunSpec
 
 
@@ -43,7 +43,7 @@ def spec(*rewards: str) -> RunSpec:
 def test_the_modules_travel_with_what_lies_beside_them(folder: Path, tmp_path: Path) -> None:
     run = spec("travelling_reward:score", "travelling_package.words:SCORE.real")
     assert targets(run) == ("travelling_package.words:SCORE.real", "travelling_reward:score")
-    code = gathered(run, tmp_path / "run")
+    code = gather_modules(run, tmp_path / "run")
     assert code is not None
     assert code.stat().st_mode & 0o7777 == 0o700
     assert sorted(str(file.relative_to(code)) for file in code.rglob("*") if file.is_file()) == [
@@ -55,13 +55,13 @@ def test_the_modules_travel_with_what_lies_beside_them(folder: Path, tmp_path: P
 
 def test_what_is_installed_stays(tmp_path: Path) -> None:
     assert targets(spec()) == ()
-    assert gathered(spec("json:dumps", "numpy:mean"), tmp_path) is None
+    assert gather_modules(spec("json:dumps", "numpy:mean"), tmp_path) is None
 
 
 def test_too_much_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "MOST_FILES", 2)
     with pytest.raises(CodeNotThere, match=r"mine.*has more than 2 files"):
-        gathered(spec("travelling_reward:score"), tmp_path / "run")
+        gather_modules(spec("travelling_reward:score"), tmp_path / "run")
 
 
 def test_what_a_node_cannot_import_is_said(folder: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_another_user_has_changed_on_a_node_is_not_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = spec("travelling_reward:score")
-    code = gathered(run, tmp_path / "run")
+    code = gather_modules(run, tmp_path / "run")
     assert code is not None
     sent = user_code._digests(code)
     unpacked = tmp_path / "working_dir_files" / "package"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhfless.functions.out_of_memory import GIB, OutOfMemory, engine_fault, memory_told
+from rlhfless.functions.out_of_memory import GIB, OutOfMemory, engine_fault, naming_memory_errors
 
 PLANNED = {"learn": 3 * GIB, "generate": GIB // 2}
 
@@ -14,7 +14,7 @@ PLANNED = {"learn": 3 * GIB, "generate": GIB // 2}
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
 )
 def test_a_learner(error: Exception) -> None:
-    with pytest.raises(OutOfMemory) as told, memory_told("learner rank 0", "learn", PLANNED):
+    with pytest.raises(OutOfMemory) as told, naming_memory_errors("learner rank 0", "learn", PLANNED):
         raise error
     assert str(told.value).startswith(
         "learner rank 0 ran out of memory in `learn` (the memory plan counts 3.00 GiB for it): "
@@ -24,7 +24,7 @@ def test_a_learner(error: Exception) -> None:
 
 
 def test_another_error_is_left_alone() -> None:
-    with pytest.raises(ValueError, match="nothing to do with it"), memory_told("learner", "learn", {}):
+    with pytest.raises(ValueError, match="nothing to do with it"), naming_memory_errors("learner", "learn", {}):
         raise ValueError("nothing to do with it")
 
 

@@ -41,7 +41,7 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest
     assert rows == []  # an earlier driver has started this one
     times = iter([100.0, 109.0])
     new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords(), lambda: next(times))
-    new.is_up(pool["a"]._handle, info)  # type: ignore[arg-type]
+    new.mark_up(pool["a"]._handle, info)  # type: ignore[arg-type]
     await weights.prove_loading(new, CALL)
     (row,) = rows
     assert (row.kind, row.choice, row.at_s) == ("start", "b", 100.0)
@@ -104,7 +104,7 @@ class Loading:
     def release(self, name: str) -> None:
         """Its process ends, as it was told to, while it loads."""
         self.pool[name].drain()
-        self.pool[name].gone()
+        self.pool[name].mark_ended()
         self.cluster.loads[name].set_exception(ReplicaLost(f"{name} died"))
 
 

@@ -78,8 +78,8 @@ def test_each_notice_reaches_every_pool() -> None:
         return SimpleNamespace(leave_nodes=lambda nodes, _: heard.append((name, nodes)))
 
     watch = LeavingWatch([pool("actors"), pool("learner")], Call("run", 1, 0))
-    watch.told(["n1"])
-    watch.told([])
+    watch.update(["n1"])
+    watch.update([])
     assert heard == [
         ("actors", frozenset({"n1"})),
         ("learner", frozenset({"n1"})),

@@ -54,5 +54,5 @@ def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:
     """A pool with one replica that is up; the clock says when it was launched, was up, and was looked at."""
     allocation = Allocation.of([Device("cpu-0", CPU_KIND, 0)])
     replica = Replica("r", FunctionName.SCORING, allocation, ledger, lambda: next(clock))
-    replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
+    replica.mark_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     return SimpleNamespace(replicas=lambda: (replica,))

@@ -73,7 +73,7 @@ def replica_that(end: str) -> Replica:
     recorder = SimpleNamespace(add_holding=lambda _: None)
     allocation = Allocation.of([Device("cpu-0", CPU_KIND, 0)])
     replica = Replica("r", FunctionName.SCORING, allocation, recorder)  # type: ignore[arg-type]
-    replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
+    replica.mark_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     if end == "leaves":
         replica.drain()
     replica.give_up("it died")
@@ -133,7 +133,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def begin(steps: StepClock, step: int, *, up: bool = True) -> tuple[float, float, bool]:
     """(begin of its first try, begin of this one, whether it recovers)."""
-    begun = steps.begins(step, fleet_is_up=up)
+    begun = steps.begin(step, fleet_is_up=up)
     assert begun.step == step
     return begun.start_s, begun.tried_s, begun.recovers
 
@@ -141,23 +141,23 @@ def begin(steps: StepClock, step: int, *, up: bool = True) -> tuple[float, float
 def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(clock: Clock) -> None:
     steps = StepClock()
     assert begin(steps, 5) == (100, 100, False)
-    assert steps.ended(5, 110.0) == 110
+    assert steps.end(5, 110.0) == 110
     clock.now_s = 112.0
     assert begin(steps, 6) == (110, 112, False)  # the learner dies in it
     clock.now_s = 150.0
     assert begin(steps, 5) == (150, 150, False)  # the new one takes 5 again, which is in the ledger
-    assert steps.ended(5, 160.0) == 110
+    assert steps.end(5, 160.0) == 110
     clock.now_s = 161.0
     assert begin(steps, 6) == (110, 161, True)
-    assert steps.ended(6, 170.0) == 170
+    assert steps.end(6, 170.0) == 170
     assert begin(steps, 7) == (170, 161, False)
 
 
 def test_an_evaluation_between_two_steps_is_in_neither(clock: Clock) -> None:
     steps = StepClock()
     begin(steps, 1)
-    steps.ended(1, 110.0)
-    steps.interrupted()
+    steps.end(1, 110.0)
+    steps.interrupt()
     clock.now_s = 130.0
     assert begin(steps, 2) == (130, 130, False)
 
@@ -166,9 +166,9 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
     tmp_path: Path, clock: Clock
 ) -> None:
     ledger, steps = ledger_in(tmp_path), StepClock()
-    first = steps.begins(1, fleet_is_up=True)
+    first = steps.begin(1, fleet_is_up=True)
     clock.now_s = 104.0
-    second = steps.begins(2, fleet_is_up=True)
+    second = steps.begin(2, fleet_is_up=True)
     for step, work, start_s, end_s in (
         (1, Work.GENERATE, 100, 103),
         (2, Work.GENERATE, 105, 109),
@@ -177,7 +177,7 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
         ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", work, step, start_s, end_s))
     assert [call.step for call in ledger.done_in_step(1)[0]] == [1, 1]
     assert ledger.step_times(first, 107.0).phases_s["learn"] == 3
-    ledger.add_step(StepRecord(1, first.start_s, 107.0, {}), steps.ended(1, 107.0))
+    ledger.add_step(StepRecord(1, first.start_s, 107.0, {}), steps.end(1, 107.0))
     assert ledger.calls == 3
     assert [call.work for call in ledger.calls_after(1)] == [Work.GENERATE, Work.LEARN], "also of a step that has ended"
     times = ledger.step_times(second, 110.0)
@@ -195,10 +195,10 @@ def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any
     def work(what: Work, start_s: float, end_s: float) -> None:
         ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", what, 6, start_s, end_s))
 
-    steps.begins(6, fleet_is_up=True)
+    steps.begin(6, fleet_is_up=True)
     work(Work.GENERATE, 101, 104)
     clock.now_s = 120.0
-    begun = steps.begins(6, fleet_is_up=True)
+    begun = steps.begin(6, fleet_is_up=True)
     work(Work.LOAD_WEIGHTS, 128, 130)
     work(Work.GENERATE, 131, 132)
     times = ledger.step_times(begun, 133.0)

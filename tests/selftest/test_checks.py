@@ -97,7 +97,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_no_compiler(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert outcome_of(machine.compiler, subject) == ("failed", "there is no C compiler on the path")
+    assert outcome_of(machine.compiler, subject) == ("failed", "no C compiler is on the path")
 
 
 def test_nothing_is_left_in_shared_memory() -> None:

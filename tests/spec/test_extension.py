@@ -14,7 +14,7 @@ from rlhfless.spec import GRPOSpec, OwnAlgorithmSpec, OwnSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.compare import check_resumable, differences
 from rlhfless.spec.errors import InputError, SpecError
-from rlhfless.spec.extension import Seam, made
+from rlhfless.spec.extension import Seam, make
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
 
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
@@ -94,7 +94,7 @@ def test_its_keys_are_validated_and_stand_in_the_spec(load, module, tmp_path):
     assert isinstance(settings, OwnAlgorithmSpec)
     assert (settings.scale, settings.tags, settings.kl.estimator) == (2.0, ("a",), "k3")
     assert settings.needs.reference
-    assert made(settings, {}).settings is settings
+    assert make(settings, {}).settings is settings
     with pytest.raises(ValueError, match="frozen"):
         settings.scale = 3
     again = tmp_path / "again.yaml"

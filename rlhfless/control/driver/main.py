@@ -27,7 +27,7 @@ from rlhfless.control.security.access import hashed
 from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, told
+from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare.preflight import Prepared, preflight
@@ -199,7 +199,7 @@ class _Attempt:
     def _ended_by(self, error: Exception, spec: RunSpec) -> DeliveryEnding:
         if isinstance(error, MemoryError):
             use_reserve(error)
-        text = RAY_AWAY if isinstance(error, NoCluster) else told(error, self._folder, IN_LOGS)
+        text = RAY_AWAY if isinstance(error, NoCluster) else user_message(error, self._folder, IN_LOGS)
         if isinstance(error, RunPaused):
             return _paused(error, spec)
         ending = ending_of(error)

@@ -1,4 +1,4 @@
-"""What a memory plan is made from: the model's sizes, and the devices that are there or are named."""
+"""The inputs of a memory plan: the model's sizes, and the devices that exist or are named."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parsed_devices(text: str) -> tuple[str, int]:
 
 
 def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | None = None) -> Question:
-    """A spec on devices of a kind, with all that they decide.
+    """A spec on devices of a kind, with everything that they decide.
 
     Raises InputError if the model's sizes cannot be read from its config.json.
     """
@@ -64,8 +64,8 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
 
 
 def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
-    """A spec with all that so many devices of a kind decide; of a model whose sizes are not known, what the kind alone
-    decides. On CPU cores the hub is not asked for them."""
+    """A spec with everything that `count` devices of a kind decide, or the kind alone for a model whose sizes are not
+    known. On CPU cores the hub is not asked for them."""
     if kind == CPU_KIND and not is_path(spec.model.path):
         return settled(spec, kind)
     try:
@@ -75,7 +75,7 @@ def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
 
 
 def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> tuple[str, int]:
-    """Kind and number of the devices of a run on these nodes. Raises PlacementError if there are none to choose."""
+    """Kind and number of the devices of a run on these nodes. Raises PlacementError if they have none to choose."""
     kind = device_kind(spec.placement, nodes)
     return kind, spec.placement.devices or sum(node.count(kind) for node in nodes)
 
@@ -91,21 +91,21 @@ def local_devices(spec: RunSpec) -> tuple[str, int]:
 
 
 def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
-    """A spec with all that the devices of this machine decide, and what they are. On a cluster that is joined its
-    devices decide, when it is."""
+    """A spec with everything that the devices of this machine decide, and a text that names them. If the spec joins a
+    cluster, its devices decide later."""
     if spec.placement.ray_address:
         return spec, f"the devices of the cluster at {spec.placement.ray_address}"
     try:
         kind, count = local_devices(spec)
     except UserError:
-        return spec, "no devices"  # told by preflight
+        return spec, "no devices"  # reported by preflight
     return settled_on(spec, kind, count), f"{count} x {kind}"
 
 
 def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> list[Problem]:
-    """Why a run that is settled cannot start on so many GPUs of a kind: formats, and what does not fit.
+    """Why a settled run cannot start on `count` devices of a kind: formats, and functions that do not fit.
 
-    Nothing is refused on CPU cores, whose memory other programs share, nor where sizes are not known.
+    Nothing is refused on CPU cores, whose memory other programs share, nor if sizes are not known.
     """
     problems = format_problems(spec, kind)
     if kind == CPU_KIND:
@@ -113,7 +113,7 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
     try:
         asked = question_of(spec, kind, count, sequence_tokens)
         plan = asked.plan()
-    except (InputError, UnknownDevice, PlacementError):  # told elsewhere, or not known
+    except (InputError, UnknownDevice, PlacementError):  # reported elsewhere, or not known
         return problems
     if not plan.fits:
         change = nearest_change(asked)
@@ -136,7 +136,7 @@ def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) ->
 def planned(
     spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int
 ) -> Mapping[str, Mapping[str, int]]:
-    """By function and phase: the bytes of one replica or rank on one device; empty where sizes are not known."""
+    """The bytes of one replica or rank on one device, by function and phase; empty if sizes are not known."""
     if shape is None or kind not in load_devices():
         return {}
     rewards = reward_shapes(spec)
@@ -151,8 +151,8 @@ def planned(
 
 
 def shared_kv_bytes(spec: RunSpec, shape: ModelShape | None, kind: str) -> int | None:
-    """The KV cache of an engine whose GPU other functions use, too: what the plan says, because a measurement of such a
-    GPU would count their memory as the engine's. None where an engine is alone, or the plan cannot say."""
+    """The planned bytes of the KV cache of an engine that shares its GPU: a measurement would count the memory of other
+    functions as the engine's. None if the engine is alone, or the plan has no figure."""
     if spec.placement.mode != "colocated" or kind == CPU_KIND or shape is None or kind not in load_devices():
         return None
     return kv_bytes(spec, shape, device_of(kind))

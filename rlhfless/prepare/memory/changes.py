@@ -28,12 +28,12 @@ class Change:
     """A change, and the plan after it."""
 
     text: str
-    """With the spec's keys, or the devices."""
+    """The keys of the spec, or the devices, that change."""
     plan: MemoryPlan
 
 
 def more_ranks(devices: int, ranks: int = 0) -> Iterator[int]:
-    """Numbers of learner ranks above `ranks` that so many devices can have: powers of two, and all of them."""
+    """Numbers of learner ranks above `ranks` that `devices` can hold: powers of two, and one on each device."""
     powers = [2**power for power in range(devices.bit_length()) if ranks < 2**power < devices]
     yield from powers
     if devices > ranks:
@@ -41,7 +41,7 @@ def more_ranks(devices: int, ranks: int = 0) -> Iterator[int]:
 
 
 Edit = tuple[str, Mapping[str, Any], str | None, int | None]
-"""What it is called, what it sets, another kind of device, another number of them."""
+"""(text, values by dotted key, another kind of device, another number of devices)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Question:
 
 
 def nearest_change(asked: Question) -> Change | None:
-    """One change, or else two, after which the run fits; None if no two do. First what costs nothing, then what costs
-    time, then what costs money."""
+    """One change, or else two, after which the run fits; None if no two suffice. Changes that cost nothing come first,
+    then those that cost time, then those that cost money."""
     edits = [*_of_learner(asked), *_of_placement(asked), *_of_devices(asked)]
     pairs = sorted(itertools.combinations(range(len(edits)), 2), key=lambda pair: (sum(pair), pair))
     for chosen in [(index,) for index in range(len(edits))] + pairs:
@@ -116,7 +116,8 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
 
 
 def _of_memory(spec: RunSpec) -> Iterator[Edit]:
-    """What costs time in each step: engines over more devices, turns, and the learner's states in the host's memory."""
+    """Changes that cost time in each step: engines over more devices, turns, the learner's states in the host's
+    memory."""
     for size in TENSOR_PARALLEL:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
@@ -127,7 +128,7 @@ def _of_memory(spec: RunSpec) -> Iterator[Edit]:
 
 
 def _of_frozen(spec: RunSpec, devices: int) -> Iterator[Edit]:
-    """More ranks for the reference and for reward models, on so many devices of the learner's side."""
+    """More ranks for the reference and for reward models, on `devices` of the learner's side."""
     for wanted in wanted_of(spec):
         for more in more_ranks(devices, wanted.ranks) if wanted.site is Site.BESIDE and wanted.ranks_key else ():
             yield f"{wanted.ranks_key}: {more}", {wanted.ranks_key: more}, None, None
@@ -147,7 +148,7 @@ def _of_devices(asked: Question) -> Iterator[Edit]:
 
 
 def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:
-    """The run after some changes; None if they do not go together."""
+    """The run after some changes; None if they exclude each other."""
     values: dict[str, Any] = {}
     sheet, count = asked.sheet, asked.count
     for _, sets, kind, number in edits:
@@ -167,7 +168,7 @@ def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:
 
 
 def edited(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
-    """The spec with other values, by dotted key. What was set stays set, and what was not, not."""
+    """The spec with other values, by dotted key. Keys count as set by the user if they did before."""
     for key, value in values.items():
         spec = _edited(spec, key.split("."), value)
     return spec

@@ -1,8 +1,9 @@
-"""What a run holds on every device, and whether it fits. Pure: a spec, a model's sizes and a kind of device in.
+"""The memory that a run holds on every device, and whether it fits. Pure: from a spec, a model's sizes and a kind of
+device.
 
-An engine keeps its share of a device, and torch keeps what it has had. So a device must hold the largest phase of each
-of its functions at once; where they take turns (`placement.turns`), the largest of them all, and of the others what
-every process holds.
+An engine keeps its share of a device, and torch keeps memory that it has once had. So a device must hold the largest
+phase of each of its functions at once. Where functions take turns (`placement.turns`), it must hold the largest phase
+of all, and what the process of each other function keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, 
 from rlhfless.spec import RunSpec
 
 MOST_TOKENS = 2**24
-"""The largest micro-batch that is looked for: more than any step has."""
+"""Upper bound of the search for the largest micro-batch: more than any step has."""
 
 HOST_CORES = 64
 """Cores of a GPU machine, for placements that are only planned: more than scoring takes."""
@@ -50,7 +51,7 @@ class FunctionPlan:
 
     @property
     def asleep_bytes(self) -> int:
-        """What stays on the device while it sleeps."""
+        """The bytes that stay on the device while the function sleeps."""
         return sum(part.size_bytes for part in self.largest.parts if part.name == PROCESS)
 
 
@@ -63,13 +64,13 @@ class DevicePlan:
     memory_bytes: int
     functions: tuple[FunctionPlan, ...]
     turns: bool = False
-    """They take turns."""
+    """Whether its functions take turns."""
     guests: int = 0
     """Other runs that sleep on it."""
 
     @property
     def size_bytes(self) -> int:
-        """What is held at most."""
+        """The most that is held at a time."""
         held = [part.largest.size_bytes for part in self.functions]
         if not self.turns:
             return sum(held)
@@ -84,7 +85,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A run on so many devices of a kind."""
+    """The memory of a run on devices of a kind."""
 
     devices: tuple[DevicePlan, ...]
     kv_tokens: int
@@ -106,7 +107,7 @@ class MemoryPlan:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What does not fit; empty if all does."""
+        """What does not fit; empty if everything fits."""
         problems = [
             f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.memory_bytes)} are there ("
             + ", ".join(
@@ -146,7 +147,7 @@ def memory_plan(
     terms = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards)
     kinds = {kind.name: FunctionPlan(kind.name, kind.role, kind.phases(terms)) for kind in kinds_of(spec)}
     counted = [name for name, plan in kinds.items() if plan.phases]
-    alike = Counter(tuple(sorted(here)) for here in _names_by_device(spec, sheet.kind, count, counted).values())
+    alike = Counter(tuple(sorted(names)) for names in _names_by_device(spec, sheet.kind, count, counted).values())
     plans = []
     for names, times in sorted(alike.items()):
         parts = [kinds[name] for name in names]
@@ -176,12 +177,12 @@ def memory_plan(
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     """The cores of a machine, which share its memory."""
     functions = tuple(part for plan in plans for part in plan.functions for _ in range(plan.count))
-    # Turns are of each core, and this is their memory together: as much as without them, to be on the safe side.
+    # Each core has its own turns, and this is the memory of all cores: counted as without turns, to be safe.
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
 def learner_nodes(spec: RunSpec, kind: str, count: int) -> tuple[int, ...]:
-    """The learner's devices on each node that it has some on; none if there are too few."""
+    """The number of the learner's devices on each of its nodes; empty if there are too few devices."""
     try:
         placement = _placement(spec, kind, count)
     except PlacementError:
@@ -198,7 +199,7 @@ def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
 
 
 def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str]) -> Mapping[str, list[str]]:
-    """By device: which of these functions have a replica or rank on it, once for each."""
+    """The functions, of these, that have a replica or rank on each device, once for each replica or rank."""
     placement = _placement(spec, kind, count)
     by_device: defaultdict[str, list[str]] = defaultdict(list)
     for wanted in (wanted for wanted in wanted_of(spec) if wanted.function in names):
@@ -212,7 +213,7 @@ def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str])
 
 
 def _nodes(kind: str, count: int) -> list[Node]:
-    """Machines with so many devices: one with all CPU cores, or as many of eight GPUs as it takes."""
+    """Machines with `count` devices: one with all CPU cores, or machines of eight GPUs."""
     if kind == CPU_KIND:
         return [Node("0", "", count, count)]
     sizes = [min(NODE_DEVICES, count - first) for first in range(0, count, NODE_DEVICES)]
@@ -226,7 +227,7 @@ def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
 
 
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:
-    """By bisection over tokens, on the device with the least left for each rank."""
+    """The largest micro-batch that fits, in tokens, on the device with the least memory left for each rank."""
     rooms = []
     for plan in plans:
         others = [

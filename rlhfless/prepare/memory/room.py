@@ -1,5 +1,5 @@
-"""Whether a node has room for what a run puts there: versions of the weights in the store's folder, which is in shared
-memory by default, and processes in the host's memory. Both are only known to be free where they are."""
+"""Whether a node has room for a run: for versions of the weights in the store's folder, which is in shared memory by
+default, and for processes in the host's memory. Only the node itself knows how much of both is free."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def _hint(store_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is free on a node."""
+    """The free memory of a node."""
 
     folder: str
-    """Where the store or the cache will be: a folder that is there already."""
+    """The existing folder in which the store or the cache will be."""
     store_bytes: int
-    """Free in its file system, or taken by the run itself."""
+    """Free bytes of its file system, and bytes that the run itself has taken there."""
     in_memory: bool
-    """That file system is in memory."""
+    """Whether that file system is in memory."""
     memory_bytes: int
     """Memory that a process can get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a run puts on a node."""
+    """The memory that a run takes on a node."""
 
     version_bytes: int
     learner: bool
-    """The learner's store is there; else a cache of it."""
+    """Whether the node has the learner's store; otherwise it has a cache of it."""
     memory_bytes: int = 0
     """The bytes of its processes, in the host's memory."""
 
@@ -74,15 +74,14 @@ class Needed:
 
 
 def store_base(spec: RunSpec) -> Path:
-    """Where the folder of a run's weights is: in shared memory if there is any, because no disk is as fast."""
+    """The folder above that of a run's weights: shared memory if the machine has any, because no disk is as fast."""
     if spec.weights.folder:
         return Path(spec.weights.folder)
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def room_at(base: str, own: Sequence[str] = ()) -> Room:
-    """To be called on a node: what is free where `base` is or would be; `own` are folders there that the run has
-    already."""
+    """The free memory of this node, for a store at `base`. `own`: folders there that the run has already."""
     folder = Path(base).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -92,7 +91,7 @@ def room_at(base: str, own: Sequence[str] = ()) -> Room:
 
 
 def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
-    """What a node lacks, with figures."""
+    """The memory that a node lacks, with figures."""
     where = f"node {node}: " if node else ""
     store = needed.versions * needed.version_bytes
     problems = []

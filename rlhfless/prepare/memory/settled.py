@@ -1,7 +1,7 @@
-"""What a spec leaves open and the devices decide: number formats, checkpointing, placement, time-outs. Pure.
+"""Decides what a spec leaves open to its devices: number formats, checkpointing, placement, time-outs. Pure.
 
-A key that the user has set stays as it is. What is decided here is written into the run's own spec.yaml, so a resumed
-run has it too.
+A key that the user has set stays as it is. The decisions are written into the run's own spec.yaml, so a resumed run has
+them too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SLOWEST_BYTES_PER_S = 1e8
 measured at 5 to 16 times that (docs/benchmarks.md)."""
 
 SLOWEST_SHARE = 0.05
-"""The share of a device's peak that the slowest learner reaches which is still at work and does not hang. Learners
-reach 20 to 50 %."""
+"""The lowest share of a device's peak at which a learner is taken to work and not to hang. Learners reach 20 to 50
+%."""
 
 
 LOGITS_MIB = (2048, 1024, 512, 256)
@@ -38,7 +38,7 @@ MOST = "scaling.generation.max_actors"
 
 
 def settled(spec: RunSpec, kind: str) -> RunSpec:
-    """The spec with the formats that devices of a kind want: on GPUs bfloat16, and activation checkpointing on."""
+    """The spec with the defaults for devices of a kind: on GPUs bfloat16 and activation checkpointing."""
     if kind == CPU_KIND:
         open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
         numbers = dict.fromkeys(_open_ranks(spec), 1) | {MOST: spec.scaling.generation.most_actors}
@@ -62,12 +62,12 @@ SETTLED = (
     "scoring.reward_model_ranks",
     MOST,
 )
-"""Keys of what belongs to a run once it is settled."""
+"""Keys whose settled values belong to the run from then on."""
 
 
 def as_settled(spec: RunSpec, before: RunSpec) -> RunSpec:
-    """The spec that a run is to go on with, with what its devices have settled where the spec leaves it open. `before`
-    is the run's own."""
+    """The spec of a resumed run, with the values that its devices have settled for keys that the spec leaves open.
+    `before`: the run's own spec."""
     kept = {}
     for key in SETTLED:
         value = attrgetter(key)(spec)
@@ -88,16 +88,16 @@ def _open_ranks(spec: RunSpec) -> tuple[str, ...]:
 
 def is_set(spec: RunSpec, key: str) -> bool:
     """Whether the user has written a dotted key."""
-    here: Any = spec
+    section: Any = spec
     for name in key.split("."):
-        if name not in here.model_fields_set:
+        if name not in section.model_fields_set:
             return False
-        here = getattr(here, name)
+        section = getattr(section, name)
     return True
 
 
 def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
-    """float32 on GPUs, which nothing gains from but a comparison."""
+    """The problem of float32 on GPUs, which is of use for comparisons only."""
     if kind == CPU_KIND or spec.placement.float32_on_gpus:
         return []
     return [
@@ -129,7 +129,8 @@ def placed(asked: Question) -> RunSpec:
 
 
 def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with `learner.logits_mib: auto` decided on GPUs: the largest of which twice as large ones fit, too."""
+    """The spec with `learner.logits_mib: auto` decided on GPUs: the largest block that would fit at twice its size,
+    too."""
     if asked.sheet.kind == CPU_KIND or spec.learner.logits_mib != "auto":
         return spec
     key = "learner.logits_mib"
@@ -188,7 +189,7 @@ def _fits(asked: Question, spec: RunSpec) -> bool:
 
 
 def _side(asked: Question, spec: RunSpec) -> int:
-    """Devices of the learner's side."""
+    """The number of devices on the learner's side."""
     return asked.count if spec.placement.mode == "colocated" else spec.placement.learner_devices
 
 
@@ -217,7 +218,7 @@ def _last_resort(asked: Question) -> RunSpec:
 
 
 def _apart(asked: Question) -> int:
-    """The most devices that the learner can have beside the actors that there must be."""
+    """The most devices that the learner can have beside `min_actors`."""
     spec = asked.spec
     return asked.count - spec.scaling.generation.min_actors * spec.generation.engine.tensor_parallel_size
 
@@ -236,7 +237,8 @@ def _placements(asked: Question) -> Iterator[RunSpec]:
 
 
 def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
-    """The spec with each number of ranks that it leaves open, one on each device of the learner's side."""
+    """The spec with each possible number of learner ranks, if it leaves that open; one rank on each device of its
+    side."""
     if spec.learner.ranks != "auto":
         yield spec
     elif spec.placement.mode == "colocated":
@@ -249,8 +251,8 @@ def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
 
 
 def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
-    """The spec with time-outs that a model of this size cannot need at the slowest rates above; never below the
-    defaults, which are for small models.
+    """The spec with time-outs that a model of this size does not exceed even at the slowest rates above; never below
+    the defaults, which are for small models.
 
         start_s      + b P / rate            reading the model
         sync_s       + 2 b P / rate          an actor's pull of the weights, and reading them again
