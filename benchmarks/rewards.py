@@ -38,14 +38,22 @@ from rlhfless.functions.base import Call
 from rlhfless.functions.launching import binding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
-from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
+from rlhfless.records import Decision, FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
 from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Site, Wanted, place
-from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
+from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, RunSpec, ScoringSpec
 
 SAMPLES = 8
 GROUPS_PER_CALL = 32
 CALL = Call("bench", 1, 1)
+SPEC = RunSpec.model_validate(
+    {
+        "model": {"path": "m"},
+        "prompts": {"path": "p"},
+        "rewards": [{"type": "exact_match"}],
+        "recovery": {"lease_s": 600},
+    }
+)
 
 REASONING = (
     "Let us write $x = {a}$ and $y = {b}$. Then $x + y = {c}$, and with $\\frac{{x}}{{y}}$ we get a ratio. "
@@ -59,6 +67,8 @@ class NoLedger:
     def add_holding(self, holding: Holding) -> None: ...
 
     def add_invocation(self, invocation: Invocation) -> None: ...
+
+    def add_decision(self, decision: Decision) -> None: ...
 
 
 def groups_of(prompts: int) -> list[Group]:
@@ -151,16 +161,16 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
         nodes,
         [Wanted(FunctionName.GENERATION, Site.WINDOWS), Wanted(FunctionName.SCORING, Site.CORES)],
     )
-    devices = RunDevices(cluster, placement, CALL, TimeoutsSpec(), 600, lambda _: nullcontext())
+    devices = RunDevices(cluster, placement, CALL, SPEC, 0, lambda _: nullcontext())
 
     def settings(allocation: Allocation) -> ScoringSettings:
         rewards = (CodeSpec(type="code") if code else MathSpec(type="math"),)
         return ScoringSettings(
-            "bench",
-            LeaseTerms(600, 600),
-            rewards,
-            ScoringSpec(workers=workers),
-            binding(allocation.devices, exclusive=False),
+            run_id="bench",
+            lease=LeaseTerms(600, 600),
+            rewards=rewards,
+            scoring=ScoringSpec(workers=workers),
+            binding=binding(allocation.devices, exclusive=False),
         )
 
     blueprint = Blueprint(
@@ -170,7 +180,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
         placement.allocations[FunctionName.SCORING],
         Bounds(),
     )
-    pool = ReplicaPool(cluster, devices, blueprint, CALL, TimeoutsSpec(), NoLedger())
+    pool = ReplicaPool(cluster, devices, blueprint, CALL, SPEC.timeouts, NoLedger())
     figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
     try:
         replica = await pool.ready(CALL)

@@ -103,7 +103,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
     from rlhfless.fleet import private_ray
-    from rlhfless.loop.driver import Driver
+    from rlhfless.loop.driver import execute
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
     from rlhfless.loop.launch import remove_stores
     from rlhfless.loop.session import Session
@@ -127,7 +127,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")
-        outcome = stop.run(Driver(Session(spec, prepared, run_id, folder, console, sinks)).execute())
+        outcome = stop.run(execute(Session(spec, prepared, run_id, folder, console, sinks)))
     except Interrupted as interrupted:
         console.close()
         typer.echo(hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN, err=True)

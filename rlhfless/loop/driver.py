@@ -41,43 +41,38 @@ class Outcome:
     """Faults and losses of this attempt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """Drives one attempt of a run."""
+async def execute(session: Session) -> Outcome:
+    """Drive one attempt of a run: all of its steps, or the remaining ones of a resumed run.
 
-    session: Session
+    Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
+    StaleCall; after too many faults of one step, the last fault (ReplicaLost, CallTimeout, FleetError).
+    """
+    began_s = time.time()
+    async with open_session(session) as (run, first):
+        recovered = await drive_steps(session, run, first)
+    steps = session.spec.steps
+    after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
+    return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.location(steps), recovered)
 
-    async def execute(self) -> Outcome:
-        """The whole run, or the remaining steps of a resumed run.
 
-        Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
-        StaleCall; after too many faults of one step, the last fault (ReplicaLost, CallTimeout, FleetError).
-        """
-        began_s = time.time()
-        async with open_session(self.session) as (run, first):
-            recovered = await self.drive(run, first)
-        steps = self.session.spec.steps
-        after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
-        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.location(steps), recovered)
+async def drive_steps(session: Session, run: Run, first: int) -> Recovered:
+    """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
 
-    async def drive(self, run: Run, first: int) -> Recovered:
-        """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
-
-        Raises as `execute` does.
-        """
-        recovery, steps, last = Recovery(run), RunSteps(run, self.session, first), self.session.spec.steps
-        try:
-            while steps.following <= last:
-                try:
-                    if steps.following == 0:
-                        await steps.close(0)
-                    await schedule_of(self.session.spec.schedule).drive(steps, steps.following, last)
-                except RECOVERABLE as fault:
-                    with self.session.console.waiting(f"recovering: {fault}"):
-                        steps.restart_at(await recovery.after(steps.following, fault))
-        finally:
-            steps.end()
-        return recovery.recovered
+    Raises as `execute` does.
+    """
+    recovery, steps, last = Recovery(run), RunSteps(run, session, first), session.spec.steps
+    try:
+        while steps.following <= last:
+            try:
+                if steps.following == 0:
+                    await steps.close(0)
+                await schedule_of(session.spec.schedule).drive(steps, steps.following, last)
+            except RECOVERABLE as fault:
+                with session.console.waiting(f"recovering: {fault}"):
+                    steps.restart_at(await recovery.after(steps.following, fault))
+    finally:
+        steps.end()
+    return recovery.recovered
 
 
 class RunSteps:

@@ -11,7 +11,6 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_by
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_kinds import FunctionKind, kinds_of, name_of
+from rlhfless.scaling.function_kinds import kinds_of, name_of
 from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
@@ -48,53 +47,40 @@ end."""
 TOKEN_FILE = "store.token"
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Builds the pools of one run, on devices that are planned and not taken yet."""
+def launch_of(spec: RunSpec, prepared: Prepared, run_id: str, run_folder: Path) -> Launch:
+    """A run, as its functions are launched, with a folder for its weights."""
+    shape, tokens = prepared.shape, prepared.max_model_len
+    home, cache = store_folders(spec, run_id)
+    token = _store_token(run_folder) if serves_by_http(spec) else ""
+    return Launch(
+        spec=spec,
+        run_id=run_id,
+        run_folder=run_folder,
+        shape=shape,
+        max_model_len=tokens,
+        probe_token_ids=probe_text(prepared.train, tokens - 1),
+        store_folder=home,
+        store_token=token,
+        # Actors on other nodes reach the store by a cache of theirs beside it.
+        store=StoreAddress("http", str(cache), token, str(home)) if token else StoreAddress("folder", str(home)),
+        planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
+        kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
+    )
 
-    spec: RunSpec
-    prepared: Prepared
-    call: Call
-    cluster: Cluster
-    recorder: Recorder
-    placement: Placement
-    devices: RunDevices
-    run_folder: Path
 
-    def pools(self) -> tuple[dict[str, ReplicaPool], list[Turns]]:
-        """By name of the function, the pool of its replicas; and the turns that they take. Nothing is started yet."""
-        launch = self._launch()
-        pools = {kind.name: self._pool(launch, kind) for kind in kinds_of(self.spec)}
-        if not self.spec.placement.in_turns:
-            return pools, []
-        return pools, take_turns(pools.values(), partial(LentDevices, self.devices) if self.devices.shared else None)
-
-    def _pool(self, launch: Launch, kind: FunctionKind) -> ReplicaPool:
+def pools_of(
+    launch: Launch, call: Call, cluster: Cluster, recorder: Recorder, placement: Placement, devices: RunDevices
+) -> tuple[dict[str, ReplicaPool], list[Turns]]:
+    """The pool of each function's replicas, by its name, and the turns that pools take; nothing is started yet."""
+    spec, pools = launch.spec, {}
+    for kind in kinds_of(spec):
         deployment = load_target(kind.deployment)
         settings = partial(deployment.settings_of, launch, kind)
-        allocations = self.placement.allocations[kind.name]
-        blueprint = Blueprint(kind, deployment, settings, allocations, kind.bounds(self.spec))
-        return ReplicaPool(self.cluster, self.devices, blueprint, self.call, self.spec.timeouts, self.recorder)
-
-    def _launch(self) -> Launch:
-        spec, prepared = self.spec, self.prepared
-        shape, tokens = prepared.shape, prepared.max_model_len
-        home, cache = store_folders(spec, self.call.run_id)
-        token = _store_token(self.run_folder) if serves_by_http(spec) else ""
-        return Launch(
-            spec=spec,
-            run_id=self.call.run_id,
-            run_folder=self.run_folder,
-            shape=shape,
-            max_model_len=tokens,
-            probe_token_ids=probe_text(prepared.train, tokens - 1),
-            store_folder=home,
-            store_token=token,
-            # Actors on other nodes reach the store by a cache of theirs beside it.
-            store=StoreAddress("http", str(cache), token, str(home)) if token else StoreAddress("folder", str(home)),
-            planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
-            kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
-        )
+        blueprint = Blueprint(kind, deployment, settings, placement.allocations[kind.name], kind.bounds(spec))
+        pools[kind.name] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, recorder)
+    if not spec.placement.in_turns:
+        return pools, []
+    return pools, take_turns(pools.values(), partial(LentDevices, devices) if devices.shared else None)
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:

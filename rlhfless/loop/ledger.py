@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from statistics import fmean
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -21,7 +20,7 @@ from rlhfless.records import (
     StepRecord,
     Work,
 )
-from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
+from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
 from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.acquisition import Acquired, AcquisitionLags, mean_phases, started
 from rlhfless.scaling.intervals import length, union
@@ -37,40 +36,21 @@ NEWEST_CALLS = 512
 """Most calls in one report to the service: more than a hundred actors make in a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The records of earlier attempts of a run, from its trace."""
-
-    cost_usd: float = 0.0
-    rollouts_of: frozenset[int] = frozenset()
-    """Steps with rollouts in the trace."""
-    steps: frozenset[int] = frozenset()
-    holdings: tuple[Holding, ...] = ()
-    invocations: tuple[Invocation, ...] = ()
-    decisions: tuple[Decision, ...] = ()
-
-    @classmethod
-    def of(cls, trace: Trace, prices: PriceBook) -> Earlier:
-        return cls(
-            cost_usd=prices.cost_usd(trace.holdings),
-            rollouts_of=frozenset(rollout.step for rollout in trace.rollouts),
-            steps=frozenset(record.step for record in trace.steps),
-            holdings=trace.holdings,
-            invocations=trace.invocations,
-            decisions=trace.decisions,
-        )
+NOTHING = Trace(TraceMeta("", 0, {}, {}, {}))
+"""The trace of earlier attempts of a run that has none."""
 
 
 class Ledger:
     """Collects records; `write` puts them on disk, periodically and at the end."""
 
-    def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Earlier | None = None) -> None:
-        earlier = earlier or Earlier()
+    def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Trace = NOTHING) -> None:
+        """`earlier`: the trace of earlier attempts of the run."""
         self._writer = writer
         self.prices = prices
-        self._closed_usd = earlier.cost_usd
-        self._rollouts_of = set(earlier.rollouts_of)
-        self._steps = set(earlier.steps)
+        self._closed_usd = prices.cost_usd(earlier.holdings)
+        self._rollouts_of = {rollout.step for rollout in earlier.rollouts}
+        """Steps with rollouts in the trace."""
+        self._steps = {record.step for record in earlier.steps}
         self._written_s = time.monotonic()
         self._behind = False
         self._step = 0

@@ -24,8 +24,8 @@ from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.host import Host
 from rlhfless.loop.janitor import janitor
-from rlhfless.loop.launch import Launcher, devices_wanted, require_room, store_folders
-from rlhfless.loop.ledger import Earlier, Ledger
+from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
+from rlhfless.loop.ledger import NOTHING, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
@@ -132,8 +132,7 @@ def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | 
     spec, folder = session.spec, session.folder / TRACE_FOLDER
     spec_values: dict[str, Any] = spec.model_dump(mode="json")
     meta = TraceMeta(session.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
-    before = None if earlier is None else Earlier.of(earlier, prices)
-    return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, before)
+    return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, earlier or NOTHING)
 
 
 @asynccontextmanager
@@ -149,9 +148,9 @@ async def _fleet(
         await require_room(spec, session.prepared, placement, nodes, folders)
     devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
     devices.acquired = ledger.add_acquired
-    launcher = Launcher(spec, session.prepared, call, cluster, ledger, placement, devices, session.folder)
+    launch = launch_of(spec, session.prepared, session.run_id, session.folder)
     await session.host.devices(devices_wanted(spec, placement))
-    by_name, turns = launcher.pools()
+    by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
     pools = list(by_name.values())
     generation = by_name[name_of(spec, FunctionRole.SAMPLES)]
     lease_s = spec.recovery.lease_s

@@ -73,7 +73,13 @@ def _preflight(spec: RunSpec) -> Prepared:
         prompts = None
         _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split, spec.sizes), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
-    problems += _weight_problems(spec, config_is_right=policy is not None)
+    problems += weight_problems(
+        "model.path",
+        spec.model.path,
+        "AutoModelForCausalLM",
+        trust_remote_code=spec.model.trust_remote_code,
+        config_is_right=policy is not None,
+    )
     reward_faults, doubts = reward_problems(spec, everything), list[str]()
     if not reward_faults:
         reward_faults, doubts = trial_calls(spec, everything)
@@ -112,16 +118,6 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
     except InputError as error:
         problems += error.problems
         return None
-
-
-def _weight_problems(spec: RunSpec, *, config_is_right: bool) -> list[Problem]:
-    return weight_problems(
-        "model.path",
-        spec.model.path,
-        "AutoModelForCausalLM",
-        trust_remote_code=spec.model.trust_remote_code,
-        config_is_right=config_is_right,
-    )
 
 
 def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:

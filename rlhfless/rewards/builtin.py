@@ -88,9 +88,6 @@ class Format(LocalReward):
         tidy = not self.spec.only or not "".join(outside).strip()
         return float(numbers == wanted and tidy and all(part.strip() for part in inside))
 
-    def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (needs no column)
-        return []
-
 
 @dataclass(frozen=True)
 class LengthPenalty(LocalReward):
@@ -102,6 +99,3 @@ class LengthPenalty(LocalReward):
         """0 up to `free_tokens`, then falling linearly to -1 at `max_tokens`."""
         free, most = self.spec.free_tokens, self.spec.max_tokens
         return 0.0 - min(1.0, max(0, sample.response_tokens - free) / (most - free))
-
-    def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (needs no column)
-        return []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhfless.records import Score
 from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
-from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, RewardSample, within_range
+from rlhfless.rewards.protocol import Checked, Failed, Outcome, Reward, RewardSample, within_range
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import (
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSpec
 
 
-@dataclass(frozen=True, slots=True)
-class ScorePart:
-    """A reward under its name, with its weight."""
-
-    name: str
-    weight: float
-    reward: Reward
-
-
 class Rewards:
     """The weighted sum of the parts that need no network of their own.
 
@@ -52,7 +43,8 @@ class Rewards:
         isolated = [spec for spec in own if isinstance(spec, VerifierSpec)]
         self._scoring = scoring
         self._workers = Workers(isolated, scoring.workers) if isolated else None
-        self._parts = tuple(ScorePart(spec.label, spec.weight, self._reward(spec, isolated)) for spec in own)
+        self._weights = {spec.label: spec.weight for spec in own}
+        self._rewards = [self._reward(spec, isolated) for spec in own]
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -71,9 +63,8 @@ class Rewards:
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One Score per sample, in their order, within `scoring.timeout_s`."""
-        columns = await gather_or_cancel(*(self._column(part.reward, samples) for part in self._parts))
-        weights = {part.name: part.weight for part in self._parts}
-        return combined(weights, columns, len(samples), self._scoring.on_failure)
+        columns = await gather_or_cancel(*(self._column(reward, samples) for reward in self._rewards))
+        return combined(self._weights, columns, len(samples), self._scoring.on_failure)
 
     async def _column(self, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -90,19 +81,7 @@ class Rewards:
         if not isinstance(spec, VerifierSpec):
             return _local(spec, self._scoring.http_hosts)
         assert self._workers is not None
-        return _InWorkers(self._workers, isolated.index(spec))
-
-
-@dataclass(frozen=True, slots=True)
-class _InWorkers:
-    """A verifier in the form of a reward, for the scoring function."""
-
-    workers: Workers
-    number: int
-
-    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
-        if samples:
-            await self.workers.score(self.number, samples, report)
+        return partial(self._workers.score, isolated.index(spec))
 
 
 def combined(

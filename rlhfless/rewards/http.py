@@ -15,7 +15,7 @@ import httpx
 
 from rlhfless.records import Prompt
 from rlhfless.rewards.guard import ForbiddenAddress, Guarded, refusal
-from rlhfless.rewards.protocol import Failed, Outcome, Report, RewardSample, finite, quote
+from rlhfless.rewards.protocol import ARGUMENTS, Failed, Outcome, Report, RewardSample, finite, quote
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
@@ -106,12 +106,4 @@ class HttpReward:
 
 
 def _as_json(sample: RewardSample) -> dict[str, Any]:
-    return {
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "response_tokens": sample.response_tokens,
-        "finish_reason": str(sample.finish_reason),
-        "prompt_id": sample.prompt_id,
-        "sample_index": sample.sample_index,
-        "columns": dict(sample.columns),
-    }
+    return {name: getattr(sample, name) for name in ARGUMENTS} | {"columns": dict(sample.columns)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
@@ -37,6 +37,10 @@ class RewardSample:
 
     def __str__(self) -> str:
         return f"sample {self.sample_index} of prompt {self.prompt_id!r} (response {quote(self.response)})"
+
+
+ARGUMENTS = tuple(field.name for field in fields(RewardSample))
+"""The arguments that every sample fills; a data set's column of the same name is reached through `columns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,10 @@ class LocalReward:
     def value(self, sample: RewardSample) -> float:
         """The sample's number. Raises Unscorable."""
         raise NotImplementedError
+
+    def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002
+        """See Checked; by default a reward needs no column."""
+        return []
 
 
 class Unscorable(Exception):

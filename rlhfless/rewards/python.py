@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rlhfless.records import Prompt
 from rlhfless.rewards.protocol import (
+    ARGUMENTS,
     Begin,
     Done,
     Failed,
@@ -153,18 +154,17 @@ class PythonReward:
         return {name: value for name, value in arguments.items() if self._signature.takes(name)}
 
     def _call(self, arguments: Mapping[str, Any]) -> Any:
-        try:
-            result = self._function(**arguments)
-        except (Exception, SystemExit) as error:  # the user's function may raise any error
-            raise self._raised(error) from error
+        result = self._begin(arguments)
         return self._await(self._finish(result)) if inspect.isawaitable(result) else result
 
     async def _call_async(self, arguments: Mapping[str, Any]) -> Any:
+        return await self._finish(self._begin(arguments))
+
+    def _begin(self, arguments: Mapping[str, Any]) -> Any:
         try:
-            result = self._function(**arguments)
-        except (Exception, SystemExit) as error:
+            return self._function(**arguments)
+        except (Exception, SystemExit) as error:  # the user's function may raise any error
             raise self._raised(error) from error
-        return await self._finish(result)
 
     async def _finish(self, result: Any) -> Any:
         """Await the result of an async function, for at most timeout_s."""
@@ -216,9 +216,6 @@ def _items(value: Any) -> list[Any] | None:
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
 
-
-ARGUMENTS = ("prompt", "response", "response_tokens", "finish_reason", "prompt_id", "sample_index", "columns")
-"""The fields of every sample; a data set's column of the same name is reached through `columns`."""
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -86,6 +86,8 @@ class Workers:
 
     async def score(self, reward: int, samples: Sequence[RewardSample], report: Report) -> None:
         """Report the outcome of every sample, by reward number `reward`."""
+        if not samples:
+            return
         async with self._worker() as worker:
             whole = await _whole(worker, reward)
         size = len(samples) if whole else CHUNK

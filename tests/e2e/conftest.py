@@ -17,7 +17,7 @@ import pytest_asyncio
 from fakes.live_runs import Live, Whole, fault_opening, spec_values
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import execute
 from rlhfless.loop.session import Session, open_session
 from rlhfless.prepare.preflight import preflight
 from rlhfless.records.traces import read_trace
@@ -54,7 +54,7 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
 def whole(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("whole")
     start = fault_opening(assets, folder, actors=1)
-    asyncio.run(Driver(start).execute())
+    asyncio.run(execute(start))
     newest = start.checkpoints.newest()
     assert newest is not None
     return Whole(read_trace(folder / "trace"), newest.notes.digest)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fakes.live_runs import fault_opening
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import execute
 from rlhfless.prepare import preflight as checks
 from rlhfless.spec.errors import InputError
 
@@ -28,7 +28,7 @@ async def test_nan_in_weights_that_preflight_does_not_read(
     session = fault_opening(assets, tmp_path / "run", actors=1, model={"path": str(model)})
     session.folder.mkdir()
     with pytest.raises(InputError) as caught:
-        await Driver(session).execute()
+        await execute(session)
     assert str(caught.value) == (
         f"the model {str(model)!r}: 1 problem\n"
         "- model.path: NaN or infinite values are in tensor 'lm_head.weight' (as float32)\n"

@@ -19,7 +19,7 @@ from fakes.live_runs import fault_opening
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import drive_steps
 from rlhfless.loop.host import Host
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
@@ -67,7 +67,7 @@ async def sabotage(run: Run) -> int:
 async def drive(start: Session) -> tuple[Recovered, int]:
     async with open_session(start) as (run, first):
         saboteurs = asyncio.create_task(sabotage(run))
-        recovered = await Driver(start).drive(run, first)
+        recovered = await drive_steps(start, run, first)
         assert saboteurs.done(), "a step ended before it was broken"
         return recovered, saboteurs.result()
 

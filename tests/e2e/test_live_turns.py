@@ -9,7 +9,7 @@ import pytest
 
 from fakes import saboteur
 from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import execute
 from rlhfless.loop.run import Run
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
@@ -25,7 +25,7 @@ def tokens_of(trace: Trace) -> dict:
 
 def test_functions_that_take_turns_do_what_they_did_side_by_side(assets: Path, whole: Whole, tmp_path: Path) -> None:
     start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1})
-    asyncio.run(Driver(start).execute())
+    asyncio.run(execute(start))
     newest, trace = start.checkpoints.newest(), read_trace(tmp_path / "trace")
     assert newest is not None
     assert newest.notes.digest == whole.digest

@@ -16,7 +16,7 @@ from fakes.live_runs import spec_values
 from rlhfless.autoscaling import scaler
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.bundled.task import TaskRecipe, draw_problems
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import execute
 from rlhfless.loop.session import Session
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.prepare.preflight import preflight
@@ -82,7 +82,7 @@ def test_a_tail_gets_its_prefix_and_the_replay_knows_it(
     folder = tmp_path / "run"
     folder.mkdir()
     console = Console("lines", "prefixes", spec.steps, stream=io.StringIO())
-    asyncio.run(Driver(Session(spec, preflight(spec), "prefixes-1", folder, console, MetricSinks([]))).execute())
+    asyncio.run(execute(Session(spec, preflight(spec), "prefixes-1", folder, console, MetricSinks([]))))
     trace = read_trace(folder / "trace")
     ahead = [call for call in trace.invocations if call.work is Work.PRECOMPUTE]
     first = [call for call in ahead if call.replica.endswith("-0") and not call.cached_tokens]

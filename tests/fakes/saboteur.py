@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from rlhfless.fleet.replica import Replica
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import drive_steps
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
@@ -97,7 +97,7 @@ async def drive(start: Session, sabotage: Sabotage) -> tuple[Recovered, str]:
     """A run that is broken while it works: what was recovered, and the digest of the last weights."""
     async with open_session(start) as (run, first):
         sabotaging = asyncio.create_task(sabotage(run))
-        recovered = await Driver(start).drive(run, first)
+        recovered = await drive_steps(start, run, first)
         assert sabotaging.done(), "a step ended before it was broken"
         sabotaging.result()
         return recovered, run.published.version.digest

@@ -19,9 +19,9 @@ from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.engine import EngineDead, EngineTimeout
-from rlhfless.loop.driver import Driver
+from rlhfless.loop import driver
 from rlhfless.loop.endings import hint
-from rlhfless.loop.session import JOURNAL_FILE
+from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare import preflight
 from rlhfless.records import FinishReason, Rollout, WeightVersion
 from rlhfless.records.checkpoints import (
@@ -70,12 +70,12 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     spec.write_text(yaml.safe_dump(values | {"output": str(tmp_path / "runs")}))
 
     def call(error: BaseException, leave: Any = journalled, *options: str) -> Any:
-        async def execute(driver: Driver) -> None:
-            leave(driver.session.folder)
+        async def execute(session: Session) -> None:
+            leave(session.folder)
             raise error
 
         monkeypatch.setattr(preflight, "preflight", lambda _: SimpleNamespace(warnings=()))
-        monkeypatch.setattr(Driver, "execute", execute)
+        monkeypatch.setattr(driver, "execute", execute)
         return CliRunner().invoke(main.app, ["run", str(spec), *options])
 
     return call

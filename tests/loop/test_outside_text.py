@@ -13,7 +13,7 @@ from fakes.stage import SPEC, draw, until
 from rlhfless.functions.scoring.deployment import score_groups
 from rlhfless.loop.failures import added_up, without_failures
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.ledger import Earlier, Ledger
+from rlhfless.loop.ledger import NOTHING, Ledger
 from rlhfless.loop.stages import collect
 from rlhfless.records import Experience, Group, Score
 from rlhfless.records.journal import Journal
@@ -43,7 +43,7 @@ class Attempt:
         self.scoring = ScoringSpec(workers=1)
         self.log = RunLog(folder, "run")
         self._rewards = Rewards([reward], self.scoring)
-        earlier = Earlier.of(read_trace(folder / "trace"), prices) if number > 1 else None
+        earlier = read_trace(folder / "trace") if number > 1 else NOTHING
         assert self.journal.begin_attempt() == number
         meta = TraceMeta("run", number, prices.snapshot(), {}, {})
         self.ledger = Ledger(TraceWriter(folder / "trace", meta, record_tokens=True), prices, earlier)

@@ -26,7 +26,7 @@ from rlhfless.control.run_files import leave_mark
 from rlhfless.control.security.access import hashed
 from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.driver import execute
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.session import JOURNAL_FILE, Session
@@ -183,7 +183,7 @@ class _Attempt:
             session = Session(
                 spec, prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
             )
-            outcome = await Driver(session).execute()
+            outcome = await execute(session)
         except StaleOutbox:
             raise
         except Exception as error:
