@@ -111,7 +111,7 @@ def _settings(folder: Path, dtype: str) -> Any:
         seed=0,
         trust_remote_code=False,
         device="cpu",
-        store=StoreAddress("folder", str(folder / "store")),
+        store=StoreAddress("file", str(folder / "store")),
         engine=EngineSpec(kv_cache_gib=0.0625, max_sequences=8),
         timeouts=TimeoutsSpec(),
     )

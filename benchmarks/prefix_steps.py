@@ -181,7 +181,7 @@ def computed_by_actor(trace: Trace, prompts: Mapping[str, Tokens]) -> tuple[list
 async def joining(folder: Path, prompts: Sequence[Tokens]) -> float:
     """Tokens that an engine computes, by the floor, which joins in mid-step and takes samples of these prompts over."""
     spec = RunSpec.model_validate(run_spec(folder, 1))
-    settings = EngineSettings.of(spec, "cpu", StoreAddress("folder", str(folder)), len(prompts[0]) + 256)
+    settings = EngineSettings.of(spec, "cpu", StoreAddress("file", str(folder)), len(prompts[0]) + 256)
     engine = await VllmEngine.start(settings)
     try:
         random = np.random.default_rng(0)

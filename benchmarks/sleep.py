@@ -60,7 +60,7 @@ async def measure_actor(folder: Path, cycles: int) -> None:
             seed=0,
             trust_remote_code=False,
             device="cpu",
-            store=StoreAddress("folder", str(store.folder)),
+            store=StoreAddress("file", str(store.folder)),
             engine=EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64),
             timeouts=TimeoutsSpec(),
         )

@@ -167,7 +167,7 @@ async def measure_engine(name: str, store: FolderStore, folder: Path) -> None:
             seed=0,
             trust_remote_code=False,
             device="cpu",
-            store=StoreAddress("folder", str(store.folder)),
+            store=StoreAddress("file", str(store.folder)),
             engine=EngineSpec(kv_cache_gib=0.125),
             timeouts=TimeoutsSpec(),
         )

@@ -126,7 +126,7 @@ def _settings(model: str, folder: Path) -> Any:
         seed=0,
         trust_remote_code=False,
         device="cpu",
-        store=StoreAddress("folder", str(folder / "store")),
+        store=StoreAddress("folder", str(folder / "store")),  # type: ignore[arg-type]  # an earlier commit's word
         engine=EngineSpec(kv_cache_gib=0.0625, max_sequences=8),
         timeouts=TimeoutsSpec(),
     )

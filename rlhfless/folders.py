@@ -10,6 +10,8 @@ import os
 import stat
 from pathlib import Path
 
+import psutil
+
 from rlhfless.spec.errors import UserError
 
 PRIVATE = 0o700
@@ -20,6 +22,16 @@ OTHERS = 0o077
 
 class NotPrivate(UserError):
     """A folder belongs to another user, or another user could put other content in its place."""
+
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether the folder, which is there, is in a file system that is in memory."""
+    path = folder.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in _IN_MEMORY
 
 
 def home() -> Path:

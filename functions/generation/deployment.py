@@ -54,6 +54,7 @@ from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
+from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
 from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
@@ -93,6 +94,16 @@ class LoadProof:
     """Seconds to find where the layers hold them."""
     load_s: float = 0.0
     """The other seconds of the load and its checks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that has passed its checks."""
+
+    version: str
+    """Its label."""
+    transport: Transport | None
+    """How the tensors came; None if they were there already, or the engine does not say."""
 
 
 class WrongVersion(RuntimeError):
@@ -153,13 +164,13 @@ class GenerationFunction(Function):
         )
         return self.reply(about, time.time())
 
-    async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
-        """Load and check a version; returns its label. Idempotent: a version that is loaded is not loaded again.
+    async def load(self, call: Call, published: PublishedWeights) -> Reply[Loaded]:
+        """Load and check a version. Idempotent: a version that is loaded is not loaded again.
 
         Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
         """
         self.admit(call)
-        start_s = time.time()
+        start_s, transport = time.time(), None
         async with self._loading:
             await self._end_earlier(call)
             if self._loaded is None or self._loaded.version != published.version:
@@ -167,13 +178,13 @@ class GenerationFunction(Function):
                 with self._engine_faults("a load"):
                     # KV has no memory before the weights are there: a load may need what KV takes.
                     await self._engine.wake("weights")
-                    await self._load_and_check(published)
+                    transport = await self._load_and_check(published)
                 self._loaded = published
             elif self._engine.rest.tier is not None:
                 with self._engine_faults("waking up"):
                     await self._wake_and_check()
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
-        return self.reply(published.version.label, start_s, usage)
+        return self.reply(Loaded(published.version.label, transport), start_s, usage)
 
     async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[LoadProof]:
         """Load a perturbed version, which must move the probe's logprobs to where the learner says.
@@ -211,7 +222,7 @@ class GenerationFunction(Function):
             if attempt < call.attempt:
                 await run.cancel()
 
-    async def _load_and_check(self, published: PublishedWeights) -> None:
+    async def _load_and_check(self, published: PublishedWeights) -> Transport | None:
         self._cached.clear()
         engine, tokens = self._engine, published.probe.token_ids
         if engine.rest.parts or engine.rest.empty:
@@ -222,6 +233,7 @@ class GenerationFunction(Function):
             report, logprobs = await asyncio.gather(engine.load(published), engine.logprobs(tokens))
         with _read_back_decides(report, published, logprobs, self._settings.probe_tolerance):
             check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
+        return None if report is None else report.transport
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         """Draw the samples of a request; yields finished groups, progress beats, and the end.
@@ -325,7 +337,7 @@ class GenerationFunction(Function):
     def clean_up(self) -> None:
         """The node's cache of the weights outlives processes; other actors of the run on this node are abandoned,
         too."""
-        if self._settings.engine.store.kind == "http":
+        if self._settings.engine.store.token:
             shutil.rmtree(self._settings.engine.store.folder, ignore_errors=True)
 
     @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
-from rlhfless.spec import DType, EngineSpec, RunSpec, TimeoutsSpec
+from rlhfless.spec import DType, EngineSpec, RunSpec, TimeoutsSpec, Transport
 from rlhfless.spec.imports import load_target
 from rlhfless.weights.address import StoreAddress
 
@@ -157,6 +157,8 @@ class LoadReport:
     """Tensors that were read back from the engine's layers, and equal to the learner's."""
     size_bytes: int
     seconds: float
+    transport: Transport | None = None
+    """How the tensors came; None if the engine does not say."""
     chart_s: float = 0.0
     """The part of `seconds` for finding where the layers hold what is read back; 0 if that was known."""
 

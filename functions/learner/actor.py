@@ -13,7 +13,7 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import RankedSettings
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
-from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec, Transport
 from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
@@ -29,25 +29,31 @@ class StoreHome:
     folder: str
     token: str = field(default="", repr=False)
     """If given, the folder is served by HTTP to requests that carry the token."""
+    transport: Transport = "file"
+    readers: int = 0
+    """Workers of all engines together, which a broadcast goes to."""
 
     def open(self, host: str) -> WeightStore:
         """The store; if there is a token it is served at `host`, this node's address, from threads of this process as
         long as it lives."""
         # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
+        from rlhfless.weights.broadcast import Broadcaster
+        from rlhfless.weights.cuda_ipc import IpcStore
         from rlhfless.weights.http_server import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
-            store = FolderStore(self.folder)
+            store = IpcStore(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
             self.mark()
             return store
-        return HttpStoreServer(self.folder, host=host, token=self.token)
+        join = Broadcaster(self.folder, host, self.readers).join if self.transport == "nccl" else None
+        return HttpStoreServer(self.folder, host=host, token=self.token, join=join)
 
     def mark(self) -> None:
         """Show engines that this folder is the learner's (StoreAddress.require_shared). Again with each version: a
         folder that was lost is made anew."""
         if not self.token:
-            StoreAddress("folder", self.folder).mark()
+            StoreAddress("file", self.folder).mark()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,12 @@ class LearnerFunction(RankedFunction):
             temperature=spec.generation.temperature,
             probe_token_ids=launch.probe_token_ids,
             read_back=spec.weights.read_back,
-            store=StoreHome(str(launch.store_folder), launch.store_token),
+            store=StoreHome(
+                str(launch.store_folder),
+                launch.store_token,
+                launch.store.transport,
+                spec.scaling.generation.most_actors * spec.generation.engine.tensor_parallel_size,
+            ),
             rank_bindings=launch.rank_bindings(kind, allocation),
             call_timeout_s=spec.timeouts.call_s,
             planned=launch.planned(kind, allocation),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
-from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, Sharded, learn_phases, on_device
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.memory import (
+    LOGITS_CHUNK_ELEMENTS,
+    MemoryPart,
+    MemoryPhase,
+    Sharded,
+    learn_phases,
+    on_device,
+)
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
 
@@ -15,7 +24,12 @@ def _wanted(spec: RunSpec) -> Wanted:
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-    return on_device(learner_phases(terms.spec, terms.shape, terms.micro_batch_tokens), terms.sheet.kind)
+    spec = terms.spec
+    phases = on_device(learner_phases(spec, terms.shape, terms.micro_batch_tokens), terms.sheet.kind)
+    if spec.weights.transport != "cuda_ipc":
+        return phases
+    copy = MemoryPart("published weights", DTYPE_BYTES[spec.model.dtype] * terms.shape.parameters)
+    return tuple(replace(phase, parts=(*phase.parts, copy)) for phase in phases)
 
 
 def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:

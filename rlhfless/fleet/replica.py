@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
     START,
+    TRANSPORT,
     Decision,
     Holding,
     Invocation,
@@ -29,6 +30,7 @@ from rlhfless.records import (
 )
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
+from rlhfless.spec import Transport
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Replica:
         """From the launch until the replica was up; None for one that an earlier driver started."""
         self._waits = False
         self._working = 0
+        self._transport: Transport | None = None
         self._handle: DeploymentHandle | None = None
         self._life: Lifecycle | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -154,6 +157,14 @@ class Replica:
         phases = {StartPhase.REPLICA: max(self._start_s - sum(engine.values()), 0.0), **engine, **opening}
         inputs: dict[str, float | int | str | bool] = {f"{phase}_s": seconds for phase, seconds in phases.items()}
         self._recorder.add_decision(Decision(call.step, self._launched_s, START, self.name, inputs))
+
+    def record_transport(self, call: Call, transport: Transport | None) -> None:
+        """Record how its weights come, when that is not as it was before. None says nothing."""
+        if transport in (None, self._transport):
+            return
+        self._transport = transport
+        log.info("%s gets its weights by %s", self.name, transport)
+        self._recorder.add_decision(Decision(call.step, self._clock(), TRANSPORT, self.name, {"transport": transport}))
 
     def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
         """A replica that an earlier driver started: it joins as STALE, and is billed from here on."""

@@ -10,7 +10,7 @@ import logging
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import Call
-from rlhfless.functions.generation.deployment import LoadProof
+from rlhfless.functions.generation.deployment import Loaded, LoadProof
 from rlhfless.records import PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
 from rlhfless.spec import RunSpec
 from rlhfless.tasks import gather_or_cancel
@@ -97,7 +97,7 @@ class ActorWeights:
         actor.ask(published.version)
         if actor.state is ReplicaState.SERVING:
             return
-        await actor.call(
+        loaded: Loaded = await actor.call(
             "load",
             call,
             published,
@@ -105,6 +105,7 @@ class ActorWeights:
             waiting_for=f"the weights of step {published.version.step}",
             work=Work.LOAD_WEIGHTS,
         )
+        actor.record_transport(call, loaded.transport)
         # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
         if actor.state is ReplicaState.STALE:
             actor.loaded(published.version)

@@ -25,6 +25,7 @@ from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.loop.host import DevicesWanted
+from rlhfless.loop.transports import transport_of
 from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_bytes
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
@@ -47,11 +48,12 @@ end."""
 TOKEN_FILE = "store.token"
 
 
-def launch_of(spec: RunSpec, prepared: Prepared, run_id: str, run_folder: Path) -> Launch:
-    """A run, as its functions are launched, with a folder for its weights."""
+def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: str, run_folder: Path) -> Launch:
+    """A run, as its functions are launched, with a folder for its weights. Raises TransportRefused."""
     shape, tokens = prepared.shape, prepared.max_model_len
     home, cache = store_folders(spec, run_id)
-    token = _store_token(run_folder) if serves_by_http(spec) else ""
+    transport = transport_of(spec, placement)
+    token = _store_token(run_folder) if transport in ("http", "nccl") else ""
     return Launch(
         spec=spec,
         run_id=run_id,
@@ -62,7 +64,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, run_id: str, run_folder: Path) 
         store_folder=home,
         store_token=token,
         # Actors on other nodes reach the store by a cache of theirs beside it.
-        store=StoreAddress("http", str(cache), token, str(home)) if token else StoreAddress("folder", str(home)),
+        store=StoreAddress(transport, str(cache if token else home), token, str(home) if token else ""),
         planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
         kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
     )
@@ -102,13 +104,6 @@ def _store_token(folder: Path) -> str:
             stream.write(secrets.token_urlsafe(32))
         new.replace(file)
     return file.read_text()
-
-
-def serves_by_http(spec: RunSpec) -> bool:
-    """Whether weights are served by HTTP, and not by a folder that all functions share."""
-    if spec.weights.store == "auto":
-        return spec.placement.ray_address is not None
-    return spec.weights.store == "http"
 
 
 def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:

@@ -148,7 +148,7 @@ async def _fleet(
         await require_room(spec, session.prepared, placement, nodes, folders)
     devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
     devices.acquired = ledger.add_acquired
-    launch = launch_of(spec, session.prepared, session.run_id, session.folder)
+    launch = launch_of(spec, session.prepared, placement, session.run_id, session.folder)
     await session.host.devices(devices_wanted(spec, placement))
     by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
     pools = list(by_name.values())

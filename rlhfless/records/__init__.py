@@ -4,6 +4,7 @@ from rlhfless.records.experience import Experience, GivenSegment, Group, Sample,
 from rlhfless.records.ledger import (
     PREFIXES,
     START,
+    TRANSPORT,
     Decision,
     FunctionName,
     FunctionRole,

@@ -146,6 +146,9 @@ class Invocation:
         return self.end_s - self.start_s
 
 
+TRANSPORT = "transport"
+"""Kind of a decision: how an actor's weights come, at its first load and when that changes."""
+
 START = "start"
 """Kind of a decision: an engine has started. Its inputs are the seconds of each phase, as `PHASE_s` (StartPhase)."""
 

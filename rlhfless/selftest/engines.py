@@ -57,7 +57,7 @@ class Engines:
         settings = EngineSettings.of(
             spec,
             "cuda" if subject.gpus else "cpu",
-            StoreAddress("folder", str(subject.store.folder)),
+            StoreAddress("file", str(subject.store.folder)),
             subject.asked.sequence_tokens,
             shared_kv_bytes(spec, subject.asked.shape, subject.kind),
         )

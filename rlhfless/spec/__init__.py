@@ -14,6 +14,7 @@ from rlhfless.spec.fleet import (
     RecoverySpec,
     ScalingSpec,
     TimeoutsSpec,
+    Transport,
     WeightedSpec,
     WeightsSpec,
 )

@@ -154,16 +154,22 @@ class ScalingSpec(SpecModel):
     """Price book (YAML); by default the bundled one."""
 
 
-class WeightsSpec(SpecModel):
-    """The store through which the learner's weights reach the actors."""
+Transport = Literal["file", "shared_memory", "http", "nccl", "cuda_ipc"]
+"""A way of the weights from the learner to an actor."""
 
-    store: Literal["auto", "folder", "http"] = "auto"
-    """`folder`: a folder that all functions can read, in shared memory by default (one node). `http`: the learner's
-    node serves the files, and every other node keeps a cache. `auto`: `http` on a cluster that is joined, whose
-    functions may sit on several nodes, and `folder` otherwise."""
+
+class WeightsSpec(SpecModel):
+    """How the learner's weights reach the actors (docs/weights.md)."""
+
+    transport: Literal["auto"] | Transport = "auto"
+    """`shared_memory`: files in memory, which actors on the learner's node map. `http`: that, and other nodes pull
+    from the learner's into a cache of their own. `file`: files in a folder that all nodes share. `nccl`: as `http`, and
+    a fixed number of actors gets each version by one broadcast from GPU to GPU. `cuda_ipc`: an actor on the learner's
+    only GPU reads the learner's memory there. `auto`: by where each actor is, `shared_memory` or `http`; `nccl` and
+    `cuda_ipc`, which have not yet run on a GPU, only by name."""
 
     folder: str | None = None
-    """Folder of the store, or of the node cache."""
+    """Folder of the files, or of the node cache; in shared memory by default."""
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the engine's and the learner's logprobs of the probe tokens, for logprobs of up to

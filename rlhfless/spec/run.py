@@ -235,10 +235,22 @@ class RunSpec(SpecModel):
 
     @model_validator(mode="after")
     def _kv_files_have_a_folder(self) -> RunSpec:
-        if self.generation.engine.kv_connector == "folder" and self.weights.store == "http":
+        transport = self.weights.transport
+        if self.generation.engine.kv_connector == "folder" and transport in ("http", "nccl"):
             raise ValueError(
-                "generation.engine.kv_connector is folder, but weights.store is http: engines share no folder; "
-                "set weights.store to folder, or kv_connector to nixl, or leave it out"
+                f"generation.engine.kv_connector is folder, but weights.transport is {transport}: engines share no "
+                "folder; set weights.transport to shared_memory or file, or kv_connector to nixl, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_broadcast_has_a_fixed_group(self) -> RunSpec:
+        actors = self.scaling.generation
+        if self.weights.transport == "nccl" and actors.min_actors != actors.max_actors:
+            raise ValueError(
+                f"weights.transport is nccl, but scaling.generation has min_actors {actors.min_actors} and max_actors "
+                f"{actors.max_actors}: a broadcast needs a fixed number of actors; make the two equal, or set "
+                "weights.transport to auto"
             )
         return self
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from rlhfless.spec import Transport
 from rlhfless.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ MARKER = ".learner"
 class StoreNotShared(UserError):
     """A store that should be one folder for all nodes is not."""
 
+    where = "weights.transport"
+
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
     """How an engine reaches the store."""
 
-    kind: Literal["folder", "http"]
+    transport: Transport
     folder: str
     """The store's folder, or the node's cache."""
     token: str = field(default="", repr=False)
@@ -39,17 +42,23 @@ class StoreAddress:
 
     def require_shared(self) -> None:
         """Raises StoreNotShared if this node's folder is not the learner's."""
-        if self.kind == "folder" and not (Path(self.folder) / MARKER).exists():
+        if not self.token and not (Path(self.folder) / MARKER).exists():
             raise StoreNotShared(
-                f"weights.folder {self.folder!r} on node {os.uname().nodename} is not the folder that the learner "
-                "writes to. Set weights.store to http, or weights.folder to one that all nodes share"
+                f"weights.transport is {self.transport}, but {self.folder!r} on node {os.uname().nodename} is not the "
+                "folder that the learner writes to. Set weights.transport to auto or http, or to file with a "
+                "weights.folder that all nodes share"
             )
 
     def connect(self) -> WeightReader:
         """A reader of the store. Nothing is read yet."""
         # Imported here: an address travels through processes that never read, and need not wait 2 s for
         # torch.
+        from rlhfless.weights.broadcast import BroadcastReader
+        from rlhfless.weights.cuda_ipc import IpcReader
         from rlhfless.weights.http import HttpStore
         from rlhfless.weights.store import FolderStore
 
-        return FolderStore(self.folder) if self.kind == "folder" else HttpStore(self.token, self.folder, self.home)
+        if not self.token:
+            return IpcReader(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
+        pulled = HttpStore(self.token, self.folder, self.home)
+        return BroadcastReader(pulled) if self.transport == "nccl" else pulled

@@ -32,8 +32,9 @@ from uuid import uuid4
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlhfless.folders import private
+from rlhfless.folders import in_memory, private
 from rlhfless.records import WeightVersion
+from rlhfless.spec import Transport
 from rlhfless.weights.digest import Digest, dtype_name, hasher_of, host_chunks, threads
 from rlhfless.weights.errors import WeightFileError
 
@@ -171,6 +172,25 @@ def _header(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, int]:
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-(8 + len(encoded)) % _HEADER_ALIGNMENT_BYTES)
     return len(encoded).to_bytes(8, "little") + encoded, size_bytes
+
+
+def way_on_node(folder: Path) -> Transport:
+    """How files in a folder that is there reach the processes of this node."""
+    return "shared_memory" if in_memory(folder) else "file"
+
+
+def read_layout(path: Path) -> tuple[int, list[tuple[str, str, list[int], int, int]]]:
+    """Where the tensors of a file begin; and name, dtype, shape, first byte from there and end of each, in order."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    names = {short: name for name, short in _SAFETENSORS_DTYPES.items()}
+    tensors = [
+        (name, names[of["dtype"]], of["shape"], *of["data_offsets"])
+        for name, of in header.items()
+        if name != "__metadata__"
+    ]
+    return 8 + length, sorted(tensors, key=lambda tensor: tensor[3:])
 
 
 @dataclass(slots=True)

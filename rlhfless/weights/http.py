@@ -29,11 +29,12 @@ from typing import Any
 import torch
 
 from rlhfless.records import WeightVersion
+from rlhfless.spec import Transport
 from rlhfless.weights.delta import apply
 from rlhfless.weights.digest import digest_by_threads, threads
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import Draft, file_name, put, read_file, replacing, spare, version_of
-from rlhfless.weights.http_server import SINCE, STALL_TIMEOUT_S
+from rlhfless.weights.files import Draft, file_name, put, read_file, replacing, spare, version_of, way_on_node
+from rlhfless.weights.http_server import PREFIX, SINCE, STALL_TIMEOUT_S
 from rlhfless.weights.seal import known_hashes, seal
 from rlhfless.weights.store import FolderStore
 
@@ -64,6 +65,8 @@ class HttpStore:
         self._token = token
         self._cache = FolderStore(cache_folder)
         self._home = Path(home) if home else None
+        self.transport: Transport = "http"
+        """See `WeightReader.transport`."""
         # Never through a proxy: the server is a node of the same cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -75,11 +78,16 @@ class HttpStore:
         """See `WeightReader.hashes`. Downloads as `read` does."""
         return known_hashes(self._local(location), version_of(location).digest)
 
+    def release(self) -> None:
+        """See `FolderStore.release`."""
+
     def _local(self, location: str) -> Path:
         """The version's file on this node, which is downloaded if there is none."""
         version = version_of(location)
         if self._home is not None and _is_sound(at_home := self._home / file_name(version), version):
+            self.transport = way_on_node(self._home)
             return at_home
+        self.transport = "http"
         path = self._cache.path(version)
         if not _is_sound(path, version):
             with self._only_downloader():
@@ -169,6 +177,14 @@ class HttpStore:
         """The server's answer, with bytes from `start` to `end` of the file."""
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{end - 1}"}
         return self._opener.open(urllib.request.Request(url, headers=headers), timeout=STALL_TIMEOUT_S)
+
+    def asked(self, location: str, path: str, query: str, timeout_s: float) -> bytes:
+        """What the server says of a version at another path. Raises OSError."""
+        url = location.replace(PREFIX, path) + query
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._token}"})
+        with self._opener.open(request, timeout=timeout_s) as response:
+            said: bytes = response.read()
+            return said
 
     def _drop_old(self, newest: Path) -> None:
         """Keeps the newest few versions. Deleting the others is safe for their readers (see `FolderStore`)."""

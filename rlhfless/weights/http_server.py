@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.delta import delta
@@ -18,10 +20,16 @@ from rlhfless.weights.files import TEMPORARY_PREFIX, version_of
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 PREFIX = "/versions/"
+JOIN = "/join/"  # asks for a broadcast
+MEMBER = "?member="
 SINCE = "?since="  # asks for what changed since another version
 CHANGES = ".changes"  # a file beside the versions
 STALL_TIMEOUT_S = 20.0  # longest silence of the other side; a long but steady download is fine
 _CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
+
+
+Join = Callable[[str, str], Mapping[str, Any] | None]
+"""(a version's name, who asks) -> how to receive it, or None."""
 
 
 class HttpStoreServer:
@@ -34,6 +42,7 @@ class HttpStoreServer:
         port: int = 0,
         advertised_host: str | None = None,
         token: str | None = None,
+        join: Join | None = None,
     ) -> None:
         """Serves at once, from threads of this process.
 
@@ -43,10 +52,11 @@ class HttpStoreServer:
             port: 0 for any free one.
             advertised_host: host name in the URLs, if readers know this node by another name than `host`.
             token: the bearer token of readers, if it must be known before the server starts; random by default.
+            join: answers readers that would receive a broadcast (rlhfless.weights.broadcast).
         """
         self.token = token or secrets.token_urlsafe(32)
         self._folder = FolderStore(folder)
-        common = {"store": self._folder, "token": self.token, "comparing": threading.Lock()}
+        common = {"store": self._folder, "token": self.token, "comparing": threading.Lock(), "join": join}
         handler = type("Handler", (_Handler,), common)
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
@@ -91,6 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     store: FolderStore
     token: str
+    join: Join | None
     comparing: threading.Lock
     """One request at a time looks what changed; the others find it then."""
     timeout = STALL_TIMEOUT_S
@@ -98,6 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:  # the name is http.server's
         if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.token}"):
             self.send_error(HTTPStatus.UNAUTHORIZED, "wrong or missing bearer token")
+            return
+        if self.path.startswith(JOIN):
+            self._answer_join()
             return
         name, _, since = self.path.removeprefix(PREFIX).partition(SINCE)
         try:
@@ -107,6 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with file:
             self._answer(file)
+
+    def _answer_join(self) -> None:
+        name, _, member = self.path.removeprefix(JOIN).partition(MEMBER)
+        join = type(self).join  # not a method of this object
+        answer = None if join is None else join(name, member)
+        body = b"" if answer is None else json.dumps(answer).encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def _path(self, name: str) -> Path:
         if "/" in name:

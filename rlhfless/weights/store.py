@@ -25,6 +25,7 @@ import torch
 
 from rlhfless.folders import private
 from rlhfless.records import WeightVersion
+from rlhfless.spec import Transport
 from rlhfless.spec.errors import UserError
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
@@ -37,6 +38,7 @@ from rlhfless.weights.files import (
     replacing,
     spare,
     version_of,
+    way_on_node,
     write_tensors,
 )
 from rlhfless.weights.seal import hashes_note, known_hashes, seal
@@ -73,6 +75,15 @@ class WeightReader(Protocol):
     def hashes(self, location: str) -> Mapping[str, bytes]:
         """By tensor: the hashes of the version at `location`, if its bytes were hashed on this node and not written to
         since; else empty."""
+        ...
+
+    @property
+    def transport(self) -> Transport:
+        """How the version that was read last came to this process."""
+        ...
+
+    def release(self) -> None:
+        """To be called when the tensors that were read are not used any more."""
         ...
 
 
@@ -138,6 +149,14 @@ class FolderStore:
     def hashes(self, location: str) -> Mapping[str, bytes]:
         """See `WeightReader.hashes`."""
         return known_hashes(Path(location), version_of(location).digest)
+
+    @property
+    def transport(self) -> Transport:
+        """See `WeightReader.transport`."""
+        return way_on_node(self.folder)
+
+    def release(self) -> None:
+        """See `WeightReader.release`: a file that is dropped stays as long as it is mapped."""
 
     def versions(self) -> tuple[WeightVersion, ...]:
         """See `WeightStore.versions`."""

@@ -55,7 +55,7 @@ def test_a_resumed_run_takes_over_what_its_killed_driver_left(
     )
     values |= {
         "scaling": {"generation": {"min_actors": 3, "max_actors": 3}},
-        "weights": {"store": "http"},
+        "weights": {"transport": "http"},
         "output": str(tmp_path / "runs"),
     }
     spec.write_text(yaml.safe_dump(values))

@@ -12,7 +12,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
-from rlhfless.functions.generation.deployment import LoadProof
+from rlhfless.functions.generation.deployment import Loaded, LoadProof
 from rlhfless.records import FunctionName, ReplicaState, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Device
@@ -101,7 +101,7 @@ class FakeHandle:
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
         proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
         slept = Slept(SleepTier.HOST, 1, 0)
-        value = {"prove_loading": proof, "sleep": slept}.get(method, info)
+        value = {"prove_loading": proof, "sleep": slept, "load": Loaded("", None)}.get(method, info)
         return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 

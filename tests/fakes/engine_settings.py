@@ -14,7 +14,7 @@ SETTINGS = EngineSettings(
     seed=0,
     trust_remote_code=False,
     device="cpu",
-    store=StoreAddress("folder", "store"),
+    store=StoreAddress("file", "store"),
     engine=EngineSpec(),
     timeouts=TimeoutsSpec(start_s=30, drain_s=5),
 )

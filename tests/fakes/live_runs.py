@@ -37,7 +37,7 @@ def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
         "mini_batches": 2,
         "optimizer": {"learning_rate": 1e-4},
         "scaling": {"generation": {"min_actors": 1, "max_actors": 2}},
-        "weights": {"store": "http"},
+        "weights": {"transport": "http"},
         "logging": {"console": "lines", "record_tokens": True},
         "output": str(assets / "runs"),
     }

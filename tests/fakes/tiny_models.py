@@ -118,7 +118,7 @@ def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSe
         seed=0,
         trust_remote_code=False,
         device="cpu",
-        store=StoreAddress("folder", str(store)),
+        store=StoreAddress("file", str(store)),
         engine=engine,
         timeouts=TimeoutsSpec(start_s=200, sync_s=60, drain_s=20),
     )

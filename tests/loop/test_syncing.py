@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
+from rlhfless.functions.generation.deployment import Loaded
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
@@ -37,10 +38,13 @@ class Actor:
     def loaded(self, version: WeightVersion) -> None:
         self.life.loaded(version, 2.0)
 
-    async def call(self, method: str, *_: Any, **__: Any) -> None:
+    def record_transport(self, *_: Any) -> None: ...
+
+    async def call(self, method: str, *_: Any, **__: Any) -> Loaded:
         assert method == "load"
         self.loads.append(asyncio.get_running_loop().create_future())
         await self.loads[-1]
+        return Loaded("", None)
 
 
 def weights() -> ActorWeights:

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
+from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.prepare.memory.changes import Question, edited, nearest_change
 from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed
 from rlhfless.records import FunctionName
+from rlhfless.scaling.function_kinds import MemoryTerms
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import (
@@ -254,6 +256,14 @@ def test_states_are_split_inside_of_nodes_where_they_fit(
     assert max(plan.devices, key=lambda device: device.size_bytes).size_bytes >= max(
         device.size_bytes for device in wide.devices
     )
+
+
+def test_the_learners_copy_on_the_gpu_is_counted_where_an_engine_maps_it() -> None:
+    terms = (shape(QWEN_7B), device_of("h200"), 1024)
+    by_file = LEARNER.phases(MemoryTerms(spec(), *terms))
+    on_gpu = LEARNER.phases(MemoryTerms(spec(weights={"transport": "cuda_ipc"}), *terms))
+    more = [after.size_bytes - before.size_bytes for before, after in zip(by_file, on_gpu, strict=True)]
+    assert more == [4 * shape(QWEN_7B).parameters] * len(by_file)
 
 
 def test_states_that_a_node_cannot_hold_are_split_over_all_ranks() -> None:

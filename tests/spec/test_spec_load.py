@@ -196,8 +196,14 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("samples_per_prompt: 1", ["samples_per_prompt is 1", "set it to 2 or more"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
         (
-            "weights: {store: http}\ngeneration: {engine: {kv_connector: folder}}",
-            ["generation.engine.kv_connector is folder", "weights.store is http", "set weights.store to folder"],
+            "weights: {transport: http}\ngeneration: {engine: {kv_connector: folder}}",
+            ["kv_connector is folder", "weights.transport is http", "set weights.transport to shared_memory or file"],
+        ),
+        ("weights: {transport: rdma}", ["weights.transport", "'rdma'", "'file', 'shared_memory', 'http', 'nccl'"]),
+        ("weights: {store: http}", ["weights.store", "unknown"]),
+        (
+            "weights: {transport: nccl}",
+            ["weights.transport is nccl", "min_actors 1 and max_actors auto", "a fixed number of actors"],
         ),
         ("name: My Run", ["name (line 7)", "'My Run'", "pattern"]),
         ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "nan", "finite"]),

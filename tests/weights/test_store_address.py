@@ -11,8 +11,8 @@ from rlhfless.weights.address import StoreAddress, StoreNotShared
 
 
 def test_a_folder_that_the_learner_does_not_write_to_is_named_with_its_node(tmp_path: Path) -> None:
-    address = StoreAddress("folder", str(tmp_path / "store"))
-    with pytest.raises(StoreNotShared, match=r"weights\.folder '.*store' on node .* Set weights\.store to http"):
+    address = StoreAddress("file", str(tmp_path / "store"))
+    with pytest.raises(StoreNotShared, match=r"transport is file, but '.*store' on node .* Set weights\.transport"):
         address.require_shared()
     StoreHome(address.folder).open("127.0.0.1")
     address.require_shared()

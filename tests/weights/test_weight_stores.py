@@ -43,7 +43,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     folder = tmp_path / "store"
     if request.param == "folder":
-        yield Pair(FolderStore(folder), StoreAddress("folder", str(folder)), folder)
+        yield Pair(FolderStore(folder), StoreAddress("file", str(folder)), folder)
         return
     with HttpStoreServer(folder) as server:
         yield Pair(server, StoreAddress("http", str(tmp_path / "cache"), server.token), folder)

@@ -86,9 +86,9 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
     """`kv_transfer_config` of vLLM. Raises ValueError for a folder that other engines do not see."""
     if settings.engine.kv_connector == "nixl":
         return {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    if settings.store.kind != "folder":
+    if settings.store.token:
         raise ValueError(
-            f"generation.engine.kv_connector is folder, but weights come by {settings.store.kind}: engines do not "
+            f"generation.engine.kv_connector is folder, but weights come by {settings.store.transport}: engines do not "
             "share a folder; use nixl, or leave it out"
         )
     return {
@@ -135,7 +135,8 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(
             math.ceil(max(settings.timeouts.sync_s, settings.timeouts.generate_s))
         ),
-        **loopback_environment(),
+        # Of a broadcast, the learner may be on another node.
+        **({} if settings.store.transport == "nccl" else loopback_environment()),
     }
     if settings.device == "cpu":
         chosen |= {

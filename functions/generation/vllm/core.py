@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +41,7 @@ from rlhfless.functions.generation.engine import (
 from rlhfless.functions.generation.vllm import start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN
-from rlhfless.functions.generation.vllm.messages import CORE_DIED
+from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
 from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
@@ -166,30 +166,30 @@ class Core:
     def _load(self, published: PublishedWeights) -> LoadReport:
         started = time.monotonic()
         with self._paused():
-            digest, tensors, size_bytes, chart_s = self._update(published)
+            consumed = self._update(published)
             read_back = self._read_back(published) if published.probe.samples else 0
             shutil.rmtree(self._kv_folder, ignore_errors=True)
             if not self._engine.reset_prefix_cache():
                 raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
             self._engine.set_weight_version(published.version.label)
-        return LoadReport(digest, tensors, read_back, size_bytes, time.monotonic() - started, chart_s)
+        return replace(consumed, read_back=read_back, seconds=time.monotonic() - started)
 
-    def _update(self, published: PublishedWeights) -> tuple[str, int, int, float]:
-        """vLLM's phases of a weight update; returns digest, tensors and bytes that all workers consumed, and the
-        seconds of the slowest chart."""
+    def _update(self, published: PublishedWeights) -> LoadReport:
+        """vLLM's phases of a weight update; returns what all workers consumed."""
         engine, probe = self._engine, published.probe
         engine.collective_rpc("start_weight_update")
         update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
         engine.collective_rpc("update_weights", args=(update,))
-        consumed: list[tuple[dict[str, bytes], int, str | None, float]] = engine.collective_rpc("rlhfless_consumed")
-        for _, _, damage, _ in consumed:
-            if damage is not None:
-                raise WeightFileError(damage)
-        digest = merged(hashes for hashes, _, _, _ in consumed)
-        fewest = min(len(hashes) for hashes, _, _, _ in consumed)
-        check_consumed(published.version, published.tensors, digest.hexdigest(), fewest)
+        consumed = [Consumed(*worker) for worker in engine.collective_rpc("rlhfless_consumed")]
+        for worker in consumed:
+            if worker.damage is not None:
+                raise WeightFileError(worker.damage)
+        digest = merged(worker.hashes for worker in consumed).hexdigest()
+        fewest = min(len(worker.hashes) for worker in consumed)
+        check_consumed(published.version, published.tensors, digest, fewest)
         engine.collective_rpc("finish_weight_update")
-        return digest.hexdigest(), fewest, consumed[0][1], max(chart_s for _, _, _, chart_s in consumed)
+        chart_s = max(worker.chart_s for worker in consumed)
+        return LoadReport(digest, fewest, 0, consumed[0].size_bytes, 0.0, consumed[0].transport, chart_s)
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare the values in use by the layers with the learner's samples; returns how many tensors were

@@ -6,13 +6,31 @@ of vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
+from rlhfless.spec import Transport
 
 CORE_DIED = 71
 """Exit code of the engine's process when one that vLLM started has ended; EX_OSERR of sysexits.h."""
+
+
+# --- worker -> engine process
+
+
+class Consumed(NamedTuple):
+    """What a worker's model consumed since the last start of an update; plain data, which vLLM's messages carry."""
+
+    hashes: Mapping[str, bytes]
+    """See Digest.hashes."""
+    size_bytes: int
+    transport: Transport | None
+    damage: str | None
+    """What was wrong with the version, if anything was."""
+    chart_s: float
+    """The seconds of finding where the elements to read back are."""
 
 
 # --- adapter -> engine process

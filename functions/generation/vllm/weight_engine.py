@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from vllm.platforms import current_platform
 from rlhfless.functions.generation.vllm import experts, generators, start_times
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
+from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
@@ -72,20 +73,24 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reader: WeightReader | None = None
-        self.damage: str | None = None
-        """What was wrong with the version's files, if anything was."""
+        self._damage: str | None = None
         self._expected: set[str] = set()
-        self.consumed = Digest()
+        self._digest = Digest()
         self.chart: Chart | None = None
         """Where the elements to read back are; made with the first version that asks for it."""
-        self.chart_s = 0.0
-        """What finding that took in the last update."""
+        self._chart_s = 0.0
+
+    @property
+    def consumed(self) -> Consumed:
+        """What came in the last update, or has come in this one."""
+        transport = None if self._reader is None else self._reader.transport
+        return Consumed(self._digest.hashes, self._digest.size_bytes, transport, self._damage, self._chart_s)
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         self._reader = StoreAddress(**init_info.address).connect()  # type: ignore[arg-type]
 
     def start_weight_update(self) -> None:
-        self.consumed, self.damage, self.chart_s = Digest(), None, 0.0
+        self._digest, self._damage, self._chart_s = Digest(), None, 0.0
         # Named before the reload splits tied weights: they are one parameter here, and two during the reload.
         self._expected = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
@@ -95,17 +100,19 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             self._receive(update_info)
         except WeightFileError as error:
             # Of an exception, another process would get the text alone. The caller asks for this before it goes on.
-            self.damage = str(error)
+            self._damage = str(error)
 
     def _receive(self, update_info: StoreUpdateInfo) -> None:
         assert self._reader is not None, "init_transfer_engine comes first"
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
+        published: Iterable[tuple[str, torch.Tensor]] = self._reader.read(update_info.location)
         if update_info.probe_tokens and self.chart is None:
             began_s = time.monotonic()
-            self.chart = self._charted(list(self._reader.read(update_info.location)), update_info.probe_tokens)
-            self.chart_s = time.monotonic() - began_s
-        tensors = self.consumed.passing(
-            self._reader.read(update_info.location),
+            published = list(published)
+            self.chart = self._charted(published, update_info.probe_tokens)
+            self._chart_s = time.monotonic() - began_s
+        tensors = self._digest.passing(
+            published,
             self._reader.hashes(update_info.location),
             get_tensor_model_parallel_rank(),
             get_tensor_model_parallel_world_size(),
@@ -131,6 +138,9 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         if current_platform.is_cpu():
             repack_shared_weights(self.model)
             experts.repack(self.model)
+        assert self._reader is not None, "init_transfer_engine comes first"
+        torch.accelerator.synchronize()
+        self._reader.release()
 
     def shutdown(self) -> None:
         self._reader = None
@@ -155,11 +165,10 @@ class StoreWorkerExtension(SleepingWorker):
         """See start_times.of_worker."""
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
 
-    def rlhfless_consumed(self) -> tuple[dict[str, bytes], int, str | None, float]:
-        """The hashes of the tensors that this worker's model consumed since the last start of an update (see
-        Digest.hashes), their bytes, what was wrong with the files, and the seconds of the chart."""
+    def rlhfless_consumed(self) -> Consumed:
+        """See StoreWeightTransferEngine.consumed."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return engine.consumed.hashes, engine.consumed.size_bytes, engine.damage, engine.chart_s
+        return engine.consumed
 
     def rlhfless_read_back(self, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
         """See Chart.compare."""

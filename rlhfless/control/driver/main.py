@@ -30,6 +30,7 @@ from rlhfless.loop.driver import execute
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.session import JOURNAL_FILE, Session
+from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.prepare.preflight import Prepared, preflight
 from rlhfless.records.journal import has_rollouts
 from rlhfless.signals import Interrupted, OrderlyStop
@@ -140,8 +141,8 @@ class _Attempt:
         spec = load_spec(own) if own.is_file() else posted
         placement = spec.placement.model_copy(update={"ray_address": self._order.ray_address})
         weights = spec.weights
-        if self._order.one_machine and weights.store == "auto":
-            weights = weights.model_copy(update={"store": "folder"})
+        if self._order.one_machine and weights.transport == "auto":
+            weights = weights.model_copy(update={"transport": on_this_node(spec)})
         scoring = spec.scoring.model_copy(update={"http_hosts": tuple(self._order.http_hosts)})
         changes = {"scoring": scoring, "placement": placement, "weights": weights, "limits": posted.limits}
         sizes = spec.sizes.at_most(MOST_SIZES.model_copy(update=self._order.sizes))

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from rlhfless.folders import in_memory
 from rlhfless.free_memory import free_bytes
 from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import Problem
 
 SHARED_MEMORY = Path("/dev/shm")
-
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 CHART_KEY = "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory"
 """The key of the Helm chart, for pods with GPUs and without."""
@@ -80,14 +77,25 @@ def store_base(spec: RunSpec) -> Path:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
+def on_this_node(spec: RunSpec) -> Transport:
+    """The way of the weights where all functions are on this node, by where their folder is or would be."""
+    return "shared_memory" if in_memory(_nearest(str(store_base(spec)))) else "file"
+
+
+def _nearest(folder: str) -> Path:
+    """The folder, or the one above it that is there."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def room_at(base: str, own: Sequence[str] = ()) -> Room:
     """The free memory of this node, for a store at `base`. `own`: folders there that the run has already."""
-    folder = Path(base).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _nearest(base)
     system = os.statvfs(folder)
     kept = sum(file.stat().st_blocks * 512 for each in own for file in Path(each).glob("*") if file.is_file())
-    return Room(str(folder), system.f_bavail * system.f_frsize + kept, _in_memory(folder), free_bytes())
+    return Room(str(folder), system.f_bavail * system.f_frsize + kept, in_memory(folder), free_bytes())
 
 
 def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
@@ -111,11 +119,6 @@ def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
         hint = "end other programs or raise the container's limit; `rlhfless plan` says what takes how much"
         problems.append(Problem("placement", what, hint))
     return problems
-
-
-def _in_memory(folder: Path) -> bool:
-    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in _IN_MEMORY
 
 
 def _gib(size_bytes: int) -> str:

@@ -29,7 +29,7 @@ def _settings(device: str = "cpu", path: str = "some/model", **engine: object) -
             "seed": 7,
         }
     )
-    return EngineSettings.of(run, device, StoreAddress("folder", "store"), max_model_len=512)  # type: ignore[arg-type]
+    return EngineSettings.of(run, device, StoreAddress("file", "store"), max_model_len=512)  # type: ignore[arg-type]
 
 
 def test_cpu_arguments() -> None:

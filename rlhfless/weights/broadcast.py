@@ -1,0 +1,229 @@
+"""One version to all actors at once: the learner's first rank broadcasts its file, from GPU to GPU with NCCL.
+
+The learner publishes to a store over HTTP as always (`http_server`). Each worker of each engine asks the server to
+join; when as many have asked for a version as the group has members, the learner reads its file, in runs of tensors of
+PACK_BYTES, and all receive it. Who asks later, or for a version that not all ask for in time, is told to pull it, so a
+replacement of an engine needs no group, and nobody waits for one that is gone. A group is kept while its members are
+the same. When a broadcast breaks off, what the engines have is half a version: their loads fail, and they are replaced.
+
+On CPUs gloo is in the place of NCCL; so the tests run it. Not yet run on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from rlhfless.spec import Transport
+from rlhfless.weights.digest import NO_HASHES
+from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import read_layout, version_of
+from rlhfless.weights.http import HttpStore
+from rlhfless.weights.http_server import JOIN, MEMBER, STALL_TIMEOUT_S
+from rlhfless.weights.store import FolderStore
+
+PACK_BYTES = 64 << 20
+"""What is sent at once: small tensors together, a larger one by itself."""
+
+GATHER_S = 10.0
+"""How long those who have asked for a version wait for the rest of the group."""
+
+_WAIT_RAISES = "TORCH_NCCL_BLOCKING_WAIT"
+
+log = logging.getLogger(__name__)
+
+Tensors = Sequence[Sequence[Any]]
+"""Name, dtype, shape, first byte and end of tensors, in the order of a file."""
+
+
+class Broadcaster:
+    """The learner's side."""
+
+    def __init__(self, folder: str | Path, host: str, size: int) -> None:
+        """`host`: this node's address; `size`: members of the group beside the learner."""
+        self._store, self._host, self._size = FolderStore(folder), host, size
+        self._changed = threading.Condition()
+        self._asked: dict[str, list[str]] = {}
+        self._answers: dict[str, Mapping[str, Any] | None] = {}
+        self._sending = threading.Lock()
+        self._group: _Group | None = None
+
+    def join(self, name: str, member: str) -> Mapping[str, Any] | None:
+        """The answer to a member that asks for a version by the name of its file, once all have asked: how to receive
+        it. None if it is to pull it."""
+        with self._changed:
+            if name in self._answers:
+                return None
+            asked = self._asked.setdefault(name, [])
+            asked += [member] if member not in asked else []
+            if len(asked) == self._size:
+                self._decide(name, self._begun(name, asked))
+            elif not self._changed.wait_for(lambda: name in self._answers, GATHER_S):
+                log.warning("%d of %d workers have asked for %s; they pull it", len(asked), self._size, name)
+                self._decide(name, None)
+            return self._answers[name]
+
+    def _decide(self, name: str, answer: Mapping[str, Any] | None) -> None:
+        self._answers[name] = answer
+        for old in list(self._answers)[:-2]:
+            del self._answers[old], self._asked[old]
+        self._changed.notify_all()
+
+    def _begun(self, name: str, members: list[str]) -> Mapping[str, Any]:
+        """Send a version to the members from a thread; what they must know for that."""
+        group = self._group
+        if group is None or group.failed or set(group.ranks) != set(members):
+            group = self._group = _Group(self._host, members)
+        path = self._store.path(version_of(name))
+        begin, layout = read_layout(path)
+        packs = list(_packs(layout))
+        threading.Thread(target=self._send, args=(path, begin, packs, group), name="broadcast", daemon=True).start()
+        return {"host": self._host, "port": group.store.port, "ranks": group.ranks, "packs": packs}
+
+    def _send(self, path: Path, begin: int, packs: list[Tensors], group: _Group) -> None:
+        try:
+            with self._sending:
+                device, file = _device(), torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+                group.joined = group.joined or _formed(group.store, 0, len(group.ranks) + 1, device)
+                for pack in packs:
+                    _broadcast(group.joined, file[begin + pack[0][3] : begin + pack[-1][4]].to(device))
+        except Exception:  # of any library; the members' own parts fail then, too
+            group.failed, group.joined = True, None  # the members see closed connections
+            log.exception("the broadcast of %s broke off", path.name)
+
+
+class _Group:
+    """Members of a broadcast, and the store in which they meet."""
+
+    def __init__(self, host: str, members: list[str]) -> None:
+        self.ranks = {member: rank for rank, member in enumerate(members, 1)}
+        listener = socket.create_server((host, 0), backlog=len(members))
+        self.store = dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=timedelta(seconds=STALL_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self.joined: Any = None
+        self.failed = False
+
+
+class BroadcastReader:
+    """A `WeightReader` that receives what is broadcast, and pulls the rest."""
+
+    def __init__(self, pulled: HttpStore) -> None:
+        self._pulled = pulled
+        self._member = uuid4().hex
+        self._answer: tuple[str, Mapping[str, Any] | None] = ("", None)
+        self._group: tuple[int, Any] = (0, None)
+
+    @property
+    def transport(self) -> Transport:
+        """See `WeightReader.transport`."""
+        return self._pulled.transport if self._answer[1] is None else "nccl"
+
+    def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightReader.read`. Raises WeightFileError also if a broadcast breaks off."""
+        answer = self._joined(location)
+        if answer is None:
+            yield from self._pulled.read(location)
+            return
+        try:
+            yield from self._received(answer)
+        except (RuntimeError, dist.DistError) as error:
+            raise WeightFileError(f"the broadcast of weights {location} broke off: {error}") from error
+
+    def hashes(self, location: str) -> Mapping[str, bytes]:
+        """See `WeightReader.hashes`."""
+        return NO_HASHES if self._joined(location) else self._pulled.hashes(location)
+
+    def release(self) -> None:
+        """See `WeightReader.release`: another load asks again."""
+        self._answer = ("", None)
+
+    def _joined(self, location: str) -> Mapping[str, Any] | None:
+        """The server's answer. It is asked once for a load; the perturbed version, which each new engine wants at a
+        time of its own, is pulled."""
+        if self._answer[0] != location:
+            said = None
+            if version_of(location).step >= 0:
+                try:
+                    said = self._pulled.asked(location, JOIN, f"{MEMBER}{self._member}", GATHER_S + STALL_TIMEOUT_S)
+                except OSError:
+                    log.warning("no broadcast of %s: the learner does not answer; pulled instead", location)
+            self._answer = (location, json.loads(said) if said else None)
+        return self._answer[1]
+
+    def _received(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        device, port = _device(), answer["port"]
+        if self._group[0] != port:
+            timeout = timedelta(seconds=STALL_TIMEOUT_S)
+            store = dist.TCPStore(answer["host"], port, is_master=False, timeout=timeout)
+            ranks = answer["ranks"]
+            self._group = (port, _formed(store, ranks[self._member], len(ranks) + 1, device))
+        for pack in answer["packs"]:
+            first = pack[0][3]
+            buffer = torch.empty(pack[-1][4] - first, dtype=torch.uint8, device=device)
+            _broadcast(self._group[1], buffer)
+            for name, dtype_named, shape, start, end in pack:
+                dtype: torch.dtype = getattr(torch, dtype_named)
+                part = buffer[start - first : end - first]
+                part = part.clone() if (start - first) % dtype.itemsize else part
+                yield name, part.view(dtype).view(shape)
+
+
+def _device() -> torch.device:
+    """Of this process, which is bound to one if it has GPUs."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _formed(store: dist.TCPStore, rank: int, size: int, device: torch.device) -> Any:
+    """A process group beside torch's default one. Blocks until all members are there."""
+    timeout = timedelta(seconds=STALL_TIMEOUT_S)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # torch would end the process when a member is gone; so the wait raises instead. It is read when a group is made.
+    given = os.environ.get(_WAIT_RAISES)
+    os.environ[_WAIT_RAISES] = "1"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[_WAIT_RAISES]
+        if given is not None:
+            os.environ[_WAIT_RAISES] = given
+
+
+def _broadcast(group: Any, data: torch.Tensor) -> None:
+    """From the learner, rank 0, to all others."""
+    if data.numel():
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        group.broadcast([data], options).wait()
+
+
+def _packs(layout: Tensors) -> Iterator[Tensors]:
+    """Runs of neighbours that are sent together."""
+    pack: list[Sequence[Any]] = []
+    for tensor in layout:
+        if pack and tensor[4] - pack[0][3] > PACK_BYTES:
+            yield pack
+            pack = []
+        pack.append(tensor)
+    if pack:
+        yield pack
