@@ -6,9 +6,11 @@ what is in it is not trusted before its owner is checked.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -32,6 +34,25 @@ def in_memory(folder: Path) -> bool:
     path = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in _IN_MEMORY
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file that its readers never see half written, readable for its user alone."""
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
+        stream.write(text)
+    new.replace(file)
+
+
+def lock(file: Path) -> IO[str] | None:
+    """A file, locked until it is closed; None if another process has locked it."""
+    stream = file.open("w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        return None
+    return stream
 
 
 def home() -> Path:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhfless.folders import home
+from rlhfless.folders import home, replace_text
 from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
 from rlhfless.records import StartPhase
 from rlhfless.scaling.acquisition import mean_phases
@@ -51,11 +50,10 @@ class EngineStarts:
         """Keep what a run has measured of each phase. Without a place to keep it the next run begins with the prior."""
         kept = _kept()
         kept[self._key(kind)] = mean_phases([phases, kept.get(self._key(kind), phases)])
-        file, new = _file(), _file().with_suffix(f".{os.getpid()}")
+        file = _file()
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
-            new.replace(file)
+            replace_text(file, json.dumps(kept, indent=1) + "\n")
         except OSError as error:
             log.warning("the time of an engine's start is not kept in %s: %s", file, error)
 

@@ -121,7 +121,7 @@ class LiveFleet:
                 self._actors.release(slot)
 
     def view(self) -> FleetView:
-        """See rlhfless.autoscaling.policy_runner.Fleet."""
+        """The slots, with the best figures known so far."""
         return FleetView(
             replica_slots=tuple(replica_slot for pool in self._pools for replica_slot in self._replica_slots(pool)),
             load_s=self._ledger.mean_load_s(),
@@ -134,7 +134,7 @@ class LiveFleet:
         )
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
-        """See rlhfless.autoscaling.policy_runner.Fleet."""
+        """The state of each slot, and its number of samples."""
         actors = len(self._actors.allocations)
         return tuple(
             SlotView(pool.state(number), *(table.counts(slot) if slot < actors else ()))
@@ -142,11 +142,11 @@ class LiveFleet:
         )
 
     def expects(self, slot: int) -> bool:
-        """See rlhfless.autoscaling.policy_runner.Fleet."""
+        """Whether a generation actor is up or starting at a slot."""
         return slot < len(self._actors.allocations) and self._actors.expects(slot)
 
     def start(self, slot: int, at_s: float | None, step: int) -> None:
-        """See rlhfless.autoscaling.policy_runner.Fleet. The start happens in the background, at once or later.
+        """Carry out rlhfless.scaling.policy.Start, in the background, at once or later. Raises PolicyFault.
 
         A lost learner is started by the run's recovery, because it must load a checkpoint.
         """
@@ -158,8 +158,8 @@ class LiveFleet:
         pool.start(number, self._at(step), at_s)
 
     def release(self, slot: int, step: int) -> None:
-        """See rlhfless.autoscaling.policy_runner.Fleet. A replica that the spec's bounds keep is not released; the
-        ledger records that."""
+        """Carry out rlhfless.scaling.policy.Release. A replica that the spec's bounds keep is not released, and the
+        ledger records that. Raises PolicyFault."""
         pool, number = self._slots[slot]
         if pool.kind.role is FunctionRole.UPDATES:
             raise PolicyFault(f"slot {slot} is released: it is the learner's, which keeps the run's state")

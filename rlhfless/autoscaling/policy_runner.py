@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
+from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.records import Decision, ReplicaState
@@ -32,7 +32,6 @@ from rlhfless.scaling.policy import (
     Policy,
     Release,
     Serving,
-    SlotView,
     Start,
     StepBegan,
     StepEnded,
@@ -43,25 +42,6 @@ log = logging.getLogger(__name__)
 
 UP = (ReplicaState.STALE, ReplicaState.SERVING)
 """States of an actor that serves, or will serve as soon as it has loaded the step's weights."""
-
-
-class Fleet(Protocol):
-    """The interface of a fleet for a policy."""
-
-    def view(self) -> FleetView:
-        """The slots, with the best figures known so far."""
-
-    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
-        """The state of each slot, and its number of samples."""
-
-    def expects(self, slot: int) -> bool:
-        """Whether a generation actor is up or starting at a slot."""
-
-    def start(self, slot: int, at_s: float | None, step: int) -> None:
-        """See rlhfless.scaling.policy.Start. Raises PolicyFault."""
-
-    def release(self, slot: int, step: int) -> None:
-        """See rlhfless.scaling.policy.Release. Raises PolicyFault."""
 
 
 @dataclass(slots=True)
@@ -81,7 +61,7 @@ class PolicyRunner:
     def __init__(
         self,
         policy: Policy,
-        fleet: Fleet,
+        fleet: LiveFleet,
         note: Callable[[Decision], None],
         clock: Callable[[], float] = time.time,
     ) -> None:

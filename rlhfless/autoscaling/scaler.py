@@ -6,7 +6,7 @@ resumed run it has seen all lengths of the trace, and the speeds of the run's en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.engine_starts import EngineStarts
@@ -39,8 +39,9 @@ class Scaler:
     ) -> None:
         self.moves = moves
         """When actors get prefixes from each other."""
-        self._runner = PolicyRunner(policy, fleet, ledger.add_decision)
-        self._fleet = fleet
+        self.runner = PolicyRunner(policy, fleet, ledger.add_decision)
+        """The runner of training steps."""
+        self.fleet = fleet
         self._speeds = speeds
         self._ledger = ledger
 
@@ -48,34 +49,22 @@ class Scaler:
         """The runner that decides about samples to be drawn. Evaluations are split evenly, so that the policy learns no
         lengths from them; so is a step that is already in the trace, because its lengths are known."""
         if work is Work.GENERATE and not self._ledger.has_rollouts_of(step):
-            return self._runner
-        return PolicyRunner(EvenSplit(), self._fleet, self._ledger.add_decision)
-
-    def figures(self, step: int) -> Mapping[str, float]:
-        """The metrics of a step; none if the policy was not asked about it."""
-        return self._runner.figures(step)
+            return self.runner
+        return PolicyRunner(EvenSplit(), self.fleet, self._ledger.add_decision)
 
     def idle(self, function: str, step: int) -> None:
         """A function has finished its work of a step."""
-        self._runner.ask(Idle(self._fleet.slot_of(function)), step)
-        self._fleet.idle(function, step)
-
-    def limit_actors(self, most: int) -> None:
-        """Use at most so many generation actors from now on; called between steps."""
-        self._fleet.limit_actors(most)
-
-    def keep_starts(self) -> None:
-        """See LiveFleet.keep_starts."""
-        self._fleet.keep_starts()
+        self.runner.ask(Idle(self.fleet.slot_of(function)), step)
+        self.fleet.idle(function, step)
 
     def drawn(self, step: int) -> None:
         """The rollouts of a step are in the ledger: learn the speed of the engines from them."""
-        if self._runner.figures(step):
-            self._speeds.learn(*self._ledger.done_in_step(step), self._fleet.kinds())
+        if self.runner.figures(step):
+            self._speeds.learn(*self._ledger.done_in_step(step), self.fleet.kinds())
 
     def step_ended(self, record: StepRecord) -> None:
         """A step is done; the policy is told once."""
-        self._runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
+        self.runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
 
 
 def scaler_of(

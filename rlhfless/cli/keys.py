@@ -17,7 +17,7 @@ from rlhfless.folders import OTHERS
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from rlhfless.control.security.access import Scope
+    from rlhfless.control.security.keys import Scope
 
 LEAST_CHARACTERS = 32
 """Only a hash without salt is kept of a secret, which does for one that cannot be guessed."""
@@ -40,7 +40,7 @@ def create(
     database: Database = None,
 ) -> None:
     """Make a key; it is printed this once. A service that runs knows it within seconds."""
-    from rlhfless.control.security.access import make_key
+    from rlhfless.control.security.keys import make_key
 
     chosen = _scope(scope)
     with _session(data, database) as session:
@@ -57,7 +57,7 @@ def put(
     database: Database = None,
 ) -> None:
     """Make a secret that you have already the key of this name; another one of the name is revoked. Idempotent."""
-    from rlhfless.control.security.access import put_key
+    from rlhfless.control.security.keys import put_key
 
     chosen = _scope(scope)
     try:
@@ -124,7 +124,7 @@ def revoke(
 
 
 def _scope(text: str) -> Scope:
-    from rlhfless.control.security.access import SCOPES
+    from rlhfless.control.security.keys import SCOPES
 
     chosen = next((known for known in SCOPES if known == text), None)
     if chosen is None:

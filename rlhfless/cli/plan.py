@@ -91,8 +91,8 @@ def _as_json(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], chang
 
 def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
     from rich.console import Console
-    from rich.table import Table
 
+    from rlhfless.cli.tables import table
     from rlhfless.prepare.memory.room import CHART_KEY, chart_shared_memory
     from rlhfless.scaling.memory import GIB
 
@@ -101,10 +101,8 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}, "
         f"{asked.spec.placement.mode}, sequences of at most {plan.sequence_tokens:,} tokens"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("device", "function", "phase", "parts"):
-        table.add_column(name)
-    table.add_column("GiB", justify="right")
+    sizes = table("device", "function", "phase", "parts", "GiB", texts=4)
+    sizes.columns[0].no_wrap = False
     for device in plan.devices:
         name = f"{device.count} x {device.kind}"
         for part, ranks in Counter(device.functions).items():
@@ -113,13 +111,13 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
                 largest = phase is part.largest
                 parts = ", ".join(f"{p.name} {p.size_bytes / GIB:.1f}" for p in phase.parts if p.size_bytes)
                 size = f"{phase.size_bytes / GIB:.1f}"
-                table.add_row(
+                sizes.add_row(
                     name, function, phase.name, parts if largest else "", size, style="" if largest else "dim"
                 )
                 name = function = ""
         state = "fits in" if device.fits else "[red]does not fit in[/red]"
-        table.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
-    console.print(table)
+        sizes.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
+    console.print(sizes)
     console.print(
         f"KV cache of an actor: {max(plan.kv_tokens, 0):,} tokens; largest micro-batch: {plan.micro_batch_tokens:,} "
         f"tokens (learner.micro_batch_tokens is {asked.spec.learner.micro_batch_tokens:,})"
@@ -155,7 +153,7 @@ def _show_cost(row: dict[str, Any], lengths: str, hint: str) -> None:
     from rich.console import Console
 
     from rlhfless.cli.runs_tables import devices_table
-    from rlhfless.control.objects import PlannedDevices
+    from rlhfless.control.objects.costs import PlannedDevices
 
     console = Console(highlight=False)
     console.print()

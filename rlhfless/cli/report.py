@@ -1,4 +1,4 @@
-"""From a finished run to the report that telemetry renders."""
+"""What the trace of a run says: the report at its end, and `rlhfless trace`."""
 
 from __future__ import annotations
 
@@ -10,53 +10,43 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rlhfless.cli.tables import final_report, functions_table, table
 from rlhfless.loop.driver import Outcome
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
-from rlhfless.scaling.accounting import Summary, Usage, summarise
+from rlhfless.scaling.accounting import Summary, summarise
 from rlhfless.scaling.acquisition import by_kind, mean_phases
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase
 from rlhfless.telemetry.numbers import count, decimal, money
-from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, functions_table
 
 
-def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
-    """The run's results, device time and cost, read back from its own trace as any other reader would."""
+def run_report(title: str, outcome: Outcome, folder: Path) -> RenderableType:
+    """A run's results, device time and cost, read back from its own trace as any other reader would."""
     trace = read_trace(folder / TRACE_FOLDER)
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
-    return FinalReport(
-        title=title,
-        steps=outcome.steps,
-        wall_s=outcome.wall_s,
-        replicas_lost=outcome.recovered.replicas_lost,
-        steps_again=outcome.recovered.steps_again,
-        evaluations=tuple(
-            EvaluationRow(name.replace("_", " "), outcome.before.get(name), value)
-            for name, value in outcome.after.items()
-        ),
-        functions=tuple(function_row(usage) for usage in summary.functions),
-        total=function_row(summary.total),
-        files=(
-            ("checkpoint", outcome.checkpoint),
-            ("trace", folder / TRACE_FOLDER),
-            ("metrics", folder / "metrics.jsonl"),
-            ("log", folder / "run.log"),
-        ),
+    return final_report(
+        title,
+        outcome.steps,
+        outcome.wall_s,
+        [(usage.name, usage) for usage in summary.functions],
+        outcome.before,
+        outcome.after,
+        {
+            "checkpoint": outcome.checkpoint,
+            "trace": folder / TRACE_FOLDER,
+            "metrics": folder / "metrics.jsonl",
+            "log": folder / "run.log",
+        },
+        outcome.recovered.replicas_lost,
+        outcome.recovered.steps_again,
     )
-
-
-def function_row(usage: Usage) -> FunctionRow:
-    """One function's row of the table."""
-    return FunctionRow.of(usage.name, [usage])
 
 
 def trace_report(run_id: str, summary: Summary) -> RenderableType:
     """The bill of a run, and how the time of its steps was spent."""
-    total = function_row(summary.total)
-    title = Text.assemble((run_id, "bold"), f"  {len(summary.steps)} steps for {money(total.cost_usd)}")
-    parts: list[RenderableType] = [title, ""]
-    parts.append(functions_table([function_row(usage) for usage in summary.functions], total))
+    title = Text.assemble((run_id, "bold"), f"  {len(summary.steps)} steps for {money(summary.cost_usd)}")
+    parts: list[RenderableType] = [title, "", functions_table([(usage.name, usage) for usage in summary.functions])]
     if summary.steps:
         parts += ["", _phases(summary)]
     if summary.response_tokens:
@@ -90,15 +80,12 @@ def _phases(summary: Summary) -> Table:
 
     The recovery from faults is in none of the phases.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("seconds per step", no_wrap=True)
-    for heading in ("median", "longest"):
-        table.add_column(heading, justify="right")
+    made = table("seconds per step", "median", "longest")
     rows = {str(phase): [times.phases_s[phase] for times in summary.steps] for phase in Phase}
     rows["outside functions"] = [times.outside_s for times in summary.steps]
     rows["recovery"] = [times.recovery_s for times in summary.steps]
     rows["wall"] = [times.wall_s for times in summary.steps]
     for name, seconds in rows.items():
         if any(seconds):
-            table.add_row(name, decimal(median(seconds)), decimal(max(seconds)))
-    return table
+            made.add_row(name, decimal(median(seconds)), decimal(max(seconds)))
+    return made

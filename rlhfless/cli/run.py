@@ -101,7 +101,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
 
 def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
-    from rlhfless.cli.report import final_report
+    from rlhfless.cli.report import run_report
     from rlhfless.fleet import private_ray
     from rlhfless.loop.driver import execute
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
@@ -111,7 +111,6 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
     from rlhfless.telemetry.open_sinks import open_sinks
-    from rlhfless.telemetry.report import render_report
 
     run_id = folder.name
     log = RunLog(folder, run_id)
@@ -140,7 +139,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     finally:
         sinks.close()
         log.close()
-    console.show(render_report(final_report(f"run {run_id} succeeded", outcome, folder)))
+    console.show(run_report(f"run {run_id} succeeded", outcome, folder))
 
 
 def shown(path: Path) -> str:

@@ -7,8 +7,9 @@ that was watched was cancelled or paused.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,14 +17,18 @@ from rlhfless.cli.options import Overrides, SpecFile
 from rlhfless.text import legible
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from rlhfless.client import Client
-    from rlhfless.control.objects import RunObject
+    from rlhfless.control.objects.runs import RunObject
 
 Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the service; by default RLHFLESS_URL.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; `last` is the newest.")]
 
 LAST = "last"
+
+T = TypeVar("T")
 
 
 def register(app: typer.Typer) -> None:
@@ -77,19 +82,14 @@ def plan(
 ) -> None:
     """What a run would need, take and cost, here and on other devices. Starts nothing."""
     from rlhfless.cli.runs_tables import plan_lines
-    from rlhfless.control.objects import PlanObject
+    from rlhfless.control.objects.costs import PlanObject
     from rlhfless.spec.load import load_values
 
     values = load_values(spec, overrides or ())
     with _client(url) as client:
         earlier = None if lengths_of is None else _id(client, lengths_of)
         answer = client.plan(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(plan_lines(PlanObject.model_validate(answer)))
+    _print(PlanObject.model_validate(answer), as_json, plan_lines)
 
 
 def list_runs(
@@ -127,8 +127,7 @@ def _label(text: str) -> tuple[str, str]:
 def show(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """One run."""
     with _client(url) as client:
-        shown = client.get_run(_id(client, run))
-    _print_run(shown, as_json)
+        _print_run(client.get_run(_id(client, run)), as_json)
 
 
 def watch(run: RunId, url: Url = None, as_json: Json = False) -> None:
@@ -191,13 +190,7 @@ def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
     from rlhfless.cli.runs_tables import usage_table
 
     with _client(url) as client:
-        used = client.usage(_id(client, run))
-    if as_json:
-        _print_json(used)
-        return
-    from rich.console import Console
-
-    Console(highlight=False).print(usage_table(used))
+        _print(client.usage(_id(client, run)), as_json, usage_table)
 
 
 def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_json: Json = False) -> None:
@@ -247,15 +240,20 @@ def _print_json(answer: Any) -> None:
     typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
 
 
-def _print_run(run: RunObject, as_json: bool) -> None:
-    if as_json:
-        _print_json(run)
-        return
+def _print(answer: T, as_json: bool, rendered: Callable[[T], RenderableType], soft_wrap: bool = False) -> None:
+    """Print an answer as JSON, or as `rendered` shows it."""
     from rich.console import Console
 
+    if as_json:
+        _print_json(answer)
+    else:
+        Console(highlight=False).print(rendered(answer), soft_wrap=soft_wrap)
+
+
+def _print_run(run: RunObject, as_json: bool) -> None:
     from rlhfless.cli.runs_tables import run_lines
 
-    Console(highlight=False).print(run_lines(run), soft_wrap=True)
+    _print(run, as_json, run_lines, soft_wrap=True)
 
 
 def _watch(client: Client, run: RunObject, as_json: bool) -> None:

@@ -9,9 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.control.objects import PlannedDevices, PlanObject, RunObject, UsageObject
+from rlhfless.cli.tables import functions_table, table
+from rlhfless.control.objects.costs import PlannedDevices, PlanObject, UsageObject
+from rlhfless.control.objects.runs import RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
-from rlhfless.telemetry.report import FunctionRow, functions_table
 from rlhfless.text import legible
 
 REASONS_FROM = 110
@@ -20,11 +21,12 @@ REASONS_FROM = 110
 
 def runs_table(runs: Sequence[RunObject], width: int) -> Table:
     """One line per run, with what it does or waits for where a terminal is so wide."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=width >= REASONS_FROM)
-    for name in ("run", "status", "step", "reward", "cost", "left"):
-        table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
+    made = table("run", "status", "step", "reward", "cost", "left", texts=2)
+    for column in made.columns:
+        column.no_wrap = True
     if width >= REASONS_FROM:
-        table.add_column("", no_wrap=True, ratio=1)  # what the other columns leave
+        made.expand = True
+        made.add_column("", no_wrap=True, ratio=1)  # what the other columns leave
     for run in runs:
         cells: list[str | Text] = [
             run.id,
@@ -35,8 +37,8 @@ def runs_table(runs: Sequence[RunObject], width: int) -> Table:
             clock(run.left_s) if run.left_s is not None else "",
             Text(legible(" ".join(run.status_reason.split())), style="dim", overflow="ellipsis"),
         ]
-        table.add_row(*cells[: len(table.columns)])
-    return table
+        made.add_row(*cells[: len(made.columns)])
+    return made
 
 
 def run_lines(run: RunObject) -> RenderableType:
@@ -63,24 +65,24 @@ def plan_lines(plan: PlanObject) -> RenderableType:
 
 def devices_table(rows: Sequence[PlannedDevices]) -> Table:
     """Time and cost of a run, by devices, each with its band."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("devices", "placement", "step", "run", "band", "cost", "band", ""):
-        table.add_column(name, justify="left" if name in ("devices", "placement", "") else "right")
+    made = table("devices", "placement", "step", "run", "band", "cost", "band", texts=2)
+    made.columns[0].no_wrap = False
+    made.add_column("")
     for row in rows:
         cells, predicted = [f"{row.count} x {row.kind}", row.placement], row.predicted
         if predicted is None:
             why = row.reason or row.nearest_change or next(iter(row.problems), "")
-            table.add_row(*cells, "-", "", "", "", "", Text(legible(why if row.fits else f"does not fit; {why}")))
+            made.add_row(*cells, "-", "", "", "", "", Text(legible(why if row.fits else f"does not fit; {why}")))
             continue
         cells += [f"{decimal(predicted.step_s, 2)} s", clock(predicted.wall_s)]
         cells += [f"{clock(predicted.wall_low_s)} to {clock(predicted.wall_high_s)}", money(predicted.cost_usd)]
-        table.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
-    return table
+        made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
+    return made
 
 
 def usage_table(usage: UsageObject) -> RenderableType:
     """By function, and beside the best static fleet."""
-    parts: list[RenderableType] = [functions_table(*usage_rows(usage))]
+    parts: list[RenderableType] = [functions_table([(row.function, row) for row in usage.functions])]
     best = usage.best_static
     if best is not None:
         parts.append(
@@ -103,12 +105,6 @@ def usage_table(usage: UsageObject) -> RenderableType:
 
 def _step(step_s: float, step_usd: float) -> str:
     return f"{decimal(step_s, 2)} s and ${step_usd:.3g}"
-
-
-def usage_rows(usage: UsageObject) -> tuple[list[FunctionRow], FunctionRow]:
-    """A row for each function, and one for all together."""
-    rows = [FunctionRow.of(row.function, [row]) for row in usage.functions]
-    return rows, FunctionRow.of("total", usage.functions)
 
 
 def time_of(unix_s: float) -> str:

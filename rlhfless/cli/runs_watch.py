@@ -7,14 +7,14 @@ import sys
 import threading
 
 import typer
+from rich.console import RenderableType
 
-from rlhfless.cli.runs_tables import usage_rows
+from rlhfless.cli.tables import final_report
 from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
 from rlhfless.control.lifecycle import AT_REST, Status
-from rlhfless.control.objects import EventObject, RunObject
+from rlhfless.control.objects.runs import EventObject, RunObject
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.report import EvaluationRow, FinalReport, render_report
 
 LOOK_S = 1.0
 """How often the run's reason is read while it is watched."""
@@ -54,7 +54,7 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
         console.close()
     ended = client.get_run(run.id)
     if ended.status is Status.SUCCEEDED:
-        console.show(render_report(_report(client, ended, before)))
+        console.show(_report(client, ended, before))
     else:
         typer.echo(f"{run.id} {ended.status}: {ended.status_reason}", err=True)
     return ended
@@ -94,18 +94,16 @@ def _show(console: Console, event: EventObject, before: dict[str, float]) -> Non
         console.show(event.message if event.level == "info" else f"{event.level}: {event.message}")
 
 
-def _report(client: Client, run: RunObject, before: dict[str, float]) -> FinalReport:
-    functions, total = usage_rows(client.usage(run.id))
-    after = {name.removeprefix(EVAL): value for name, value in run.latest.items() if name.startswith(EVAL)}
-    checkpoint = run.latest_checkpoint.location if run.latest_checkpoint is not None else ""
-    return FinalReport(
-        title=f"run {run.id} succeeded",
-        steps=run.steps,
-        wall_s=(run.finished_at or run.status_since) - run.created_at,
-        replicas_lost=0,
-        steps_again=0,
-        evaluations=tuple(EvaluationRow(name.replace("_", " "), before.get(name), now) for name, now in after.items()),
-        functions=tuple(functions),
-        total=total,
-        files=(("checkpoint", checkpoint), ("page", f"{client.url}/#/runs/{run.id}")),
+def _report(client: Client, run: RunObject, before: dict[str, float]) -> RenderableType:
+    return final_report(
+        f"run {run.id} succeeded",
+        run.steps,
+        (run.finished_at or run.status_since) - run.created_at,
+        [(row.function, row) for row in client.usage(run.id).functions],
+        before,
+        {name.removeprefix(EVAL): value for name, value in run.latest.items() if name.startswith(EVAL)},
+        {
+            "checkpoint": run.latest_checkpoint.location if run.latest_checkpoint is not None else "",
+            "page": f"{client.url}/#/runs/{run.id}",
+        },
     )

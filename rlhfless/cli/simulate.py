@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlhfless.spec.fleet import MOST_TENANTS
+
+if TYPE_CHECKING:
+    from rlhfless.records.traces import Trace
+    from rlhfless.scaling.policy import Policy
 
 PIPED_COLUMNS = 160
 """Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
@@ -51,15 +56,13 @@ def simulate(
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit the latency model to recorded runs.")] = False,
 ) -> None:
     """Compare scaling policies on a scenario, without any device: time, cost and regret, with confidence intervals."""
-    from rlhfless.cli import simulate_traces
-
     given = inputs or []
     if calibrate:
-        simulate_traces.calibrate(_some(given, "folder of a recorded run"), out or Path("latency.yaml"))
+        _calibrate(_some(given, "folder of a recorded run"), out or Path("latency.yaml"))
     elif replay is not None:
         if given:
             raise typer.BadParameter(f"--replay takes no scenario, got {given[0]}; leave one of the two out")
-        simulate_traces.replay(replay, policy, latency)
+        _replay(replay, policy, latency)
     else:
         for path in _some(given, "scenario file"):
             if runs is not None:
@@ -77,7 +80,7 @@ def _some(given: list[Path], what: str) -> list[Path]:
 def _share(path: Path, runs: int) -> None:
     from rich.console import Console
 
-    from rlhfless.cli.simulate_table import arrangements_table
+    from rlhfless.cli.simulate_tables import arrangements_table
     from rlhfless.sim.experiment.shared import arrangements
     from rlhfless.sim.scenarios import load_scenario
 
@@ -89,7 +92,7 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
     from rich.console import Console
 
     from rlhfless.cli.simulate_progress import shown
-    from rlhfless.cli.simulate_table import comparison_table
+    from rlhfless.cli.simulate_tables import comparison_table
     from rlhfless.sim.experiment.compare import compare
     from rlhfless.sim.report import write_report
     from rlhfless.sim.scenarios import load_scenario
@@ -109,3 +112,53 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
     folder = out / scenario.name
     write_report(comparison, folder, step)
     console.print(f"\n{folder / 'report.html'}", soft_wrap=True)
+
+
+def _calibrate(folders: Sequence[Path], out: Path) -> None:
+    """Fit the latency model to all steps of the traces, and write it."""
+    from rlhfless.records.traces import read_trace, trace_folder
+    from rlhfless.sim.replay.calibrate import calibrate
+    from rlhfless.sim.replay.latency_file import write_latency
+
+    latency = calibrate([read_trace(trace_folder(folder)) for folder in folders])
+    write_latency(latency, out)
+    typer.echo(f"{out}: fitted to {latency.steps} steps of {', '.join(latency.traces)}")
+
+
+def _replay(folder: Path, policy: str | None, latency: Path | None) -> None:
+    """Print predicted and measured seconds; with a policy, the seconds that it would have taken."""
+    from rich.console import Console
+
+    from rlhfless.cli.simulate_tables import replay_table
+    from rlhfless.records.traces import read_trace, trace_folder
+    from rlhfless.sim.replay.latency_file import load_latency
+    from rlhfless.sim.replay.replay import replay
+    from rlhfless.sim.workloads.runtime import read_runtime
+
+    folder = trace_folder(folder)
+    trace = read_trace(folder, tokens=False)
+    typer.echo(f"replaying {len(trace.steps)} steps of {trace.meta.run_id}", err=True)
+    chosen = None if policy is None else (policy, _policy(policy, trace))
+    again = replay(trace, read_runtime(folder), load_latency(latency) if latency else None, chosen)
+    Console(highlight=False).print(replay_table(again))
+
+
+def _policy(name: str, trace: Trace) -> Policy:
+    """The named policy under the contract of the run, with the run's own keys if the run used this policy. Raises
+    BadParameter for an unknown name."""
+    from pydantic import TypeAdapter
+
+    from rlhfless.scaling.plan import RunContract
+    from rlhfless.scaling.policies import make_policy
+    from rlhfless.scaling.policies.registry import PolicyError, configured
+    from rlhfless.spec import ContractSpec, WeightedSpec
+
+    scaling = trace.meta.spec.get("scaling") or {}
+    contract = TypeAdapter(ContractSpec).validate_python(scaling["contract"]) if "contract" in scaling else None
+    run = RunContract(contract or WeightedSpec(), len(trace.steps))
+    ran = scaling.get("policy")
+    keys = ran if isinstance(ran, dict) and ran.get("type") == name else {}
+    try:
+        return make_policy(name, configured(name, keys), run)
+    except PolicyError as error:
+        raise typer.BadParameter(f"--policy: {error}") from error

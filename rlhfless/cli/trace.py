@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from rlhfless.scaling.lengths.evaluate import ForecastScore
+
+SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
+"""Quantiles whose coverage `rlhfless trace lengths` shows."""
 
 
 def register(app: typer.Typer) -> None:
@@ -53,9 +62,33 @@ def lengths(folder: TraceFolder) -> None:
     forecasts."""
     from rich.console import Console
 
-    from rlhfless.cli.lengths import lengths_report
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.lengths.evaluate import evaluate
 
     trace = read_trace(trace_folder(folder))
-    Console(highlight=False).print(lengths_report(trace.meta.run_id, evaluate(trace)))
+    Console(highlight=False).print(_lengths_report(trace.meta.run_id, evaluate(trace)))
+
+
+def _lengths_report(run_id: str, scores: Sequence[ForecastScore]) -> RenderableType:
+    """A table with a row for each forecaster."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from rlhfless.cli.tables import table
+    from rlhfless.scaling.lengths import QUANTILE_LEVELS
+    from rlhfless.telemetry.numbers import count, decimal
+
+    levels = [f"p{100 * level:g}" for level in SHOWN_LEVELS]
+    made = table("response lengths", "samples", "rank corr", "pinball", *levels)
+    at = [QUANTILE_LEVELS.tolist().index(level) for level in SHOWN_LEVELS]
+    for score in scores:
+        covered = [None] * len(at) if score.coverage is None else score.coverage[at].tolist()
+        shares = [decimal(share) for share in covered]
+        row = (count(score.samples), decimal(score.rank_correlation), decimal(score.pinball_tokens, 1))
+        made.add_row(score.name, *row, *shares)
+    legend = (
+        "rank corr: Spearman within a step. pinball: mean loss over all quantiles, in tokens; lower is better. "
+        "p90: share of lengths at or below the 90 % quantile; 0.9 is right. Half time: the rest of a step, "
+        "when half of its samples have finished."
+    )
+    return Group(Text(run_id, style="bold"), "", made, "", Text(legend, style="dim"))

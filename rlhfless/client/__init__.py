@@ -6,9 +6,8 @@ with rlhfless.Client() as client:
         print(event.message)
 """
 
-from rlhfless.client.asynchronous import AsyncClient
+from rlhfless.client.clients import AsyncClient, Client
 from rlhfless.client.errors import ApiFault, Conflict, Forbidden, Invalid, NotFound, ServiceAway, Unauthorized
-from rlhfless.client.synchronous import Client
 
 __all__ = [
     "ApiFault",

@@ -13,17 +13,10 @@ from pydantic import TypeAdapter
 
 from rlhfless.client.errors import ServiceAway, fault_of
 from rlhfless.control.lifecycle import ENDED
-from rlhfless.control.objects import (
-    CheckpointObject,
-    EventObject,
-    ListObject,
-    MetricsObject,
-    ReplicaObject,
-    RolloutObject,
-    RunObject,
-    SimulationObject,
-    UsageObject,
-)
+from rlhfless.control.objects.common import ListObject
+from rlhfless.control.objects.costs import SimulationObject, UsageObject
+from rlhfless.control.objects.fleet import ReplicaObject
+from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject
 from rlhfless.control.settings import DATA_FOLDER, announced
 
 T = TypeVar("T")
@@ -126,43 +119,65 @@ def away(url: str, error: Exception) -> ServiceAway:
     )
 
 
-# -- the requests
+# -- the requests: each is a method of both clients
 
 
-def create_run(spec: Mapping[str, Any], idempotency_key: str | None) -> ClientCall[RunObject]:
+def create_run(spec: Mapping[str, Any], idempotency_key: str | None = None) -> ClientCall[RunObject]:
+    """Queue a run. Sent again with the same `idempotency_key`, it is the same run."""
     key = idempotency_key or uuid.uuid4().hex
     return ClientCall("POST", "/v1/runs", RunObject, body=dict(spec), headers={"Idempotency-Key": key})
 
 
 def get_run(run_id: str) -> ClientCall[RunObject]:
+    """One run."""
     return ClientCall("GET", f"/v1/runs/{run_id}", RunObject)
 
 
 def list_runs(
-    after: str | None, limit: int, status: Sequence[str], metadata: Mapping[str, str]
+    after: str | None = None, limit: int = 20, status: Sequence[str] = (), metadata: Mapping[str, str] | None = None
 ) -> ClientCall[ListObject[RunObject]]:
-    params = [("limit", str(limit)), *(("status", one) for one in status)]
-    params += [(f"metadata[{name}]", value) for name, value in metadata.items()]
+    """Runs, newest first; `after`: the last run of the page before."""
+    params = [("limit", str(limit)), *(("status", name) for name in status)]
+    params += [(f"metadata[{name}]", value) for name, value in (metadata or {}).items()]
     params += [("after", after)] if after else []
     return ClientCall("GET", "/v1/runs", ListObject[RunObject], params)
 
 
-def act(run_id: str, action: str, body: Mapping[str, Any] | None = None) -> ClientCall[RunObject]:
-    return ClientCall("POST", f"/v1/runs/{run_id}/{action}", RunObject, body=dict(body) if body else None)
+def cancel_run(run_id: str) -> ClientCall[RunObject]:
+    """Stop a run for good."""
+    return ClientCall("POST", f"/v1/runs/{run_id}/cancel", RunObject)
+
+
+def pause_run(run_id: str) -> ClientCall[RunObject]:
+    """Stop a run after its step, with a checkpoint."""
+    return ClientCall("POST", f"/v1/runs/{run_id}/pause", RunObject)
+
+
+def resume_run(run_id: str, limits: Mapping[str, Any] | None = None) -> ClientCall[RunObject]:
+    """Queue a paused run again; `limits` replace those of its spec, and None removes one."""
+    body = {"limits": dict(limits)} if limits else None
+    return ClientCall("POST", f"/v1/runs/{run_id}/resume", RunObject, body=body)
 
 
 def delete_run(run_id: str) -> ClientCall[None]:
+    """Remove an ended run, with its folder."""
     return ClientCall("DELETE", f"/v1/runs/{run_id}", None)
 
 
-def events(run_id: str, after: int, limit: int) -> ClientCall[ListObject[EventObject]]:
+def events(run_id: str, after: int = 0, limit: int = 100) -> ClientCall[ListObject[EventObject]]:
+    """Events of a run after the one with id `after`, oldest first."""
     params = [("after", str(after)), ("limit", str(limit))]
     return ClientCall("GET", f"/v1/runs/{run_id}/events", ListObject[EventObject], params)
 
 
 def metrics(
-    run_id: str, names: Sequence[str], after_step: int | None, points: int | None, until_step: int | None
+    run_id: str,
+    names: Sequence[str] = (),
+    after_step: int | None = None,
+    points: int | None = None,
+    until_step: int | None = None,
 ) -> ClientCall[MetricsObject]:
+    """Time series of a run's metrics; all metrics without `names`."""
     params = [("name", name) for name in names]
     bounds = {"after_step": after_step, "until_step": until_step, "points": points}
     params += [(name, str(value)) for name, value in bounds.items() if value is not None]
@@ -170,39 +185,56 @@ def metrics(
 
 
 def checkpoints(run_id: str) -> ClientCall[ListObject[CheckpointObject]]:
+    """Checkpoints of a run, newest first."""
     return ClientCall("GET", f"/v1/runs/{run_id}/checkpoints", ListObject[CheckpointObject])
 
 
 def usage(run_id: str) -> ClientCall[UsageObject]:
+    """Device-seconds and cost of a run, by function."""
     return ClientCall("GET", f"/v1/runs/{run_id}/usage", UsageObject)
 
 
-def rollouts(run_id: str, step: int | None, limit: int) -> ClientCall[ListObject[RolloutObject]]:
+def rollouts(run_id: str, step: int | None = None, limit: int = 20) -> ClientCall[ListObject[RolloutObject]]:
+    """Samples of a run to read: of one step, or of the newest steps."""
     params = [("limit", str(limit)), *([("step", str(step))] if step is not None else [])]
     return ClientCall("GET", f"/v1/runs/{run_id}/rollouts", ListObject[RolloutObject], params)
 
 
-def logs(run_id: str, lines: int) -> ClientCall[str]:
+def logs(run_id: str, lines: int = 100) -> ClientCall[str]:
+    """The last lines of a run's log."""
     return ClientCall("GET", f"/v1/runs/{run_id}/logs", str, [("lines", str(lines))])
 
 
 def functions() -> ClientCall[ListObject[ReplicaObject]]:
+    """The replicas of all runs, now."""
     return ClientCall("GET", "/v1/functions", ListObject[ReplicaObject])
 
 
-def compute(path: str, body: Mapping[str, Any]) -> ClientCall[dict[str, Any]]:
-    """A question that changes nothing."""
-    return ClientCall("POST", path, dict[str, Any], body=dict(body), timeout_s=COMPUTE_S)
+def plan(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
+    """What a run would need, take and cost. `question`: devices, lengths_of, deadline_s."""
+    body = {"spec": dict(spec)} | question
+    return ClientCall("POST", "/v1/runs:plan", dict[str, Any], body=body, timeout_s=COMPUTE_S)
+
+
+def test_rewards(
+    rewards: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
+) -> ClientCall[dict[str, Any]]:
+    """The scores of given responses, by part of the reward."""
+    body = {"rewards": list(rewards), "samples": list(samples)}
+    return ClientCall("POST", "/v1/rewards:test", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 
 
 def simulate(
-    scenario: Mapping[str, Any] | None, run_id: str | None, policies: Sequence[str]
+    scenario: Mapping[str, Any] | None = None, run_id: str | None = None, policies: Sequence[str] = ()
 ) -> ClientCall[SimulationObject]:
+    """Queue a simulation: of a scenario (`policies`: only these labels), or of a run's own steps under other policies.
+    Ask for it with `get_simulation` until it has ended."""
     body = {"scenario": scenario and dict(scenario), "run": run_id, "policies": list(policies)}
     return ClientCall("POST", "/v1/simulations", SimulationObject, body=body, repeatable=False, timeout_s=COMPUTE_S)
 
 
 def get_simulation(simulation_id: str) -> ClientCall[SimulationObject]:
+    """One simulation."""
     return ClientCall("GET", f"/v1/simulations/{simulation_id}", SimulationObject)
 
 

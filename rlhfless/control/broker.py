@@ -31,16 +31,16 @@ at most behind a stream of runs of the highest one."""
 class DevicesRequest:
     """What a run asks for, has been promised, and holds."""
 
-    run_id: str
     owner: str
     priority: int
+    run_id: str
     kind: str
     minimum: int
     maximum: int
     unit: int
     granted: int
     held: int
-    asked_at_s: float
+    asked_at: float
     tenants: int = 1
     """Most runs on its devices, itself included."""
 
@@ -159,8 +159,8 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
         owned[request.owner] += request.taken
 
     def rank(request: DevicesRequest) -> tuple[float, int, float, str]:
-        aged = request.priority + max(now_s - request.asked_at_s, 0.0) // AGING_S
-        return -aged, owned[request.owner], request.asked_at_s, request.run_id
+        aged = request.priority + max(now_s - request.asked_at, 0.0) // AGING_S
+        return -aged, owned[request.owner], request.asked_at, request.run_id
 
     return sorted(waiting, key=rank)
 
@@ -168,7 +168,7 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
 def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
     """Lower promises until, at the end of steps, there will be enough for a run."""
     holders = [request for request in kind.requests if not request.waits]
-    last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at_s, r.run_id))
+    last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at, r.run_id))
     for request in last_first:
         while kind.to_come(wanting) < wanting.minimum and kind.of(request) - request.unit >= request.minimum:
             kind.granted[request.run_id] = kind.of(request) - request.unit
@@ -187,7 +187,7 @@ def _share_out(kind: _Kind) -> None:
     """
     growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
     while growing:
-        request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at_s, r.run_id))
+        request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at, r.run_id))
         if request.unit <= kind.free and kind.of(request) + request.unit <= request.maximum:
             kind.granted[request.run_id] = kind.of(request) + request.unit
         else:
@@ -206,7 +206,7 @@ def _even_out(kind: _Kind, poor: DevicesRequest) -> None:
 
 
 def _reason(request: DevicesRequest, kind: _Kind, now_s: float, place: int) -> str:
-    waited_s = max(now_s - request.asked_at_s, 0.0)
+    waited_s = max(now_s - request.asked_at, 0.0)
     wanted = f"waiting for {request.minimum} x {request.kind} for {waited_s:.0f} s"
     if request.minimum > kind.count:
         return f"{wanted}; there are {kind.count} in all. Ask for fewer (placement.devices), or add nodes"

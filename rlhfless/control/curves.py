@@ -1,4 +1,8 @@
-"""The metrics of a run as curves: what the table has by step, by name, thinned. Pure."""
+"""The metrics of a run as curves: what the table has by step, by name, thinned. Pure.
+
+A chart has some hundred pixels. Of a long curve the first and the last point stay; the points between them are cut into
+bins of equal width, and of each bin the lowest and the highest stay: a spike of one step is seen in any run.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic_core import from_json
 
 from rlhfless.control.errors import ApiError
-from rlhfless.control.objects import Series
-from rlhfless.control.thinning import kept
+from rlhfless.control.objects.runs import Series
 from rlhfless.telemetry.metrics import METRICS, Kind
 
 Measured = tuple[int, float, str]
 """Step, unix time, and the metrics as JSON text."""
+
+FEWEST = 4
+"""First, last, and one bin with its two extremes."""
 
 
 def wanted_names(names: Iterable[str]) -> frozenset[str]:
@@ -77,3 +84,22 @@ def described(name: str) -> tuple[str, str]:
     if metric.kind is Kind.HISTOGRAM and label:
         return str(metric.unit), f"{metric.help}: {label.removeprefix('p')} percent are at most so long"
     return str(metric.unit), metric.help if not label else f"{metric.help}: {label}"
+
+
+def kept(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.intp]:
+    """Places of the points that stay, in order: at most `points` (at least FEWEST). NaN stays only where a bin has
+    nothing else."""
+    count = len(values)
+    if count <= points:
+        return np.arange(count)
+    bins = (points - 2) // 2
+    edges = np.linspace(1, count - 1, bins + 1).astype(np.intp)
+    width = int(np.max(np.diff(edges)))
+    places = edges[:-1, None] + np.arange(width)  # [bins, width]
+    before_edge = places < edges[1:, None]
+    places = np.where(before_edge, places, edges[:-1, None])
+    binned = values[places]
+    lowest = np.argmin(np.where(np.isnan(binned), np.inf, binned), axis=1)
+    highest = np.argmax(np.where(np.isnan(binned), -np.inf, binned), axis=1)
+    row = np.arange(bins)
+    return np.unique(np.concatenate([[0, count - 1], places[row, lowest], places[row, highest]]))

@@ -7,12 +7,14 @@ is wanted of the driver.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import ReplicaNow, Worked
+from rlhfless.control.objects.fleet import ReplicaNow, Worked
+from rlhfless.spec.errors import Problem
 
 PROTOCOL = 1
 """Version of what a driver and the service say to each other. An upgrade replaces one before the other, so both leave
@@ -70,9 +72,10 @@ class DeliveryEnding(_Message):
     """It was no fault of the run: another driver may do better."""
 
 
-def failure(code: str, message: str) -> dict[str, Any]:
-    """The `error` of an ending that no field of the spec is to blame for."""
-    return {"code": code, "message": message, "param": None, "problems": []}
+def failure(code: str, message: str, param: str | None = None, problems: Sequence[Problem] = ()) -> dict[str, Any]:
+    """An error as JSON (objects.ErrorObject). `param`: the dotted field; `problems`: all wrong fields."""
+    listed = [{"param": each.where or None, "message": each.what, "hint": each.hint or None} for each in problems]
+    return {"code": code, "message": message, "param": param or None, "problems": listed}
 
 
 OUT_OF_MEMORY = "out_of_memory"

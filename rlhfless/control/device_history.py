@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from rlhfless.control.objects import DevicesTimelineObject, RunBar, SharedDeviceRow, Worked
+from rlhfless.control.objects.fleet import DevicesTimelineObject, RunBar, SharedDeviceRow, Worked
 
 KEPT_S = 3600.0
 MOST_PER_DEVICE = 2000

@@ -16,6 +16,7 @@ import psutil
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, OtherProtocol
 from rlhfless.control.ray_host import BEHIND
 from rlhfless.control.settings import environment_of_runs
+from rlhfless.folders import replace_text
 
 ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"
@@ -50,7 +51,7 @@ class Drivers(Protocol):
         """End it at once."""
 
 
-class LocalDrivers:
+class LocalDrivers(Drivers):
     """Each driver is a process in a session of its own, which outlives the service."""
 
     def __init__(self, module: str = "rlhfless.control.driver") -> None:
@@ -59,7 +60,6 @@ class LocalDrivers:
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
-        """See Drivers."""
         write_order(folder, order)
         command = [*BEHIND, sys.executable, "-m", self._module, str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
@@ -76,13 +76,12 @@ class LocalDrivers:
         return {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), LOG_START: log_start}
 
     def alive(self, handle: Handle) -> bool:
-        """See Drivers."""
         if (process := self._started.get(handle["pid"])) is not None and process.poll() is not None:
             return False
         return _process(handle) is not None
 
     def ended_by(self, handle: Handle) -> str:
-        """See Drivers. An exit code is known only to the service that started the driver."""
+        """An exit code is known only to the service that started the driver."""
         process = self._started.get(handle["pid"])
         code = None if process is None else process.poll()
         if code is None:
@@ -92,15 +91,13 @@ class LocalDrivers:
         return f"its driver has ended with exit code {code}"
 
     def hindrance(self, handle: Handle) -> str:  # noqa: ARG002
-        """See Drivers. Its folder is the service's."""
+        """Its folder is the service's."""
         return ""
 
     def stop(self, handle: Handle) -> None:
-        """See Drivers."""
         _signal(handle, signal.SIGTERM)
 
     def kill(self, handle: Handle) -> None:
-        """See Drivers."""
         _signal(handle, signal.SIGKILL)
 
 
@@ -127,11 +124,8 @@ def _signal(handle: Handle, number: signal.Signals) -> None:
 
 
 def write_order(folder: Path, order: DriverOrder) -> None:
-    """The order has a secret: its user alone can read it."""
-    new = folder / f"{ORDER_FILE}.new"
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-        stream.write(order.model_dump_json())
-    new.replace(folder / ORDER_FILE)
+    """Write the order of a driver. It has a secret, so its user alone can read it."""
+    replace_text(folder / ORDER_FILE, order.model_dump_json())
 
 
 def read_order(folder: Path) -> DriverOrder:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from starlette.responses import JSONResponse
+
+from rlhfless.control.delivery import failure
 from rlhfless.redaction import redacted
 from rlhfless.spec.errors import Problem
 
@@ -32,14 +35,25 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, object]:
         """The answer's body, without secrets."""
-        problems = [{"param": p.where or None, "message": p.what, "hint": p.hint or None} for p in self.problems]
-        error = {"code": self.code, "message": self.message, "param": self.param, "problems": problems}
-        return {"error": redacted(error)}
+        return {"error": redacted(failure(self.code, self.message, self.param, self.problems))}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": f"{self.retry_after_s:.0f}"}
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def not_found(what: str, name: str) -> ApiError:
     """404."""
     return ApiError(404, "not_found", f"there is no {what} {name!r}")
+
+
+def invalid_request(problems: Sequence[Problem]) -> ApiError:
+    """422 for wrong fields of a request; the message names the first."""
+    first = problems[0]
+    hint = f"; {first.hint}" if first.hint else ""
+    message = f"{first.where or 'the body'}: {first.what}{hint}"
+    return ApiError(422, "invalid_request", message, first.where or None, problems)
 
 
 def refused(source: str, problems: Sequence[Problem]) -> ApiError:

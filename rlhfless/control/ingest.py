@@ -23,7 +23,7 @@ from rlhfless.control.delivery import (
     refusal,
 )
 from rlhfless.control.errors import ApiError
-from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, Status, Wish
+from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, DesiredState, Status
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _at_rest(run: RunRow) -> Status:
 
 
 def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, message: str) -> None:
-    status = Status.CANCELLED if run.wish == Wish.CANCEL else status
+    status = Status.CANCELLED if run.wish == DesiredState.CANCEL else status
     store.release(session, run)
     end(session, run, DeliveryEnding(status=status, reason=message, error=failure(code, message)))
 
@@ -120,7 +120,7 @@ def _status(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt != run.attempt:
         return  # of a driver that has died meanwhile
     wanted = Status(item.data["status"])
-    if run.wish == Wish.PAUSE and wanted is Status.RUNNING:
+    if run.wish == DesiredState.PAUSE and wanted is Status.RUNNING:
         wanted = Status.PAUSING
     if wanted is Status.RUNNING and run.started_at is None:
         run.started_at = item.at
@@ -171,14 +171,21 @@ def _resolved(_: Session, run: RunRow, item: Item) -> None:
 
 
 def _checkpoints(session: Session, run: RunRow, item: Item) -> None:
-    store.set_checkpoints(session, run, item.data["checkpoints"])
+    """All checkpoints that the driver keeps. The new ones become events."""
+    known, listed = {entry["id"]: entry for entry in run.checkpoints}, item.data["checkpoints"]
+    # A driver that goes on lists the checkpoints of earlier ones, too: their time is the one that is known.
+    run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in listed]
+    for entry in listed:
+        if entry["id"] not in known:
+            store.add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)
 
 
 def _rollouts(session: Session, run: RunRow, item: Item) -> None:
     step = item.data["step"]
     for place, sample in enumerate(item.data["samples"]):
         session.merge(RolloutRow(run_id=run.id, step=step, place=place, data=sample))
-    store.prune_rollouts(session, run.id, step - KEPT_ROLLOUT_STEPS)
+    old = (RolloutRow.run_id == run.id, RolloutRow.step < step - KEPT_ROLLOUT_STEPS)
+    session.execute(delete(RolloutRow).where(*old))
 
 
 def _ended(session: Session, run: RunRow, item: Item) -> None:
@@ -192,16 +199,16 @@ def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
     status, reason = ending.status, ending.reason
     if ending.retry:
         run.deaths += 1
-        if run.wish == Wish.RUN and run.deaths > MOST_DEATHS:
+        if run.wish == DesiredState.RUN and run.deaths > MOST_DEATHS:
             status, reason = Status.FAILED, f"{reason}, as did {MOST_DEATHS} before it; see the run's logs"
         else:
             reason = f"{reason}; another driver goes on"
-    if status in (Status.QUEUED, Status.PAUSED) and run.wish == Wish.CANCEL:
+    if status in (Status.QUEUED, Status.PAUSED) and run.wish == DesiredState.CANCEL:
         status, reason = Status.CANCELLED, "cancelled"
-    elif status is Status.QUEUED and run.wish == Wish.PAUSE:
+    elif status is Status.QUEUED and run.wish == DesiredState.PAUSE:
         status, reason = Status.PAUSED, f"paused: {ending.reason}"
     if status is Status.PAUSED:
-        run.wish = Wish.PAUSE
+        run.wish = DesiredState.PAUSE
     if status in FOLLOWING[Status(run.status)]:
         run.driver = None
         store.set_status(session, run, status, reason)

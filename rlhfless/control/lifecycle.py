@@ -28,7 +28,7 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Wish(StrEnum):
+class DesiredState(StrEnum):
     """What a user wants of a run."""
 
     RUN = "run"
@@ -62,27 +62,24 @@ class NotPossible(Exception):
     """What is asked for cannot be done with a run of this status; the text says why, and what can."""
 
 
-def asked(status: Status, wanted: Wish, wish: Wish) -> tuple[Status, Wish]:
-    """Status and wish after a user asks for `wish` of a run that was wanted to `wanted`. Idempotent.
-
-    Raises NotPossible.
-    """
-    if wish is Wish.CANCEL:
+def apply_request(status: Status, desired: DesiredState, request: DesiredState) -> tuple[Status, DesiredState]:
+    """The status and the desired state of a run after its user requests another one. Idempotent. Raises NotPossible."""
+    if request is DesiredState.CANCEL:
         if status in ENDED - {Status.CANCELLED}:
             raise NotPossible(f"the run has {_ended(status)}; there is nothing left to cancel")
-        return (Status.CANCELLING if status in DRIVEN else Status.CANCELLED), wish
-    if wanted is Wish.CANCEL or status is Status.CANCELLING:
+        return (Status.CANCELLING if status in DRIVEN else Status.CANCELLED), request
+    if desired is DesiredState.CANCEL or status is Status.CANCELLING:
         raise NotPossible("the run is cancelled; start a new one, from its newest checkpoint if it should go on there")
     if status in ENDED:
         raise NotPossible(f"the run has {_ended(status)}; start a new one")
-    if wish is Wish.PAUSE:
+    if request is DesiredState.PAUSE:
         if status is Status.QUEUED:
-            return Status.PAUSED, wish
-        return (Status.PAUSED if status is Status.PAUSED else Status.PAUSING), wish
+            return Status.PAUSED, request
+        return (Status.PAUSED if status is Status.PAUSED else Status.PAUSING), request
     if status is Status.PAUSED:
-        return Status.QUEUED, wish
+        return Status.QUEUED, request
     # A pause that is called off before it is done: the driver is told to go on, and reports what it does.
-    return (Status.RUNNING if status is Status.PAUSING else status), wish
+    return (Status.RUNNING if status is Status.PAUSING else status), request
 
 
 def _ended(status: Status) -> str:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless.control.looks import Looker
+from rlhfless.control.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0
+PERIOD_S = 5.0
 """How often pods are listed: the cluster's scheduler and autoscaler take as long for a decision."""
 
 TIMEOUT_S = 5.0
@@ -94,7 +94,7 @@ def _goes(node: Any) -> bool:
     return bool(node.spec.unschedulable) or any(taint.key in LEAVING_TAINTS for taint in node.spec.taints or ())
 
 
-def told(pending: list[PendingPod], now: float) -> str:
+def status_clause(pending: list[PendingPod], now: float) -> str:
     """In one clause of a status: the pod that waits longest, and how many others do. Empty if none does."""
     if not pending:
         return ""
@@ -141,24 +141,24 @@ def lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list
     return listed
 
 
-class PodWatch(Looker):
-    """Lists the pods of the cluster; `told` is what a run that waits for devices says of them."""
+class PodWatch(PeriodicTask):
+    """Lists the pods of the cluster, again and again."""
 
     def __init__(self, listed: Callable[[], tuple[list[Any], list[Any]]]) -> None:
         """`listed`: see `lister`."""
-        super().__init__(LOOK_S)
+        super().__init__(PERIOD_S)
         self._listed = listed
         self.leaving: dict[str, float] = {}
         """See `leaving_of`."""
         self._pending: list[PendingPod] = []
 
     @property
-    def told(self) -> str:
-        """See `told` of this module; now."""
-        return told(self._pending, time.time())
+    def status_clause(self) -> str:
+        """The clause for the status of a run that waits for devices, now."""
+        return status_clause(self._pending, time.time())
 
-    async def look(self) -> None:
-        """List them once."""
+    async def tick(self) -> None:
+        """List the pods once."""
         try:
             pods, nodes = await asyncio.to_thread(self._listed)
             self._pending, self.leaving = pending_of(pods), leaving_of(pods, nodes)

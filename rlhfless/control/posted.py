@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.errors import refused
-from rlhfless.control.objects import MOST_INTEGER
-from rlhfless.control.security.named import code_problems, file_problems
+from rlhfless.control.objects.common import MOST_INTEGER
+from rlhfless.control.security.named import code_problems, file_problems, values_at
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec import RunSpec
 from rlhfless.spec.document import MOST_DEPTH
@@ -54,7 +54,7 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     problems = [
         Problem(".".join(path), f"cannot be set: {why}", "leave it out")
         for path, why in OWN.items()
-        if _has(values, path)
+        if any(values_at(values, path))
     ]
     problems += size_problems(spec.asked(), settings.sizes, "this service")
     problems += file_problems(spec, settings)
@@ -98,11 +98,3 @@ def unstorable(values: Any, place: str = "", depth: int = 0) -> Iterator[Problem
         yield Problem(place, f"{shown(values)}: has a NUL or half a surrogate pair", "leave it out")
     elif isinstance(values, int) and abs(values) > MOST_INTEGER:
         yield Problem(place, f"{shown(values)}: should be at most {MOST_INTEGER}")
-
-
-def _has(values: Any, path: tuple[str, ...]) -> bool:
-    for key in path:
-        if not isinstance(values, dict) or key not in values:
-            return False
-        values = values[key]
-    return True

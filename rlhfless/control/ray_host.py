@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -22,15 +21,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import psutil
 
 from rlhfless.control.delivery import HostAnswer
+from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import environment_of_runs
 from rlhfless.fleet.private_ray import FOLDER, remove
-from rlhfless.folders import OTHERS
+from rlhfless.folders import OTHERS, lock, replace_text
 
 BEHIND = ("nice", "-n", "5")
 """Runs leave the machine's cores to the service for the milliseconds that an answer takes, and lose nothing by it: all
@@ -39,7 +39,8 @@ their processes are alike, and the service is idle otherwise."""
 RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
 
-LOOK_S = 1.0
+REPORT_S = 1.0
+"""How often a host reports what its Ray has."""
 
 HOST_TOKEN = "RLHFLESS_HOST_TOKEN"
 """The variable with what a host shows to the service that it tells."""
@@ -83,22 +84,15 @@ def read_ray(file: Path) -> RayNow | None:
     return ray if time.time() - ray.at < STALE_S and psutil.pid_exists(ray.pid) else None
 
 
-class HostKeeper:
-    """Keeps a host of a data folder alive within its block, which leaves the host as it is."""
+class HostKeeper(PeriodicTask):
+    """Keeps a host of a data folder alive within its block, and leaves it as it is at the block's end."""
 
     def __init__(self, folder: Path, ray_address: str | None) -> None:
+        super().__init__(REPORT_S)
         self._folder = folder
         self._address = ray_address
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
-
-    async def __aenter__(self) -> HostKeeper:
-        self._task = asyncio.create_task(self._keep())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
     async def end(self, timeout_s: float) -> None:
         """End the host, and keep none alive from here on."""
@@ -109,13 +103,12 @@ class HostKeeper:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, timeout_s)
 
-    async def _keep(self) -> None:
-        while True:
-            running = self._process is not None and self._process.poll() is None
-            present = running or read_ray(self._folder / RAY_FILE) is not None
-            if not present and time.monotonic() - self._started_s > AGAIN_S:
-                self._start()
-            await asyncio.sleep(LOOK_S)
+    async def tick(self) -> None:
+        """Start a host if there is none."""
+        running = self._process is not None and self._process.poll() is None
+        present = running or read_ray(self._folder / RAY_FILE) is not None
+        if not present and time.monotonic() - self._started_s > AGAIN_S:
+            self._start()
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
@@ -135,8 +128,8 @@ def stop_host(folder: Path, timeout_s: float) -> bool:
     """End the host, and a private Ray with it, and remove what that has left; returns whether the host has ended in
     order, or there was none."""
     ended = _end_host(folder, timeout_s)
-    if (folder / FOLDER).is_dir() and (lock := _only_one(folder)) is not None:
-        with lock:
+    if (folder / FOLDER).is_dir() and (held := lock(folder / LOCK_FILE)) is not None:
+        with held:
             remove(folder)
     return ended
 
@@ -177,7 +170,7 @@ async def host(ray_address: str | None, folder: Path, say: Callable[[RayNow], Aw
         while not stop.is_set() and not cluster.lost:
             await say(await _seen(cluster, ray_address))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_S)
+                await asyncio.wait_for(stop.wait(), REPORT_S)
     finally:
         await cluster.stop()
 
@@ -200,9 +193,7 @@ async def write_for_ever(folder: Path, ray_address: str | None) -> None:
     """Host a Ray for the service of a data folder."""
 
     async def write(now: RayNow) -> None:
-        new = folder / f"{RAY_FILE}.new"
-        new.write_text(json.dumps(asdict(now)), "utf-8")
-        new.replace(folder / RAY_FILE)
+        replace_text(folder / RAY_FILE, json.dumps(asdict(now)))
 
     try:
         await host(ray_address, folder, write)
@@ -234,17 +225,6 @@ async def tell_for_ever(service_url: str, token: str) -> None:
             await host("auto", Path(), tell)
 
 
-def _only_one(folder: Path) -> IO[str] | None:
-    """The folder's lock; None if another host has it."""
-    file = (folder / LOCK_FILE).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
 def main() -> None:
     """See the module."""
     os.umask(OTHERS)
@@ -252,9 +232,8 @@ def main() -> None:
         asyncio.run(tell_for_ever(sys.argv[2], os.environ[HOST_TOKEN]))
         return
     folder = Path(sys.argv[1])
-    with contextlib.ExitStack() as stack:
-        if (lock := _only_one(folder)) is not None:
-            stack.enter_context(lock)
+    if (held := lock(folder / LOCK_FILE)) is not None:
+        with held:
             asyncio.run(write_for_ever(folder, sys.argv[2] if len(sys.argv) > 2 else None))
 
 

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.drivers import LOG_FILE, LOG_START, ORDER_FILE, Handle, write_order
-from rlhfless.control.ray_host import AGAIN_S, HOST_TOKEN, LOOK_S
+from rlhfless.control.drivers import LOG_FILE, LOG_START, ORDER_FILE, Drivers, Handle, write_order
+from rlhfless.control.periodic import PeriodicTask
+from rlhfless.control.ray_host import AGAIN_S, HOST_TOKEN, REPORT_S
 from rlhfless.control.run_files import not_shared
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ def _token(environment: Mapping[str, str], home: Path) -> str:
         return ""
 
 
-class JobDrivers:
-    """Drivers as jobs of a cluster. See rlhfless.control.drivers.Drivers."""
+class JobDrivers(Drivers):
+    """Drivers as jobs of a cluster."""
 
     def __init__(self, jobs: RayJobs, module: str = "rlhfless.control.driver") -> None:
         """`module` is run with the run's folder."""
@@ -109,7 +110,7 @@ class JobDrivers:
         self._module = module
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
-        """See Drivers. Raises OSError if the head does not answer, or refuses the job."""
+        """Raises OSError if the head does not answer, or refuses the job."""
         write_order(folder, order)
         job, log_file = f"{order.run_id}-{order.attempt}", folder / LOG_FILE
         log_start = log_file.stat().st_size if log_file.exists() else 0
@@ -123,7 +124,7 @@ class JobDrivers:
         return {"job": job, "folder": str(folder), LOG_START: log_start}
 
     def alive(self, handle: Handle) -> bool:
-        """See Drivers. While the head does not answer, its jobs may work."""
+        """While the head does not answer, its jobs may work."""
         try:
             job = self._jobs.find(handle["job"])
         except httpx.HTTPError as error:
@@ -132,7 +133,6 @@ class JobDrivers:
         return job is not None and job.status not in ENDED
 
     def ended_by(self, handle: Handle) -> str:
-        """See Drivers."""
         with contextlib.suppress(httpx.HTTPError):
             job = self._jobs.find(handle["job"])
             if job is None:
@@ -143,7 +143,6 @@ class JobDrivers:
         return "its driver has ended"
 
     def hindrance(self, handle: Handle) -> str:
-        """See Drivers."""
         with contextlib.suppress(httpx.HTTPError):
             job = self._jobs.find(handle["job"])
             if job is not None and job.exit_code == NOT_SHARED:
@@ -152,12 +151,11 @@ class JobDrivers:
         return ""
 
     def stop(self, handle: Handle) -> None:
-        """See Drivers."""
         with contextlib.suppress(httpx.HTTPError):
             self._jobs.stop(handle["job"])
 
     def kill(self, handle: Handle) -> None:
-        """See Drivers. A job cannot be killed otherwise than by asking it to stop, and waiting."""
+        """A job cannot be killed otherwise than by asking it to stop, and waiting."""
         self.stop(handle)
 
 
@@ -165,11 +163,12 @@ def _host_name() -> str:
     return f"rlhfless-host-{secrets.token_hex(4)}"
 
 
-class JobHost:
+class JobHost(PeriodicTask):
     """Keeps a host in the cluster within its block, which says every second what devices the cluster has."""
 
     def __init__(self, jobs: RayJobs, service_url: str, token: str, speaks: Callable[[], bool]) -> None:
         """`token`: what the host shows to the service; `speaks`: whether it does."""
+        super().__init__(REPORT_S)
         self._jobs = jobs
         self._url = service_url
         self._token = token
@@ -177,28 +176,19 @@ class JobHost:
         self._job = _host_name()
         self._started_s = 0.0
 
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._keep())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
     async def end(self) -> None:
         """End the host, too."""
         self._task.cancel()
         with contextlib.suppress(httpx.HTTPError):
             await asyncio.to_thread(self._jobs.stop, self._job)
 
-    async def _keep(self) -> None:
-        while True:
-            if not self._speaks() and time.monotonic() - self._started_s > AGAIN_S:
-                try:
-                    await asyncio.to_thread(self._require)
-                except httpx.HTTPError as error:
-                    log.warning("the head of the Ray cluster does not answer: %s", error)
-            await asyncio.sleep(LOOK_S)
+    async def tick(self) -> None:
+        """Submit a host if none reports."""
+        if not self._speaks() and time.monotonic() - self._started_s > AGAIN_S:
+            try:
+                await asyncio.to_thread(self._require)
+            except httpx.HTTPError as error:
+                log.warning("the head of the Ray cluster does not answer: %s", error)
 
     def _require(self) -> None:
         self._started_s = time.monotonic()

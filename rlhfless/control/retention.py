@@ -12,27 +12,31 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.database.access import Database, Unavailable
+from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
 from rlhfless.control.lifecycle import ENDED
+from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 600.0
+PERIOD_S = 600.0
 """How often: days are what is waited for."""
 
 SECONDS_PER_DAY = 86_400.0
 
 
-async def sweep_for_ever(database: Database, settings: ServiceSettings) -> None:
-    """Sweep again and again, until it is cancelled."""
-    while settings.retention.days is not None:
-        try:
-            await sweep(database, settings, time.time())
-        except Unavailable as error:
-            log.warning("retention: %s", error)
-        await asyncio.sleep(LOOK_S)
+class RetentionSweep(PeriodicTask):
+    """Sweeps again and again."""
+
+    def __init__(self, database: Database, settings: ServiceSettings) -> None:
+        super().__init__(PERIOD_S)
+        self._database = database
+        self._settings = settings
+
+    async def tick(self) -> None:
+        """Sweep once."""
+        await sweep(self._database, self._settings, time.time())
 
 
 async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> list[str]:

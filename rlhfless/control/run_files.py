@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from rlhfless.folders import replace_text
 from rlhfless.records.run_folder import TRACE_FOLDER
 
 FIND_S = 5.0
@@ -22,9 +23,7 @@ def trace_of(run_folder: str) -> str | None:
 
 def leave_mark(folder: Path, attempt: int, text: str) -> None:
     """A driver's mark, for the service to find. Raises OSError if the folder cannot be written."""
-    new = _mark(folder, attempt).with_suffix(".new")
-    new.write_text(text, "utf-8")
-    new.replace(_mark(folder, attempt))
+    replace_text(_mark(folder, attempt), text)
 
 
 def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) -> bool:

@@ -45,7 +45,7 @@ _MISSING = {RunOrder.REWARD, RunOrder.TIME_LEFT}
 """What some runs do not have; it is last in both orders."""
 
 
-def runs(
+def ordered_runs(
     session: Session,
     limit: int,
     after: str | None,

@@ -23,7 +23,7 @@ from rlhfless.control.drivers import Drivers, LocalDrivers
 from rlhfless.control.promptness import come_first, workers
 from rlhfless.control.ray_host import HostKeeper, stop_host
 from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
-from rlhfless.control.security.start import require_safe
+from rlhfless.control.security.keys import require_safe
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import ServiceSettings, announced
 from rlhfless.spec.errors import InputError, Problem
@@ -149,7 +149,7 @@ async def _wind_down(
         while time.monotonic() < end_s:
             if not any(run.driver for run in await service.database.read(store.driven)):
                 break
-            service.supervisor.soon()
+            service.supervisor.wake()
             await asyncio.sleep(0.2)
         await end_host()
     finally:

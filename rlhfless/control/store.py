@@ -11,7 +11,6 @@ from sqlalchemy.orm import Session, load_only
 from rlhfless.control.database.access import CHANGED
 from rlhfless.control.database.tables import (
     EventRow,
-    IdempotencyRow,
     LeaseRow,
     MetricsRow,
     RolloutRow,
@@ -19,8 +18,8 @@ from rlhfless.control.database.tables import (
     UsageRow,
 )
 from rlhfless.control.errors import not_found
-from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, Status, Wish
-from rlhfless.control.objects import MeasuredCost
+from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, DesiredState, Status
+from rlhfless.control.objects.costs import MeasuredCost
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
@@ -29,11 +28,6 @@ def run_of(session: Session, run_id: str) -> RunRow:
     if row is None:
         raise not_found("run", run_id)
     return row
-
-
-def run_if_there(session: Session, run_id: str) -> RunRow | None:
-    """None if there is none, or no more."""
-    return session.get(RunRow, run_id)
 
 
 def page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
@@ -137,7 +131,7 @@ def count_driven(session: Session) -> int:
 def queue(session: Session) -> list[RunRow]:
     """Runs that wait for their turn, in its order. Of the columns only what the order and the waiting are told by: the
     queue is looked at every second, and may be long."""
-    waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.wish == Wish.RUN)
+    waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.wish == DesiredState.RUN)
     columns = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
     return list(
         session.scalars(waiting.options(columns).order_by(RunRow.priority.desc(), RunRow.created_at, RunRow.id))
@@ -147,26 +141,6 @@ def queue(session: Session) -> list[RunRow]:
 def unended(session: Session) -> list[RunRow]:
     """All runs that may go on: at work, queued or paused."""
     return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(ENDED)))))
-
-
-def answered(session: Session, owner: str, key: str) -> IdempotencyRow | None:
-    """What was answered to a POST with this key."""
-    return session.get(IdempotencyRow, (owner, key))
-
-
-def set_checkpoints(session: Session, run: RunRow, checkpoints: list[Any]) -> None:
-    """What the driver lists. The new ones are told."""
-    known = {entry["id"]: entry for entry in run.checkpoints}
-    # A driver that goes on lists the checkpoints of earlier ones, too: their time is the one that is known.
-    run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in checkpoints]
-    for entry in checkpoints:
-        if entry["id"] not in known:
-            add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)
-
-
-def prune_rollouts(session: Session, run_id: str, before_step: int) -> None:
-    """Forget samples of earlier steps."""
-    session.execute(delete(RolloutRow).where(RolloutRow.run_id == run_id, RolloutRow.step < before_step))
 
 
 def leases(session: Session) -> list[tuple[LeaseRow, RunRow]]:

@@ -11,8 +11,8 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from sqlalchemy.orm import Session
 
@@ -24,57 +24,54 @@ from rlhfless.control.delivery import DeliveryEnding, DriverOrder, failure
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
 from rlhfless.control.ingest import end, ran_out_of_memory, refuse_folder, take_items
-from rlhfless.control.lifecycle import DRIVEN, Status, Wish
-from rlhfless.control.looks import Looker
+from rlhfless.control.lifecycle import DRIVEN, DesiredState, Status
 from rlhfless.control.memory import says_out_of_memory
+from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+PERIOD_S = 1.0
 """How often it looks: a driver's start takes ten times as long."""
+
+LEASE_COLUMNS = DevicesRequest.__slots__[2:]
+"""Fields of a request that are columns of the run's lease; the first two are the run's."""
 
 KILL_AFTER_S = 35.0
 """A driver that was told to cancel is killed so long after `timeouts.stop_s`: it also has to deliver what it has."""
 
 
-class Surroundings(Protocol):
-    """What the supervisor needs of its service."""
-
-    @property
-    def settings(self) -> ServiceSettings: ...
-
-    @property
-    def database(self) -> Database: ...
-
-    @property
-    def url(self) -> str:
-        """Where clients and drivers reach the service."""
-
-    def ray_address(self) -> str:
-        """Empty while there is no Ray."""
-
-    def devices_there(self) -> dict[str, int]:
-        """By kind."""
-
-
-class Supervisor(Looker):
+class Supervisor(PeriodicTask):
     """The supervisor of one service's runs."""
 
-    def __init__(self, service: Surroundings, drivers: Drivers) -> None:
-        super().__init__(LOOK_S)
-        self._service = service
+    def __init__(
+        self,
+        database: Database,
+        settings: ServiceSettings,
+        drivers: Drivers,
+        url: str,
+        ray_address: Callable[[], str],
+        device_counts: Callable[[], dict[str, int]],
+    ) -> None:
+        """`url`: where drivers reach the service; `ray_address`: empty while there is no Ray; `device_counts`: by
+        kind."""
+        super().__init__(PERIOD_S)
+        self._database = database
+        self._settings = settings
         self._drivers = drivers
+        self._url = url
+        self._ray_address = ray_address
+        self._device_counts = device_counts
         self.admits = True
         """Drivers may begin."""
         self.yields: set[str] = set()
         """Runs that are to give way."""
         self.lease_reasons: dict[str, str] = {}
 
-    async def look(self) -> None:
+    async def tick(self) -> None:
         """One look at all runs."""
-        for run in await self._service.database.read(store.driven):
+        for run in await self._database.read(store.driven):
             await self._check(run)
         await self._promise()
         if self.admits:
@@ -86,7 +83,7 @@ class Supervisor(Looker):
         handle = run.driver
         if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
             await self._gone(run)
-        elif run.wish == Wish.CANCEL and time.time() - run.wished_at > _stop_s(run) + KILL_AFTER_S:
+        elif run.wish == DesiredState.CANCEL and time.time() - run.wished_at > _stop_s(run) + KILL_AFTER_S:
             log.warning("%s: the driver does not end; it is killed", run.id)
             await asyncio.to_thread(self._drivers.kill, handle)
 
@@ -113,30 +110,18 @@ class Supervisor(Looker):
                 error = failure("driver_died", why)
                 end(session, row, DeliveryEnding(status=Status.QUEUED, reason=why, error=error, retry=True))
 
-        await self._service.database.write(settle)
+        await self._database.write(settle)
 
     # -- devices
 
     async def _promise(self) -> None:
-        devices = self._service.devices_there()
+        devices = self._device_counts()
         now = time.time()
 
         def promise(session: Session) -> None:
             rows = store.leases(session)
             requests = [
-                DevicesRequest(
-                    lease.run_id,
-                    run.owner,
-                    run.priority,
-                    lease.kind,
-                    lease.minimum,
-                    lease.maximum,
-                    lease.unit,
-                    lease.granted,
-                    lease.held,
-                    lease.asked_at,
-                    lease.tenants,
-                )
+                DevicesRequest(run.owner, run.priority, **{name: getattr(lease, name) for name in LEASE_COLUMNS})
                 for lease, run in rows
             ]
             decisions = decide(requests, devices, now)
@@ -147,7 +132,7 @@ class Supervisor(Looker):
             self.yields = set(decisions.yields)
             self.lease_reasons = dict(decisions.reasons)
 
-        await self._service.database.write(promise)
+        await self._database.write(promise)
 
     # -- drivers that begin
 
@@ -156,7 +141,7 @@ class Supervisor(Looker):
 
         def first(session: Session) -> list[RunRow]:
             working = store.count_driven(session)
-            room = max(self._service.settings.max_drivers - working, 0)
+            room = max(self._settings.max_drivers - working, 0)
             queue = store.queue(session)
             for place, row in enumerate(queue[room:]):
                 ahead = f"{place} run(s) before it" if place else "it is the next one"
@@ -166,9 +151,9 @@ class Supervisor(Looker):
                     store.touch(session, row)
             return queue[:room]
 
-        if not self._service.ray_address():
+        if not self._ray_address():
             return
-        for run in await self._service.database.write(first):
+        for run in await self._database.write(first):
             await self._begin(run)
 
     async def _begin(self, run: RunRow) -> None:
@@ -177,24 +162,24 @@ class Supervisor(Looker):
 
         def begin(session: Session) -> RunRow | None:
             row = store.run_of(session, run.id)
-            if row.status != Status.QUEUED or row.wish != Wish.RUN or row.attempt != run.attempt:
+            if row.status != Status.QUEUED or row.wish != DesiredState.RUN or row.attempt != run.attempt:
                 return None
             row.attempt += 1
             row.driver_token = hashlib.sha256(token.encode()).hexdigest()
             store.set_status(session, row, Status.VALIDATING, "its driver starts")
             return row
 
-        begun = await self._service.database.write(begin)
+        begun = await self._database.write(begin)
         if begun is None:
             return
-        settings, folder = self._service.settings, Path(begun.folder)
+        settings, folder = self._settings, Path(begun.folder)
         order = DriverOrder(
             run_id=run.id,
             attempt=begun.attempt,
             token=token,
             service_file=str(settings.folder / SERVICE_FILE),
-            service_url=self._service.url if settings.elsewhere else None,
-            ray_address=self._service.ray_address(),
+            service_url=self._url if settings.elsewhere else None,
+            ray_address=self._ray_address(),
             one_machine=settings.ray_address is None,
             http_hosts=list(settings.http_hosts),
             roots=list(settings.roots),
@@ -216,11 +201,11 @@ class Supervisor(Looker):
             if row.attempt == begun.attempt:
                 row.driver = handle
 
-        await self._service.database.write(note)
+        await self._database.write(note)
 
     async def stop_all(self) -> None:
         """Ask all drivers to stop in order: their runs go on when the service is there again."""
-        for run in await self._service.database.read(store.driven):
+        for run in await self._database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)
 

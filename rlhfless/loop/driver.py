@@ -136,7 +136,7 @@ class RunSteps:
                 await self._saving
             raise RunPaused(cause, limit or f"stopped after step {step}")
         if verdict.actors is not None:
-            run.scaler.limit_actors(verdict.actors)
+            run.scaler.fleet.limit_actors(verdict.actors)
 
     async def _save(self, step: int, *, whole: bool) -> None:
         """Begin a checkpoint after the previous one is written; with `whole`, wait until it is written, too."""

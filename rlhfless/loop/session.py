@@ -174,13 +174,13 @@ async def _fleet(
     )
     actors = session.host.began(run, devices.held)
     if actors is not None:
-        run.scaler.limit_actors(actors)
+        run.scaler.fleet.limit_actors(actors)
     # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
     with contextlib.nullcontext() if spec.placement.ray_address else janitor(folders):
         try:
             yield run, await _begin(session, run, cluster, devices, turns)
         finally:
-            run.scaler.keep_starts()
+            run.scaler.fleet.keep_starts()
             for watch in watches:
                 watch.cancel()
             with session.console.waiting("stopping all functions"):

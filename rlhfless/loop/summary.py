@@ -64,7 +64,7 @@ def step_metrics(
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
         **prompt_token_metrics(run.ledger.done_in_step(begun.step)[0], experience, kept),
         "actors": float(len(run.generation.serving())),
-        **run.scaler.figures(begun.step),
+        **run.scaler.runner.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
         **learned,
     }

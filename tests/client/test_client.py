@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import rlhfless
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.standing import RUN, NoDrivers, begun_run
 from rlhfless.client import calls
 from rlhfless.client.errors import Conflict, Invalid, NotFound, ServiceAway
 from rlhfless.control.service import Service
@@ -78,9 +78,7 @@ def breaking(service: tuple[httpx.Client, Service], monkeypatch: pytest.MonkeyPa
 def test_a_stream_that_breaks_goes_on_without_loss_or_repeat(
     client: httpx.Client, drivers: NoDrivers, breaking: Breaks
 ) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     push(*(message(n) for n in range(100)))
     push(ENDED)
     with rlhfless.Client(f"http://127.0.0.1:{breaking.port}") as broken:
@@ -93,9 +91,7 @@ def test_a_stream_that_breaks_goes_on_without_loss_or_repeat(
 async def test_the_asynchronous_client_does_the_same(
     client: httpx.Client, drivers: NoDrivers, breaking: Breaks
 ) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]  # noqa: ASYNC212
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     push(*(message(n) for n in range(40)))
     push(ENDED)
     async with rlhfless.AsyncClient(f"http://127.0.0.1:{breaking.port}") as broken:

@@ -28,7 +28,7 @@ def asking(
 ) -> DevicesRequest:
     most = minimum if maximum is None else maximum
     held = granted if held is None else held
-    return DevicesRequest(name, owner, priority, KIND, minimum, most, unit, granted, held, at)
+    return DevicesRequest(owner, priority, name, KIND, minimum, most, unit, granted, held, at)
 
 
 def test_first_come_first_served() -> None:

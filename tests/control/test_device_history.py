@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfless.control.device_history import KEPT_S, DeviceHistory
-from rlhfless.control.objects import Worked
+from rlhfless.control.objects.fleet import Worked
 
 
 def worked(work: str, start_s: float, end_s: float, *devices: str) -> Worked:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.standing import RUN, NoDrivers, Pushes, begun_run, until
 
 SSE = {"Accept": "text/event-stream"}
 
@@ -31,9 +31,7 @@ def message(n: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_a_stream_has_what_was_and_what_comes_until_the_end(client: httpx.Client, drivers: NoDrivers) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     push(message(1), message(2))
     found: list[dict[str, Any]] = []
 
@@ -58,9 +56,7 @@ def test_a_stream_has_what_was_and_what_comes_until_the_end(client: httpx.Client
 
 def test_a_step_that_is_done_again_is_told_once(client: httpx.Client, drivers: NoDrivers) -> None:
     """A driver is killed between the metrics of a step and the step's row in the trace: its successor does it again."""
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     for step, reward in ((1, 0.1), (2, 0.2), (2, 0.25), (3, 0.3)):
         push(("metrics", {"step": step, "kind": "step", "values": {"reward_mean": reward, "step_s": 1.0}}))
     push(("metrics", {"step": 3, "kind": "evaluation", "values": {"held_out_reward": 0.5}}))
@@ -83,9 +79,7 @@ def test_a_stream_of_a_run_that_has_ended_ends_with_its_last_event(client: httpx
 
 
 def test_a_stream_goes_on_after_the_last_event_that_was_seen(client: httpx.Client, drivers: NoDrivers) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     seen: list[int] = []
     for part in range(5):
         push(*(message(10 * part + n) for n in range(10)))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, FOLLOWING, NotPossible, Status, Wish, asked
+from rlhfless.control.lifecycle import (
+    AT_REST,
+    DRIVEN,
+    ENDED,
+    FOLLOWING,
+    DesiredState,
+    NotPossible,
+    Status,
+    apply_request,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +35,7 @@ from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, FOLLOWING, NotPos
     ],
 )
 def test_what_is_asked_for(status: str, wanted: str, wish: str, expected: tuple[str, str]) -> None:
-    assert asked(Status(status), Wish(wanted), Wish(wish)) == expected
+    assert apply_request(Status(status), DesiredState(wanted), DesiredState(wish)) == expected
 
 
 @pytest.mark.parametrize(
@@ -40,17 +49,17 @@ def test_what_is_asked_for(status: str, wanted: str, wish: str, expected: tuple[
 )
 def test_what_is_not_possible(status: str, wanted: str, wish: str, message: str) -> None:
     with pytest.raises(NotPossible, match=message):
-        asked(Status(status), Wish(wanted), Wish(wish))
+        apply_request(Status(status), DesiredState(wanted), DesiredState(wish))
 
 
 def test_every_status_has_followers_and_ends_have_none() -> None:
     assert set(FOLLOWING) == set(Status)
     assert {status for status, following in FOLLOWING.items() if not following} == ENDED
     for status in Status:
-        for wanted in Wish:
-            for wish in Wish:
+        for wanted in DesiredState:
+            for wish in DesiredState:
                 try:
-                    following, _ = asked(status, wanted, wish)
+                    following, _ = apply_request(status, wanted, wish)
                 except NotPossible:
                     continue
                 assert following == status or following in FOLLOWING[status]

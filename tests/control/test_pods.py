@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from fakes.standing import RUN, NoDrivers, Pushes, until
-from rlhfless.control.pods import PodWatch, leaving_of, pending_of, told
+from fakes.standing import NoDrivers, begun_run
+from rlhfless.control.pods import PodWatch, leaving_of, pending_of, status_clause
 from rlhfless.control.service import Service
 from rlhfless.telemetry.progress import FOR_DEVICES
 
@@ -47,7 +47,7 @@ def test_the_pod_that_waits_longest_is_told_with_its_reason() -> None:
         pod("ray-h100-a", age_s=41, conditions=unscheduled("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")),
         pod("ray-cpu-a", age_s=5, group="cpu"),
     ]
-    assert told(pending_of(pods), NOW) == (
+    assert status_clause(pending_of(pods), NOW) == (
         "pod ray-h100-a is pending for 41 s: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu., "
         "and 1 more of group cpu, and 1 more of group h100"
     )
@@ -68,7 +68,7 @@ def test_a_pod_that_ends_is_not_waited_for() -> None:
     ending = pod("a")
     ending.metadata.deletion_timestamp = BORN
     assert pending_of([ending, pod("b", "Succeeded")]) == []
-    assert told([], NOW) == ""
+    assert status_clause([], NOW) == ""
 
 
 async def test_an_api_server_that_is_away_is_no_reason() -> None:
@@ -81,11 +81,11 @@ async def test_an_api_server_that_is_away_is_no_reason() -> None:
         return list(answer), []
 
     watch = PodWatch(listed)
-    await watch.look()
-    assert "pod a is pending" in watch.told
+    await watch.tick()
+    assert "pod a is pending" in watch.status_clause
     assert list(watch.leaving) == ["10.0.0.2"]
-    await watch.look()
-    assert watch.told == ""
+    await watch.tick()
+    assert watch.status_clause == ""
     assert watch.leaving == {}
 
 
@@ -128,10 +128,8 @@ async def test_a_run_that_waits_for_devices_in_mid_run_is_told_of_pods_too(
 ) -> None:
     client, served = service
     served.pods = PodWatch(lambda: ([pod("a", conditions=unscheduled("0/2 nodes are available"))], []))
-    await served.pods.look()
-    client.post("/v1/runs", json=RUN)
-    until(lambda: drivers.orders)
-    driver = Pushes(client, drivers.orders[-1])
+    await served.pods.tick()
+    _, driver = begun_run(client, drivers)
     driver(("status", {"status": "running", "reason": "running"}), reason="step 3 of 9: generation")
     where = f"/v1/runs/{driver.order.run_id}"
     assert client.get(where).json()["status_reason"] == "step 3 of 9: generation"

@@ -99,7 +99,7 @@ def test_a_cluster_elsewhere(head: str, tmp_path: Path) -> None:
         thread.start()
         try:
             until(lambda: client.get("/readyz").is_success, "the host to speak")
-            assert service.devices_there() == {"cpu-core": 2}
+            assert service.device_counts() == {"cpu-core": 2}
             run = client.post("/v1/runs", json=RUN | {"steps": 200}).json()["id"]
             until(lambda: client.get(f"/v1/runs/{run}").json()["step"] > 3, "steps")
             (driver,) = processes(f"stand_in_driver {service.settings.runs / run}")
@@ -122,7 +122,7 @@ def test_a_host_of_another_service_ends(head: str, tmp_path: Path) -> None:
         assert service.ray() is None
         right = client.post("/internal/ray", json=told, headers={"Authorization": f"Bearer {service.host_token}"})
         assert right.json() == {"leaving": {}}
-        assert service.devices_there() == {"h100": 8}
+        assert service.device_counts() == {"h100": 8}
 
 
 def test_a_driver_is_started_once_and_stopped_in_order(head: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.standing import RUN, NoDrivers, Pushes, begun_run, until
 
 STEP = {"step_s": 1.0, "reward_mean": 0.5}
 
@@ -72,9 +72,7 @@ def test_lists_go_page_by_page_newest_first_and_are_filtered(client: httpx.Clien
 
 
 def test_a_run_from_post_to_success(client: httpx.Client, drivers: NoDrivers) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     answer = push(("status", {"status": "validating", "reason": "checking"}))
     assert answer.json() == {"pushed": 1, "wish": "run", "granted": 0, "lease_reason": ""}
     lease = {"kind": "cpu-core", "minimum": 2, "maximum": 2, "unit": 1, "held": 0}
@@ -101,9 +99,7 @@ def test_a_run_from_post_to_success(client: httpx.Client, drivers: NoDrivers) ->
 
 
 def test_pause_resume_and_cancel_are_idempotent_and_reach_the_driver(client: httpx.Client, drivers: NoDrivers) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     push(("status", {"status": "running", "reason": ""}))
     assert [client.post(f"/v1/runs/{run}/pause").json()["status"] for _ in range(2)] == ["pausing", "pausing"]
     assert push().json()["wish"] == "pause"
@@ -131,9 +127,7 @@ def test_pause_resume_and_cancel_are_idempotent_and_reach_the_driver(client: htt
 
 
 def test_items_count_once_and_leave_no_gap(client: httpx.Client, drivers: NoDrivers) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     items = [
         {"seq": n, "attempt": 1, "at": 1.0, "kind": "message", "data": {"level": "info", "message": f"m{n}"}}
         for n in range(1, 6)
@@ -148,9 +142,7 @@ def test_items_count_once_and_leave_no_gap(client: httpx.Client, drivers: NoDriv
 
 
 def test_a_driver_that_was_replaced_is_told(client: httpx.Client, drivers: NoDrivers) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    old = Pushes(client, drivers.orders[0])
+    run, old = begun_run(client, drivers)
     old(("metrics", {"step": 1, "kind": "step", "values": STEP}))
     drivers.dead.add(0)
     until(lambda: len(drivers.orders) == 2)

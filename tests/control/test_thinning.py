@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlhfless.control.curves import curves, wanted_names
+from rlhfless.control.curves import FEWEST, curves, kept, wanted_names
 from rlhfless.control.errors import ApiError
-from rlhfless.control.thinning import FEWEST, kept
 
 
 def test_a_short_curve_stays_as_it_is() -> None:

@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from fakes.orders import order_of
-from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, until
+from fakes.standing import RUN, SAMPLE, NoDrivers, begun_run, until
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
 from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import ORDER_FILE, read_order, write_order
-from rlhfless.control.objects import ErrorObject
+from rlhfless.control.objects.common import ErrorObject
 from rlhfless.control.ray_host import RAY_FILE, read_ray
 from rlhfless.fleet.ray_session import NoCluster
 
@@ -62,9 +62,7 @@ def test_a_newer_driver_tells_what_the_service_does_not_know(client: httpx.Clien
 
 def test_an_older_driver_tells_less(client: httpx.Client, drivers: NoDrivers) -> None:
     """No protocol, and only the fields that had no default."""
-    client.post("/v1/runs", json=RUN)
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    _, push = begun_run(client, drivers)
     assert push(("status", {"status": "validating", "reason": "checks"})).status_code == 200
     answer = push.again([{"seq": "one"}])
     assert answer.status_code == 422
@@ -74,9 +72,7 @@ def test_an_older_driver_tells_less(client: httpx.Client, drivers: NoDrivers) ->
 def test_a_driver_of_another_protocol_is_refused_and_its_run_is_at_rest(
     client: httpx.Client, drivers: NoDrivers
 ) -> None:
-    run = client.post("/v1/runs", json=RUN).json()["id"]
-    until(lambda: drivers.orders)
-    push = Pushes(client, drivers.orders[0])
+    run, push = begun_run(client, drivers)
     push(("status", {"status": "provisioning", "reason": "asks"}))
     strange = {"protocol": PROTOCOL + 1, "attempt": 1, "what": ["no", "version", "knows"]}
     where = f"/internal/runs/{run}/deliveries"

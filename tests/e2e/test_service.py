@@ -21,7 +21,7 @@ import pytest
 from fakes.live_runs import FAULT_STEPS, Whole, fault_values, spec_values
 from rlhfless import Client
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import RunObject
+from rlhfless.control.objects.runs import RunObject
 from rlhfless.records import Work
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples

@@ -139,3 +139,10 @@ def until(condition: Any, timeout_s: float = 120.0) -> Any:
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
     return found
+
+
+def begun_run(client: httpx.Client, drivers: NoDrivers) -> tuple[str, Pushes]:
+    """The id of a new run whose driver has started, and a driver's deliveries for it."""
+    run = client.post("/v1/runs", json=RUN).json()["id"]
+    until(lambda: drivers.orders)
+    return run, Pushes(client, drivers.orders[-1])

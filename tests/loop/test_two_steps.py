@@ -134,7 +134,7 @@ class Scene:
         return SimpleNamespace(
             moves=None,
             runner_of=lambda step, work: self.policy,
-            figures=self.policy.figures,
+            runner=self.policy,
             idle=lambda function, step: None,
             drawn=lambda step: None,
             step_ended=ended,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console as Terminal
@@ -11,7 +10,6 @@ from rich.console import RenderableType
 
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.numbers import clock, count, decimal, money
-from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, render_report
 
 
 class Tty(io.StringIO):
@@ -149,32 +147,6 @@ def test_the_live_frame_has_progress_steps_evaluation_and_what_goes_on(
     assert lines[12].endswith("step 12  1:05")
     assert max(map(len, lines)) <= 80
     assert "run demo" in out.getvalue()
-
-
-def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
-    row = FunctionRow("generation", 412, 2, 1201.25, 340.5, 61.0, 0.0171)
-    total = FunctionRow("total", 1224, 4, 1861.5, 819.6, 77.0, 12.5)
-    report = FinalReport(
-        title="run demo succeeded",
-        steps=200,
-        wall_s=912.3,
-        replicas_lost=1,
-        steps_again=2,
-        evaluations=(EvaluationRow("exact match", 0.09, 0.61), EvaluationRow("greedy", None, 0.5)),
-        functions=(row,),
-        total=total,
-        files=(("checkpoint", Path("/a/" + "very-long/" * 12)), ("trace", Path("/runs/demo/trace"))),
-    )
-    text = text_of(render_report(report))
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    assert "run demo succeeded  200 steps in 15:12 for $12.50" in text
-    assert "recovered: 1 replica lost, 2 steps done again" in text
-    assert ["exact", "match", "0.090", "0.610", "+0.520"] in lines
-    assert ["greedy", "-", "0.500", "-"] in lines
-    assert ["generation", "1,201.2", "340.5", "61.0", "1,602.8", "75", "412", "2", "$0.0171"] in lines
-    assert ["total", "1,861.5", "819.6", "77.0", "2,758.1", "67", "1,224", "4", "$12.50"] in lines
-    assert str(Path("/a/" + "very-long/" * 12)) in "".join(line.strip() for line in text.splitlines())
-    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_numbers_as_people_read_them() -> None:

@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from rlhfless import __version__
-from rlhfless.control.api import compute, downloads, drivers, events, health, metrics, page, runs, series
-from rlhfless.control.api.documented import ERRORS
-from rlhfless.control.api.known_query import known_query
-from rlhfless.control.database.access import Unavailable
-from rlhfless.control.errors import ApiError
+from rlhfless.control.api import compute, downloads, drivers, events, health, page, runs, series
+from rlhfless.control.api.routes import ERRORS, known_query
+from rlhfless.control.database import Unavailable
+from rlhfless.control.errors import ApiError, invalid_request
 from rlhfless.control.security.gate import Gate
+from rlhfless.control.security.keys import requires
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
@@ -35,7 +35,7 @@ def app_of(service: Service) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        asyncio.get_running_loop().run_in_executor(None, page.prepare)
+        asyncio.get_running_loop().run_in_executor(None, page.assets)
         async with service.working():
             yield
 
@@ -49,11 +49,11 @@ def app_of(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.asked_for)
+    of_all = [Depends(known_query), Depends(requires("read"))]
     for router in (runs.router, events.router, series.router, compute.router, downloads.router):
-        app.include_router(router, prefix="/v1", responses=ERRORS, dependencies=[Depends(known_query)])
+        app.include_router(router, prefix="/v1", responses=ERRORS, dependencies=of_all)
     app.include_router(drivers.router, include_in_schema=False)
     app.include_router(health.router)
-    app.include_router(metrics.router)
     app.include_router(page.router)
     for kind, handler in ((ApiError, _api), (RequestValidationError, _invalid), (Unavailable, _away)):
         app.add_exception_handler(kind, handler)  # type: ignore[arg-type]  # Starlette's type is of any exception
@@ -63,17 +63,12 @@ def app_of(service: Service) -> FastAPI:
 
 
 async def _api(_: Request, error: ApiError) -> JSONResponse:
-    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:.0f}"}
-    return JSONResponse(error.body(), error.status, headers)
+    return error.response()
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-    typed = request.headers.get("content-type", "")
-    problems = [problem_of(one, typed) for one in error.errors()]
-    first = problems[0]
-    hint = f"; {first.hint}" if first.hint else ""
-    message = f"{first.where or 'the body'}: {first.what}{hint}"
-    return JSONResponse(ApiError(422, "invalid_request", message, first.where or None, problems).body(), 422)
+    content_type = request.headers.get("content-type", "")
+    return invalid_request([problem_of(each, content_type) for each in error.errors()]).response()
 
 
 def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:
@@ -91,19 +86,18 @@ def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:
 
 
 async def _away(_: Request, error: Unavailable) -> JSONResponse:
-    answer = ApiError(503, "database_unavailable", f"{error}; nothing was changed, ask again")
-    return JSONResponse(answer.body(), 503, {"Retry-After": f"{RETRY_AFTER_S:.0f}"})
+    message = f"{error}; nothing was changed, ask again"
+    return ApiError(503, "database_unavailable", message, retry_after_s=RETRY_AFTER_S).response()
 
 
 async def _fault(_: Request, error: Exception) -> JSONResponse:
-    answer = ApiError(500, "internal_error", f"{type(error).__name__}; the service's log has more")
-    return JSONResponse(answer.body(), 500)
+    return ApiError(500, "internal_error", f"{type(error).__name__}; the service's log has more").response()
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
     if error.status_code == 400:  # FastAPI's only one: what it cannot parse for another reason than JSON's syntax
         message = "the body: is no JSON that can be read: it is not UTF-8, or nested too deeply"
-        return JSONResponse(ApiError(422, "invalid_request", message).body(), 422)
+        return ApiError(422, "invalid_request", message).response()
     code, what = {
         404: ("not_found", f"there is nothing at {request.url.path}; /openapi.json lists what there is"),
         405: ("method_not_allowed", f"{request.url.path} takes no {request.method}; /openapi.json lists what it takes"),

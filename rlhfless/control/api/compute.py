@@ -8,27 +8,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request
+from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from rlhfless.control import store
-from rlhfless.control.api.runs import EXAMPLE, Reads, Runs
+from rlhfless.control.api.routes import OfService, Runs
+from rlhfless.control.api.runs import EXAMPLE
+from rlhfless.control.api.views import object_of
 from rlhfless.control.database.tables import SimulationRow
 from rlhfless.control.errors import ApiError, not_found, refused
-from rlhfless.control.objects import (
-    ErrorObject,
-    ListObject,
-    PlanObject,
-    RewardTrialObject,
-    SimulationObject,
-    TimelineObject,
-)
+from rlhfless.control.objects.common import ListObject
+from rlhfless.control.objects.costs import PlanObject, RewardTrialObject, SimulationObject
+from rlhfless.control.objects.fleet import TimelineObject
 from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
-from rlhfless.control.service import Service, service_of
+from rlhfless.control.service import Service
 from rlhfless.prepare.memory.assumed import parsed_devices
 from rlhfless.spec.errors import InputError, Problem
 
@@ -58,13 +54,11 @@ class PlanQuestion(_Question):
 
 @router.post("/runs:plan", summary="What a run would need, take and cost")
 async def plan_run(
-    request: Request,
-    _: Reads,
+    service: OfService,
     question: Annotated[PlanQuestion, Body(openapi_examples={"small": {"value": {"spec": EXAMPLE}}})],
 ) -> PlanObject:
     """Answers without starting anything: memory per device and phase, time and cost of a step and of the run with a
     band, the same for other devices, and what is missing for a better answer."""
-    service = service_of(request.app)
     await accepted_spec(question.spec, service.settings)
     if problems := list(_device_problems(question.devices)):
         raise refused("the devices", problems)
@@ -85,12 +79,12 @@ async def plan_question(service: Service, question: PlanQuestion) -> dict[str, A
     """The question as the job takes it. Raises ApiError (404)."""
     asked = question.model_dump(exclude={"lengths_of"})
     trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
-    return asked | {"there": service.devices_there() or {"cpu-core": 1}, "trace": trace}
+    return asked | {"there": service.device_counts() or {"cpu-core": 1}, "trace": trace}
 
 
 async def trace_folder(service: Service, run_id: str) -> str:
     """The folder of a run's trace. Raises ApiError (404) if it has none yet."""
-    run = await service.database.read(lambda session: store.run_of(session, run_id))
+    run = await service.run(run_id)
     folder = trace_of(run.folder)
     if folder is None:
         raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it begins with its first step")
@@ -113,12 +107,11 @@ REWARDS_EXAMPLE = {
 
 @router.post("/rewards:test", summary="Try rewards on samples")
 async def try_rewards(
-    request: Request,
+    service: OfService,
     _: Runs,
     question: Annotated[RewardsQuestion, Body(openapi_examples={"small": {"value": REWARDS_EXAMPLE}})],
 ) -> RewardTrialObject:
     """Every part of the reward of every sample, and why parts have failed."""
-    service = service_of(request.app)
     spec = {"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question.rewards}
     await accepted_spec(spec, service.settings)
     asked = question.model_dump() | {"http_hosts": list(service.settings.http_hosts)}
@@ -136,9 +129,8 @@ class SimulationQuestion(_Question):
 
 
 @router.post("/simulations", status_code=202, summary="Compare policies")
-async def create_simulation(request: Request, caller: Runs, question: SimulationQuestion) -> SimulationObject:
+async def create_simulation(service: OfService, caller: Runs, question: SimulationQuestion) -> SimulationObject:
     """Queue a simulation; ask for it until it has ended."""
-    service = service_of(request.app)
     if (question.scenario is None) == (question.run is None):
         raise ApiError(422, "invalid_request", "give `scenario` or `run`, one of the two", "scenario")
     asked = question.model_dump()
@@ -148,63 +140,43 @@ async def create_simulation(request: Request, caller: Runs, question: Simulation
     if question.run is not None:
         await trace_folder(service, question.run)
     await service.runner.run("check_simulation", asked, CHECK_S)
-    row = SimulationRow(
-        id=f"sim-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}",
-        owner=caller.owner,
-        created_at=time.time(),
-        finished_at=None,
-        status="queued",
-        request=asked,
-        result=None,
-        error=None,
-    )
+    now = time.time()
+    simulation_id = f"sim-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
+    row = SimulationRow(id=simulation_id, owner=caller.owner, created_at=now, status="queued", request=asked)
 
     def add(session: Session) -> SimulationObject:
         session.add(row)
-        return simulation_object(row)
+        return object_of(SimulationObject, row)
 
     created = await service.database.write(add)
-    service.simulations.soon()
+    service.simulations.wake()
     return created
 
 
 @router.get("/simulations", summary="List simulations")
 async def list_simulations(
-    request: Request, _: Reads, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    service: OfService, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> ListObject[SimulationObject]:
     """Newest first."""
     query = select(SimulationRow).order_by(SimulationRow.created_at.desc()).limit(limit + 1)
-    rows = await service_of(request.app).database.read(lambda session: list(session.scalars(query)))
-    return ListObject(data=[simulation_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
+    rows = await service.database.read(lambda session: list(session.scalars(query)))
+    return ListObject(data=[object_of(SimulationObject, row) for row in rows[:limit]], has_more=len(rows) > limit)
 
 
 @router.get("/simulations/{simulation_id}", summary="One simulation")
-async def get_simulation(request: Request, _: Reads, simulation_id: str) -> SimulationObject:
+async def get_simulation(service: OfService, simulation_id: str) -> SimulationObject:
     """Its status, and its result when it has ended."""
-    row = await service_of(request.app).database.read(lambda session: session.get(SimulationRow, simulation_id))
+    row = await service.database.read(lambda session: session.get(SimulationRow, simulation_id))
     if row is None:
         raise not_found("simulation", simulation_id)
-    return simulation_object(row)
-
-
-def simulation_object(row: SimulationRow) -> SimulationObject:
-    """One simulation."""
-    return SimulationObject(
-        id=row.id,
-        status=row.status,  # type: ignore[arg-type]
-        created_at=row.created_at,
-        finished_at=row.finished_at,
-        result=row.result,
-        error=ErrorObject.model_validate(row.error) if row.error else None,
-    )
+    return object_of(SimulationObject, row)
 
 
 @router.get("/runs/{run_id}/timeline", summary="Devices over the last steps")
 async def get_timeline(
-    request: Request, _: Reads, run_id: str, steps: Annotated[int, Query(ge=1, le=50)] = 5
+    service: OfService, run_id: str, steps: Annotated[int, Query(ge=1, le=50)] = 5
 ) -> TimelineObject:
     """What each device did in the last steps of the run's trace, which is written about once a step."""
-    service = service_of(request.app)
     folder = await trace_folder(service, run_id)
     timeline = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
     return TimelineObject.model_validate({"run_id": run_id} | timeline)

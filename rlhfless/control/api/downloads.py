@@ -8,15 +8,12 @@ import tarfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
-from rlhfless.control import store
 from rlhfless.control.api.compute import trace_folder
-from rlhfless.control.api.documented import answers
-from rlhfless.control.api.runs import Reads
+from rlhfless.control.api.routes import OfService, answers
 from rlhfless.control.errors import ApiError, not_found
-from rlhfless.control.service import service_of
 from rlhfless.records.checkpoints import files_of
 
 router = APIRouter(tags=["runs"])
@@ -29,9 +26,9 @@ TAR_DOC = answers(TAR, {"type": "string", "format": "binary"}, "A tar file.")
 
 
 @router.get("/runs/{run_id}/trace", responses=TAR_DOC, response_class=StreamingResponse, summary="Download the trace")
-async def download_trace(request: Request, _: Reads, run_id: str) -> StreamingResponse:
+async def download_trace(service: OfService, run_id: str) -> StreamingResponse:
     """The run's ledger (docs/trace.md): what `rlhfless trace` and `rlhfless simulate --replay` read."""
-    folder = await trace_folder(service_of(request.app), run_id)
+    folder = await trace_folder(service, run_id)
     return _answer(folder, f"{run_id}-trace")
 
 
@@ -41,9 +38,9 @@ async def download_trace(request: Request, _: Reads, run_id: str) -> StreamingRe
     response_class=StreamingResponse,
     summary="Download a checkpoint",
 )
-async def download_checkpoint(request: Request, _: Reads, run_id: str, checkpoint_id: str) -> StreamingResponse:
+async def download_checkpoint(service: OfService, run_id: str, checkpoint_id: str) -> StreamingResponse:
     """Model and tokenizer in Hugging Face format, with what a resumed run needs."""
-    run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
+    run = await service.run(run_id)
     checkpoint = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
     if checkpoint is None:
         raise not_found("checkpoint", checkpoint_id)

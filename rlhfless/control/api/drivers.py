@@ -8,20 +8,21 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.orm import Session
 
 from rlhfless.control import ingest, store
+from rlhfless.control.api.routes import OfService
 from rlhfless.control.database.tables import LeaseRow, RunRow
 from rlhfless.control.delivery import PROTOCOL, HostAnswer, Introduction, Push, PushAnswer
 from rlhfless.control.errors import ApiError
-from rlhfless.control.lifecycle import ENDED, Status, Wish
+from rlhfless.control.lifecycle import ENDED, DesiredState, Status
 from rlhfless.control.ray_host import RayNow
 from rlhfless.control.run_files import finds_mark, not_shared
-from rlhfless.control.security.access import hashed
-from rlhfless.control.service import Service, service_of
+from rlhfless.control.security.keys import hashed
+from rlhfless.control.service import Service
 from rlhfless.telemetry.progress import FOR_DEVICES
 
 router = APIRouter(prefix="/internal")
@@ -30,21 +31,19 @@ M = TypeVar("M", bound=BaseModel)
 
 
 @router.post("/ray")
-async def tell(request: Request, now: RayNow, authorization: Annotated[str, Header()] = "") -> HostAnswer:
+async def tell(service: OfService, now: RayNow, authorization: Annotated[str, Header()] = "") -> HostAnswer:
     """Take what the host of a cluster says that it has, and say which of its nodes are about to leave."""
-    service = service_of(request.app)
     if not hmac.compare_digest(authorization.removeprefix("Bearer "), service.host_token):
         raise ApiError(401, "unauthorized", "this is not the host of this service's cluster")
-    service.told(now)
+    service.update_ray_report(now)
     return HostAnswer(leaving={} if service.pods is None else service.pods.leaving)
 
 
 @router.post("/runs/{run_id}/deliveries")
 async def deliver(
-    request: Request, run_id: str, body: dict[str, Any], authorization: Annotated[str, Header()] = ""
+    service: OfService, run_id: str, body: dict[str, Any], authorization: Annotated[str, Header()] = ""
 ) -> PushAnswer:
     """Take what a driver delivers, and say what is wanted of it. Idempotent."""
-    service = service_of(request.app)
     token = authorization.removeprefix("Bearer ")
     known = _parsed(Introduction, body)
     if known.protocol != PROTOCOL:
@@ -56,12 +55,12 @@ async def deliver(
     def take(session: Session) -> PushAnswer:
         run = _driven_by(session, run_id, known, token)
         waits = run.status == Status.PROVISIONING or push.now.reason.startswith(FOR_DEVICES)
-        pods = service.pods.told if service.pods is not None and waits else ""
+        pods = service.pods.status_clause if service.pods is not None and waits else ""
         if pods and push.now.reason:
             push.now.reason += f"; {pods}"
         pushed = ingest.take(session, run, push)
         lease = session.get(LeaseRow, run_id)
-        wish = "run" if run.wish == Wish.RUN else run.wish
+        wish = "run" if run.wish == DesiredState.RUN else run.wish
         if wish == "run" and run_id in service.supervisor.yields:
             wish = "yield"
         if run.status in ENDED and wish == "run":
@@ -76,7 +75,7 @@ async def deliver(
     else:
         service.replicas.pop(run_id, None)
     if push.now.lease is not None and answer.granted == 0:
-        service.supervisor.soon()
+        service.supervisor.wake()
     return answer
 
 

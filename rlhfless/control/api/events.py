@@ -9,15 +9,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
+from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.api.documented import answers
-from rlhfless.control.api.runs import Reads
+from rlhfless.control.api.routes import OfService, answers
 from rlhfless.control.api.views import event_object, run_object
 from rlhfless.control.database.tables import EventRow, RunRow
 from rlhfless.control.lifecycle import ENDED
-from rlhfless.control.objects import MOST_INTEGER, EventObject, ListObject
-from rlhfless.control.service import Service, service_of
+from rlhfless.control.objects.common import MOST_INTEGER, ListObject
+from rlhfless.control.objects.runs import EventObject
+from rlhfless.control.service import Service
 
 router = APIRouter(tags=["events"])
 
@@ -38,7 +39,7 @@ STREAM_DOC = answers(SSE, {"type": "string"}, "A stream of events.")
 @router.get("/runs/{run_id}/events", response_model=ListObject[EventObject], responses=SSE_DOC, summary="Events")
 async def list_events(
     request: Request,
-    _: Reads,
+    service: OfService,
     run_id: str,
     after: Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Id of the last event that is known.")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -48,8 +49,7 @@ async def list_events(
 ) -> ListObject[EventObject] | StreamingResponse:
     """Oldest first. With `Accept: text/event-stream` a stream: what is there, then what comes, until the run has
     ended. `Last-Event-ID` goes on after an event without loss or repeat."""
-    service = service_of(request.app)
-    run = await service.database.read(lambda session: store.run_of(session, run_id))
+    run = await service.run(run_id)
     if SSE in request.headers.get("accept", ""):
         start = after if last_event_id is None else last_event_id
         return StreamingResponse(_stream(service, run, start), media_type=SSE, headers={"Cache-Control": "no-store"})
@@ -80,9 +80,8 @@ def _encoded(row: EventRow) -> bytes:
 
 
 @router.get("/events", responses=STREAM_DOC, response_class=StreamingResponse, summary="Changes of all runs")
-async def watch_runs(request: Request, _: Reads) -> StreamingResponse:
+async def watch_runs(service: OfService) -> StreamingResponse:
     """A stream: each run whenever it has changed (`event: run`), or its id when it was deleted (`event: deleted`)."""
-    service = service_of(request.app)
     return StreamingResponse(_changes(service), media_type=SSE, headers={"Cache-Control": "no-store"})
 
 
@@ -95,7 +94,7 @@ async def _changes(service: Service) -> AsyncIterator[bytes]:
             if not changed:
                 yield b": still here\n\n"
             for run_id in changed:
-                row = await service.database.read(functools.partial(store.run_if_there, run_id=run_id))
+                row = await service.database.read(functools.partial(Session.get, entity=RunRow, ident=run_id))
                 if row is None:
                     yield format_sse_event(data_str=f'{{"id": "{run_id}"}}', event="deleted")
                 else:

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import mimetypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -43,64 +43,53 @@ HEADERS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page, read once."""
+    """A file of the page."""
 
     content: bytes
+    compressed: bytes
+    """The content with gzip."""
     media_type: str
-    etag: str = field(init=False)
-    _compressed: bytes | None = None
-
-    def __post_init__(self) -> None:
-        self.etag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
-
-    def compressed(self) -> bytes:
-        """With gzip, compressed once."""
-        if self._compressed is None:
-            self._compressed = gzip.compress(self.content, 6, mtime=0)
-        return self._compressed
+    etag: str
 
 
 @cache
 def assets() -> dict[str, Asset]:
-    """All files of the page by name."""
-    return {file.name: Asset(file.read_bytes(), _media_type(file)) for file in FOLDER.iterdir() if file.is_file()}
+    """All files of the page by name, read and compressed once."""
+    return {file.name: _read(file) for file in FOLDER.iterdir() if file.is_file()}
 
 
-def prepare() -> None:
-    """Read and compress all files, so that the first one to look need not wait for it."""
-    for one in assets().values():
-        one.compressed()
-
-
-def _media_type(file: Path) -> str:
+def _read(file: Path) -> Asset:
+    content = file.read_bytes()
+    media_type = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
     if file.suffix in (".js", ".mjs"):
-        return "text/javascript"  # what a machine's table of types says of them differs
-    return mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        media_type = "text/javascript"  # tables of types differ between machines
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return Asset(content, gzip.compress(content, 6, mtime=0), media_type, etag)
 
 
 @router.get("/")
 async def index(request: Request) -> Response:
     """The page. It has no data of its own, so it needs no key."""
-    return await _answer(request, (await asyncio.to_thread(assets))["index.html"])
+    return _answer(request, (await asyncio.to_thread(assets))["index.html"])
 
 
 @router.get("/page/{name}")
-async def asset(request: Request, name: str) -> Response:
+async def file_of_page(request: Request, name: str) -> Response:
     """A file of the page. Raises ApiError (404)."""
-    content = (await asyncio.to_thread(assets)).get(name)
-    if content is None:
+    asset = (await asyncio.to_thread(assets)).get(name)
+    if asset is None:
         raise not_found("file", name)
-    return await _answer(request, content)
+    return _answer(request, asset)
 
 
-async def _answer(request: Request, found: Asset) -> Response:
-    headers = HEADERS | {"ETag": found.etag, "Cache-Control": ASK, "Vary": "Accept-Encoding"}
-    if found.etag in request.headers.get("if-none-match", ""):
+def _answer(request: Request, asset: Asset) -> Response:
+    headers = HEADERS | {"ETag": asset.etag, "Cache-Control": ASK, "Vary": "Accept-Encoding"}
+    if asset.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    content = found.content
+    content = asset.content
     if len(content) >= MIN_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        content = await asyncio.to_thread(found.compressed)
+        content = asset.compressed
         headers["Content-Encoding"] = "gzip"
-    return Response(content, media_type=found.media_type, headers=headers)
+    return Response(content, media_type=asset.media_type, headers=headers)

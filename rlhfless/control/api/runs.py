@@ -11,29 +11,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Body, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
-from rlhfless.control import run_order, store
-from rlhfless.control.api.known_query import DEEP
+from rlhfless.control import store
+from rlhfless.control.api.routes import DEEP, OfService, Runs
 from rlhfless.control.api.views import run_object
 from rlhfless.control.database.tables import IdempotencyRow, RunRow
 from rlhfless.control.errors import ApiError
-from rlhfless.control.lifecycle import ENDED, NotPossible, Status, Wish, asked
-from rlhfless.control.objects import ListObject, RunObject
+from rlhfless.control.lifecycle import ENDED, DesiredState, NotPossible, Status, apply_request
+from rlhfless.control.objects.common import ListObject
+from rlhfless.control.objects.runs import RunObject
 from rlhfless.control.posted import accepted_spec, posted_spec
 from rlhfless.control.retention import remove_folder
-from rlhfless.control.run_order import RunOrder
-from rlhfless.control.security.access import Caller, requires
-from rlhfless.control.service import Service, service_of
+from rlhfless.control.run_order import RunOrder, ordered_runs
+from rlhfless.control.security.keys import Caller
+from rlhfless.control.service import Service
 from rlhfless.loop.limits import Spent, reached
 from rlhfless.spec import LimitsSpec, RunSpec
 from rlhfless.spec.explain import shown
 
 router = APIRouter(tags=["runs"])
-
-Reads = Annotated[Caller, Depends(requires("read"))]
-Runs = Annotated[Caller, Depends(requires("run"))]
 
 KEY_CHARACTERS = 255
 
@@ -51,7 +49,7 @@ AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": RunObject, "description
 
 @router.post("/runs", status_code=201, responses=AGAIN, summary="Start a run")
 async def create_run(
-    request: Request,
+    service: OfService,
     response: Response,
     caller: Runs,
     spec: Annotated[dict[str, Any], Body(openapi_examples={"small": {"value": EXAMPLE}})],
@@ -59,11 +57,10 @@ async def create_run(
 ) -> RunObject:
     """Queue a run. Its spec is checked for shape and cross-field errors now (422); what needs a look at files, the hub
     or devices is checked when it is `validating`. With an `Idempotency-Key`, the same request makes one run."""
-    service = service_of(request.app)
     body_hash = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
     def answered(session: Session) -> RunObject | None:
-        before = store.answered(session, caller.owner, idempotency_key or "")
+        before = session.get(IdempotencyRow, (caller.owner, idempotency_key or ""))
         if before is None:
             return None
         if before.body_hash != body_hash:
@@ -89,7 +86,7 @@ async def create_run(
         return run_object(row)
 
     made = await service.database.write(create)
-    service.supervisor.soon()
+    service.supervisor.wake()
     return made
 
 
@@ -105,24 +102,13 @@ def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec)
         status=Status.QUEUED,
         status_reason="waiting for its turn",
         status_since=now,
-        wish=Wish.RUN,
+        wish=DesiredState.RUN,
         wished_at=now,
         priority=spec.priority,
         spec=posted,
         run_metadata=dict(spec.metadata),
         folder=str(service.settings.runs / run_id),
         steps=spec.steps,
-        step=0,
-        latest={},
-        checkpoints=[],
-        cost_usd=0.0,
-        device_s=0.0,
-        simulated_step=0,
-        attempt=0,
-        deaths=0,
-        driver_token="",
-        pushed=0,
-        last_event=0,
     )
 
 
@@ -140,7 +126,7 @@ LABELS = {
 @router.get("/runs", summary="List runs", openapi_extra={"parameters": [LABELS]})
 async def list_runs(
     request: Request,
-    _: Reads,
+    service: OfService,
     after: Annotated[str | None, Query(description="Id of the last run of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     status: Annotated[list[Status] | None, Query()] = None,
@@ -155,16 +141,15 @@ async def list_runs(
         for name, value in request.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
-    rows, more = await service_of(request.app).database.read(
-        lambda session: run_order.runs(session, limit, after, status or (), labels, sort, order == "desc")
+    rows, more = await service.database.read(
+        lambda session: ordered_runs(session, limit, after, status or (), labels, sort, order == "desc")
     )
     return ListObject(data=[run_object(row) for row in rows], has_more=more)
 
 
 @router.get("/runs/{run_id}", response_model=RunObject, summary="One run")
-async def get_run(request: Request, _: Reads, run_id: str) -> Response:
+async def get_run(service: OfService, run_id: str) -> Response:
     """Its status, progress, cost, and spec."""
-    service = service_of(request.app)
 
     async def read() -> bytes:
         run = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
@@ -174,27 +159,26 @@ async def get_run(request: Request, _: Reads, run_id: str) -> Response:
 
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")
-async def cancel_run(request: Request, caller: Runs, run_id: str) -> RunObject:
+async def cancel_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
     """Stop it for good; what it has saved stays. Idempotent."""
-    return await _ask(service_of(request.app), caller, run_id, Wish.CANCEL)
+    return await _ask(service, caller, run_id, DesiredState.CANCEL)
 
 
 @router.post("/runs/{run_id}/pause", summary="Pause a run")
-async def pause_run(request: Request, caller: Runs, run_id: str) -> RunObject:
+async def pause_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
     """Stop it after its step, with a checkpoint, and give every device back. Idempotent."""
-    return await _ask(service_of(request.app), caller, run_id, Wish.PAUSE)
+    return await _ask(service, caller, run_id, DesiredState.PAUSE)
 
 
 @router.post("/runs/{run_id}/resume", summary="Resume a paused run")
 async def resume_run(
-    request: Request,
+    service: OfService,
     caller: Runs,
     run_id: str,
     changes: Annotated[dict[str, Any] | None, Body(description="`limits`, to raise the one that was reached.")] = None,
 ) -> RunObject:
     """Queue it again; it goes on after its newest checkpoint. `limits` are put over those that it has; null takes one
     away. Idempotent."""
-    service = service_of(request.app)
 
     def change(session: Session) -> None:
         row = store.run_of(session, run_id)
@@ -212,7 +196,7 @@ async def resume_run(
         row.spec = changed
         row.resolved = row.resolved and row.resolved | {"limits": limits.model_dump(mode="json")}
 
-    return await _ask(service, caller, run_id, Wish.RUN, change)
+    return await _ask(service, caller, run_id, DesiredState.RUN, change)
 
 
 def require_room(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
@@ -244,15 +228,15 @@ def require_own(caller: Caller, run: RunRow) -> None:
 
 
 async def _ask(
-    service: Service, caller: Caller, run_id: str, wish: Wish, before: Callable[[Session], None] | None = None
+    service: Service, caller: Caller, run_id: str, wish: DesiredState, before: Callable[[Session], None] | None = None
 ) -> RunObject:
-    words = {Wish.RUN: "resumed", Wish.PAUSE: "paused", Wish.CANCEL: "cancelled"}
+    words = {DesiredState.RUN: "resumed", DesiredState.PAUSE: "paused", DesiredState.CANCEL: "cancelled"}
 
     def ask(session: Session) -> RunObject:
         row = store.run_of(session, run_id)
         require_own(caller, row)
         try:
-            status, wanted = asked(Status(row.status), Wish(row.wish), wish)
+            status, wanted = apply_request(Status(row.status), DesiredState(row.wish), wish)
         except NotPossible as error:
             raise ApiError(409, "not_possible", f"run {run_id}: {error}") from error
         if before is not None:
@@ -269,14 +253,13 @@ async def _ask(
         return run_object(row)
 
     answer = await service.database.write(ask)
-    service.supervisor.soon()
+    service.supervisor.wake()
     return answer
 
 
 @router.delete("/runs/{run_id}", status_code=204, summary="Delete an ended run")
-async def delete_run(request: Request, caller: Runs, run_id: str) -> None:
+async def delete_run(service: OfService, caller: Runs, run_id: str) -> None:
     """Remove the run with its events, metrics and folder. Checkpoints at a `checkpoint.url` of its own stay."""
-    service = service_of(request.app)
 
     def forget(session: Session) -> str:
         row = store.run_of(session, run_id)

@@ -8,35 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse
 from sqlalchemy import Text, cast, select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.api.documented import answers
-from rlhfless.control.api.runs import Reads
-from rlhfless.control.api.views import checkpoint_objects, rollout_object, usage_row
-from rlhfless.control.curves import Measured, curves, wanted_names
+from rlhfless.control.api.routes import OfService, answers
+from rlhfless.control.api.views import checkpoint_objects, object_of, rollout_object
+from rlhfless.control.curves import FEWEST, Measured, curves, wanted_names
 from rlhfless.control.database.tables import LeaseRow, MetricsRow, RunRow
 from rlhfless.control.drivers import LOG_FILE as DRIVER_LOG
 from rlhfless.control.lifecycle import DRIVEN
-from rlhfless.control.objects import (
-    MOST_INTEGER,
-    CheckpointObject,
-    DeviceKindObject,
-    DevicesTimelineObject,
-    HolderObject,
-    ListObject,
-    MetricsObject,
-    PlannedCost,
-    ReplicaObject,
-    RolloutObject,
-    StaticFleet,
-    UsageObject,
-)
-from rlhfless.control.service import service_of
-from rlhfless.control.thinning import FEWEST
+from rlhfless.control.objects.common import MOST_INTEGER, ListObject
+from rlhfless.control.objects.costs import FunctionUsage, PlannedCost, StaticFleet, UsageObject
+from rlhfless.control.objects.fleet import DeviceKindObject, DevicesTimelineObject, HolderObject, ReplicaObject
+from rlhfless.control.objects.runs import CheckpointObject, MetricsObject, RolloutObject
 from rlhfless.redaction import redacted_text
 from rlhfless.tails import tail
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
@@ -51,8 +38,7 @@ MOST_POINTS = 5_000
 
 @router.get("/runs/{run_id}/metrics", summary="Metrics over the steps")
 async def get_metrics(
-    request: Request,
-    _: Reads,
+    service: OfService,
     run_id: str,
     name: Annotated[
         list[str] | None, Query(description="Metrics, or families such as `reward`; by default all.")
@@ -74,7 +60,7 @@ async def get_metrics(
         store.run_of(session, run_id)
         return measured(session, run_id, after_step, until_step)
 
-    rows = await service_of(request.app).database.read(read)
+    rows = await service.database.read(read)
     # Ten thousand steps take a tenth of a second: not in the loop, which other requests wait for.
     series = await asyncio.to_thread(curves, rows, names, points)
     return MetricsObject(run_id=run_id, step=rows[-1][0] if rows else max(after_step, 0), series=series)
@@ -93,16 +79,15 @@ def measured(session: Session, run_id: str, after_step: int, until_step: int | N
 
 
 @router.get("/runs/{run_id}/checkpoints", summary="Checkpoints")
-async def list_checkpoints(request: Request, _: Reads, run_id: str) -> ListObject[CheckpointObject]:
+async def list_checkpoints(service: OfService, run_id: str) -> ListObject[CheckpointObject]:
     """Those that are kept, newest first."""
-    run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
+    run = await service.run(run_id)
     return ListObject(data=checkpoint_objects(run), has_more=False)
 
 
 @router.get("/runs/{run_id}/rollouts", summary="Samples to read")
 async def list_rollouts(
-    request: Request,
-    _: Reads,
+    service: OfService,
     run_id: str,
     step: Annotated[int | None, Query(ge=0, le=MOST_INTEGER, description="By default the newest steps.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -115,18 +100,18 @@ async def list_rollouts(
         rows = store.rollouts(session, run_id, step, limit + 1)
         return ListObject(data=[rollout_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
 
-    return await service_of(request.app).database.read(read)
+    return await service.database.read(read)
 
 
 @router.get("/runs/{run_id}/usage", summary="Devices and cost")
-async def get_usage(request: Request, _: Reads, run_id: str) -> UsageObject:
+async def get_usage(service: OfService, run_id: str) -> UsageObject:
     """By function, of all attempts together; beside it what was planned, and the best static fleet."""
 
     def read(session: Session) -> UsageObject:
         run = store.run_of(session, run_id)
         return UsageObject(
             run_id=run_id,
-            functions=[usage_row(row) for row in store.usage(session, run_id)],
+            functions=[object_of(FunctionUsage, row) for row in store.usage(session, run_id)],
             device_s=run.device_s,
             cost_usd=run.cost_usd,
             best_static=StaticFleet.model_validate(run.best_static) if run.best_static else None,
@@ -134,19 +119,18 @@ async def get_usage(request: Request, _: Reads, run_id: str) -> UsageObject:
             measured=store.measured_cost(session, run_id),
         )
 
-    return await service_of(request.app).database.read(read)
+    return await service.database.read(read)
 
 
 @router.get("/runs/{run_id}/logs", summary="Logs", response_class=PlainTextResponse, responses=LOGS_DOC)
 async def get_logs(
-    request: Request,
-    _: Reads,
+    service: OfService,
     run_id: str,
     lines: Annotated[int, Query(ge=1, le=5_000, description="Of each of the two logs, the last ones.")] = 200,
 ) -> PlainTextResponse:
     """The end of the run's log, and of what its driver printed, each under a line with its name. Empty before the
     first driver has started."""
-    run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
+    run = await service.run(run_id)
     texts = [(name, await asyncio.to_thread(tail, Path(run.folder) / name, lines)) for name in (RUN_LOG, DRIVER_LOG)]
     text = "\n".join(f"==> {name} <==\n{content}" for name, content in texts if content)
     return PlainTextResponse(redacted_text(text), headers={"Cache-Control": "no-store"})
@@ -154,10 +138,9 @@ async def get_logs(
 
 @router.get("/functions", tags=["fleet"], summary="Replicas now")
 async def list_functions(
-    request: Request, _: Reads, run_id: Annotated[str | None, Query(description="Of one run.")] = None
+    service: OfService, run_id: Annotated[str | None, Query(description="Of one run.")] = None
 ) -> ListObject[ReplicaObject]:
     """Replicas of all runs that are at work, as their drivers said last."""
-    service = service_of(request.app)
     query = select(RunRow.id).where(RunRow.status.in_(list(DRIVEN))).order_by(RunRow.created_at.desc())
     driven = await service.database.read(lambda session: list(session.scalars(query)))
     functions = [
@@ -170,11 +153,10 @@ async def list_functions(
 
 
 @router.get("/devices", tags=["fleet"], summary="Devices now")
-async def list_devices(request: Request, _: Reads) -> ListObject[DeviceKindObject]:
+async def list_devices(service: OfService) -> ListObject[DeviceKindObject]:
     """By kind: how many there are, how many are free, which runs hold them, and which wait."""
-    service = service_of(request.app)
     leases = await service.database.read(store.leases)
-    counts = service.devices_there()
+    counts = service.device_counts()
     kinds = sorted({*counts, *(lease.kind for lease, _ in leases)})
     devices = [_kind(kind, counts.get(kind, 0), [pair for pair in leases if pair[0].kind == kind]) for kind in kinds]
     return ListObject(data=devices, has_more=False)
@@ -182,25 +164,14 @@ async def list_devices(request: Request, _: Reads) -> ListObject[DeviceKindObjec
 
 @router.get("/devices/timeline", tags=["fleet"], summary="Devices over the last minutes")
 async def get_devices_timeline(
-    request: Request, _: Reads, minutes: Annotated[float, Query(gt=0, le=60)] = 15
+    service: OfService, minutes: Annotated[float, Query(gt=0, le=60)] = 15
 ) -> DevicesTimelineObject:
     """Which run did what on each device of the cluster, lately."""
-    return service_of(request.app).worked.since(time.time() - 60 * minutes)
+    return service.worked.since(time.time() - 60 * minutes)
 
 
 def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> DeviceKindObject:
-    holders = [
-        HolderObject(
-            run_id=run.id,
-            name=run.name,
-            granted=lease.granted,
-            held=lease.held,
-            minimum=lease.minimum,
-            maximum=lease.maximum,
-            asked_at=lease.asked_at,
-            tenants=lease.tenants,
-        )
-        for lease, run in sorted(leases, key=lambda pair: (pair[0].asked_at, pair[0].run_id))
-    ]
+    in_order = sorted(leases, key=lambda pair: (pair[0].asked_at, pair[0].run_id))
+    holders = [object_of(HolderObject, lease, name=run.name) for lease, run in in_order]
     taken = sum(max(holder.granted, holder.held) for holder in holders)
     return DeviceKindObject(kind=kind, total=total, free=max(total - taken, 0), runs=holders)

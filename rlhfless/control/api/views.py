@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from rlhfless.control.database.tables import EventRow, RolloutRow, RunRow, UsageRow
-from rlhfless.control.objects import (
-    ApiObject,
-    CheckpointObject,
-    ErrorObject,
-    EventObject,
-    FunctionUsage,
-    RolloutObject,
-    RunObject,
-)
+from rlhfless.control.database.tables import Base, EventRow, RolloutRow, RunRow
+from rlhfless.control.objects.common import ApiObject
+from rlhfless.control.objects.runs import CheckpointObject, EventObject, RolloutObject, RunObject
 from rlhfless.redaction import redacted, redacted_text
 from rlhfless.scaling.prices import SECONDS_PER_HOUR
+
+T = TypeVar("T", bound=ApiObject)
+
+
+def object_of(kind: type[T], row: Base, **others: Any) -> T:
+    """An object of the API from the columns of its fields' names; `others` come from elsewhere."""
+    columns = kind.model_fields.keys() - {"object"} - others.keys()
+    return kind(**{name: getattr(row, name) for name in columns}, **others)
 
 
 def run_object(row: RunRow) -> RunObject:
     """One run."""
     checkpoints = checkpoint_objects(row)
-    return RunObject(
-        id=row.id,
-        name=row.name,
-        status=row.status,  # type: ignore[arg-type]
+    return object_of(
+        RunObject,
+        row,
         status_reason=redacted_text(row.status_reason),
-        status_since=row.status_since,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        step=row.step,
-        steps=row.steps,
-        latest=row.latest,
-        cost_usd=row.cost_usd,
         device_hours=row.device_s / SECONDS_PER_HOUR,
-        left_s=row.left_s,
-        attempt=row.attempt,
-        priority=row.priority,
         metadata=row.run_metadata,
-        owner=row.owner,
         latest_checkpoint=checkpoints[0] if checkpoints else None,
-        last_event=row.last_event,
-        error=ErrorObject.model_validate(redacted(row.error)) if row.error else None,
+        error=redacted(row.error or None),
         spec=redacted(row.resolved or row.spec),
     )
 
@@ -55,20 +42,7 @@ def checkpoint_objects(row: RunRow) -> list[CheckpointObject]:
 
 def event_object(row: EventRow) -> EventObject:
     """One event."""
-    return EventObject(
-        id=row.seq,
-        run_id=row.run_id,
-        created_at=row.created_at,
-        level=row.level,  # type: ignore[arg-type]
-        type=row.type,
-        message=redacted_text(row.message),
-        data=redacted(row.data),
-    )
-
-
-def usage_row(row: UsageRow) -> FunctionUsage:
-    """One function's."""
-    return FunctionUsage(**{name: getattr(row, name) for name in FunctionUsage.model_fields})
+    return object_of(EventObject, row, id=row.seq, message=redacted_text(row.message), data=redacted(row.data))
 
 
 def rollout_object(row: RolloutRow) -> RolloutObject:

@@ -18,12 +18,12 @@ from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow, SimulationRow
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status
-from rlhfless.control.looks import Looker
+from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.run_files import trace_of
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0
+PERIOD_S = 5.0
 
 PLAN_S, STATIC_S, SIMULATION_S = 120.0, 600.0, 1800.0
 """Longest times of the jobs."""
@@ -35,16 +35,16 @@ NOTHING: dict[str, Any] = {}
 """What is kept where nothing could be computed: it is not tried again."""
 
 
-class Forecasts(Looker):
+class Forecasts(PeriodicTask):
     """The forecasts of one service's runs."""
 
-    def __init__(self, database: Database, runner: Runner, there: Callable[[], Mapping[str, int]]) -> None:
-        super().__init__(LOOK_S)
+    def __init__(self, database: Database, runner: Runner, devices: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__(PERIOD_S)
         self._database = database
         self._runner = runner
-        self._there = there
+        self._devices = devices
 
-    async def look(self) -> None:
+    async def tick(self) -> None:
         """Compute what is missing, one after the other."""
         for row in await self._database.read(_without_plan):
             await self._plan(row)
@@ -53,36 +53,18 @@ class Forecasts(Looker):
 
     async def _plan(self, run: RunRow) -> None:
         trace = await self._database.read(lambda session: _alike(session, run))
-        question: dict[str, Any] = {
-            "spec": run.spec,
-            "there": dict(self._there()) or {"cpu-core": 1},
-            "trace": trace,
-            "devices": [],
-        }
+        devices = dict(self._devices()) or {"cpu-core": 1}
         # Only the run's own devices: other kinds are for `runs:plan`.
-        plan = await self._answer("plan", question | {"alone": True}, PLAN_S)
+        question: dict[str, Any] = {"spec": run.spec, "there": devices, "trace": trace, "devices": [], "alone": True}
+        plan = await self._answer("plan", question, PLAN_S)
         predicted = (plan.get("chosen") or {}).get("predicted") or NOTHING
-
-        def note(session: Session) -> None:
-            row = session.get(RunRow, run.id)
-            if row is not None:
-                row.plan = predicted
-                store.touch(session, row)
-
-        await self._database.write(note)
+        await self._database.write(lambda session: _set(session, RunRow, run.id, plan=predicted))
 
     async def _static(self, run: RunRow) -> None:
         trace = trace_of(run.folder)
         static = NOTHING if trace is None else await self._answer("static", {"trace": trace}, STATIC_S)
-
-        def note(session: Session) -> None:
-            row = session.get(RunRow, run.id)
-            if row is not None:
-                row.best_static = static or None
-                row.simulated_step = run.step
-                store.touch(session, row)
-
-        await self._database.write(note)
+        values = {"best_static": static or None, "simulated_step": run.step}
+        await self._database.write(lambda session: _set(session, RunRow, run.id, **values))
 
     async def _answer(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Nothing if the job refuses or fails: a run does not depend on it."""
@@ -93,21 +75,21 @@ class Forecasts(Looker):
             return NOTHING
 
 
-class Simulations(Looker):
+class Simulations(PeriodicTask):
     """Those that were asked for, one after the other; beside the forecasts, because one may take half an hour."""
 
     def __init__(self, database: Database, runner: Runner) -> None:
-        super().__init__(LOOK_S)
+        super().__init__(PERIOD_S)
         self._database = database
         self._runner = runner
 
-    async def look(self) -> None:
+    async def tick(self) -> None:
         """Do all that wait."""
         for simulation in await self._database.read(_waiting):
             await self._simulate(simulation)
 
     async def _simulate(self, simulation: SimulationRow) -> None:
-        await self._database.write(lambda session: _set(session, simulation.id, status="running"))
+        await self._set(simulation.id, status="running")
         question = dict(simulation.request)
         result = error = None
         try:
@@ -118,11 +100,10 @@ class Simulations(Looker):
         except ApiError as refused:
             error = refused.body()["error"]
         status = "failed" if error else "succeeded"
-        await self._database.write(
-            lambda session: _set(
-                session, simulation.id, status=status, result=result, error=error, finished_at=time.time()
-            )
-        )
+        await self._set(simulation.id, status=status, result=result, error=error, finished_at=time.time())
+
+    async def _set(self, simulation_id: str, **values: Any) -> None:
+        await self._database.write(lambda session: _set(session, SimulationRow, simulation_id, **values))
 
 
 def _without_plan(session: Session) -> list[RunRow]:
@@ -154,8 +135,12 @@ def _waiting(session: Session) -> list[SimulationRow]:
     return list(session.scalars(query.order_by(SimulationRow.created_at)))
 
 
-def _set(session: Session, simulation_id: str, **values: Any) -> None:
-    row = session.get(SimulationRow, simulation_id)
-    if row is not None:
-        for name, value in values.items():
-            setattr(row, name, value)
+def _set(session: Session, kind: type[RunRow | SimulationRow], row_id: str, **values: Any) -> None:
+    """Set columns of a run or a simulation, unless it was deleted meanwhile."""
+    row = session.get(kind, row_id)
+    if row is None:
+        return
+    for name, value in values.items():
+        setattr(row, name, value)
+    if isinstance(row, RunRow):
+        store.touch(session, row)

@@ -1,64 +1,97 @@
-"""The jobs, by name. Each takes and returns what JSON can hold; imports are made in the job that needs them."""
+"""The jobs, by name; each takes and returns what JSON can hold. Only preload imports this module: its imports take
+seconds."""
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from rlhfless.control.compute.planning import planned
+from rlhfless.control.compute.simulating import best_static, check, simulated
+from rlhfless.prepare.reward_trial import try_rewards
+from rlhfless.records.traces import read_trace
+from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.spec import LengthPenaltySpec, RunSpec
+from rlhfless.spec.errors import InputError, Problem
 
 Json = dict[str, Any]
 
-
-def plan(question: Json) -> Json:
-    """Memory, time and cost of a run, on the devices that are there and on others. See objects.PlanObject."""
-    from rlhfless.control.compute.planning import planned
-
-    return planned(question)
+MOST_BARS = 20_000
+"""Bars of a device in one answer; a step of a hundred actors has some hundreds."""
 
 
 def static(question: Json) -> Json:
-    """The best static fleet for a run's trace. See objects.StaticFleet."""
-    from rlhfless.control.compute.static_fleet import best_static
-    from rlhfless.records.traces import read_trace
-    from rlhfless.sim.workloads.runtime import read_runtime
-
+    """The best static fleet for a run's trace, as objects.StaticFleet."""
     folder = question["trace"]
     return best_static(read_trace(folder, tokens=False), read_runtime(folder))
 
 
-def rewards(question: Json) -> Json:
-    """Scores of given samples, by part."""
-    from rlhfless.control.compute.reward_scores import scored
-
-    return scored(question)
-
-
-def check_simulation(question: Json) -> Json:
-    """Nothing, if the simulation can begin."""
-    from rlhfless.control.compute.simulating import check
-
-    check(question)
-    return {}
-
-
-def simulation(question: Json) -> Json:
-    """Policies on a scenario."""
-    from rlhfless.control.compute.simulating import simulated
-
-    return simulated(question)
-
-
 def timeline(question: Json) -> Json:
-    """What each device did in the last steps. See objects.TimelineObject."""
-    from rlhfless.control.compute.bars import timeline_of
+    """`rows` of objects.TimelineObject: the devices of a trace's last steps, with their holdings and the work in them.
+    `question`: trace (its folder), steps."""
+    trace = read_trace(question["trace"], tokens=False)
+    records = trace.steps[-question["steps"] :]
+    if not records:
+        return {"rows": []}
+    since_s, until_s = records[0].start_s, records[-1].end_s
+    rows: dict[str, list[Json]] = defaultdict(list)
+    devices: dict[str, set[str]] = defaultdict(set)
 
-    return timeline_of(question["trace"], question["steps"])
+    def add(device: str, start_s: float, end_s: float, function: str, state: str, **call: Any) -> None:
+        bar = {"function": str(function), "work": None, "step": None, "state": str(state)} | call
+        if end_s > since_s and start_s < until_s:
+            rows[device].append(bar | {"start_s": max(start_s, since_s), "end_s": min(end_s, until_s)})
+
+    for holding in trace.holdings:
+        devices[holding.incarnation].add(holding.device)
+        add(holding.device, holding.start_s, holding.end_s, holding.function, holding.state)
+    for call in trace.invocations:
+        for device in devices[call.incarnation]:
+            add(device, call.start_s, call.end_s, call.function, "serving", work=str(call.work), step=call.step)
+    return {"rows": [{"device": device, "bars": _newest(bars)} for device, bars in sorted(rows.items())]}
+
+
+def _newest(bars: list[Json]) -> list[Json]:
+    return sorted(bars, key=lambda bar: (bar["start_s"], bar["end_s"]))[-MOST_BARS:]
+
+
+def rewards(question: Json) -> Json:
+    """The scores of given samples: the value of each part, the weighted sum, and what failed. Raises InputError."""
+    values = {"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question["rewards"]}
+    spec = RunSpec.model_validate(values | {"scoring": {"http_hosts": question["http_hosts"]}})
+    samples = [_with_tokens(index, sample, spec) for index, sample in enumerate(question["samples"])]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "samples.jsonl"
+        file.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples), "utf-8")
+        trial = try_rewards(spec, file)
+    data = [
+        {
+            "parts": dict(score.parts),
+            "reward": None if score.failures else score.total,
+            "failures": dict(score.failures),
+        }
+        for score in trial.scores
+    ]
+    return {"data": data, "wall_s": trial.wall_s}
+
+
+def _with_tokens(index: int, sample: Json, spec: RunSpec) -> Json:
+    """The sample with a number of tokens: there is no tokenizer here. Raises InputError if a reward depends on it."""
+    if "response_tokens" not in sample and any(isinstance(part, LengthPenaltySpec) for part in spec.rewards):
+        what, hint = "missing, and a length_penalty needs it", "give the number of tokens of the response"
+        raise InputError("the samples", [Problem(f"samples.{index}.response_tokens", what, hint)])
+    return {"response_tokens": 0} | sample
 
 
 JOBS: dict[str, Callable[[Json], Json]] = {
-    "plan": plan,
+    "plan": planned,
     "static": static,
     "rewards": rewards,
-    "check_simulation": check_simulation,
-    "simulation": simulation,
+    "check_simulation": check,
+    "simulation": simulated,
     "timeline": timeline,
 }

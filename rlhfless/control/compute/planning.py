@@ -42,7 +42,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
             rows.append(_row(question_of(spec, name, number), config, lengths, trace))
         except (InputError, PlacementError) as error:
             if asked:  # a user is told why; of the price book's kinds only what is possible is of interest
-                rows.append(_no_row(name, number, spec.placement.mode, str(error)))
+                rows.append(_empty_row(name, number, spec.placement.mode, [str(error)]))
     return {
         "spec": main.spec.model_dump(mode="json"),
         "steps": spec.steps,
@@ -86,10 +86,11 @@ def _others(spec: RunSpec, kind: str, count: int, asked: Sequence[str]) -> list[
     return [(name, number) for name in kinds for number in COUNTS if (name, number) != (kind, count)]
 
 
-def _no_row(kind: str, count: int, placement: str, why: str) -> dict[str, Any]:
-    """Devices that the run's functions cannot be placed on."""
+def _empty_row(kind: str, count: int, placement: str, problems: Sequence[str]) -> dict[str, Any]:
+    """PlannedDevices without a prediction. `problems`: why the run does not fit; empty if it does."""
     empty = {"nearest_change": None, "predicted": None, "reason": None}
-    return {"kind": kind, "count": count, "placement": placement, "fits": False, "problems": [why]} | empty
+    devices = {"kind": kind, "count": count, "placement": placement}
+    return devices | {"fits": not problems, "problems": list(problems)} | empty
 
 
 def _row(
@@ -102,16 +103,7 @@ def _row(
     """One kind and number of devices: whether the run fits, and its time and cost if it does."""
     plan = asked.plan()
     problems = plan_problems(asked, plan)
-    row: dict[str, Any] = {
-        "kind": asked.sheet.kind,
-        "count": asked.count,
-        "placement": asked.spec.placement.mode,
-        "fits": not problems,
-        "problems": list(problems),
-        "nearest_change": None,
-        "predicted": None,
-        "reason": None,
-    }
+    row = _empty_row(asked.sheet.kind, asked.count, asked.spec.placement.mode, problems)
     if problems:
         change = None if plan.fits else nearest_change(asked)
         row["nearest_change"] = None if change is None else change.text

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.control.objects import PlannedCost
+from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES

@@ -13,6 +13,6 @@ os.nice(NICE)
 # other allocator has a thread of its own, and a process that is forked should have one.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", ARROW_DEFAULT_MEMORY_POOL="system")
 
-from rlhfless.control.compute import bars, planning, reward_scores, simulating, static_fleet  # noqa: E402
+from rlhfless.control.compute.jobs import JOBS  # noqa: E402
 
-__all__ = ["bars", "planning", "reward_scores", "simulating", "static_fleet"]
+__all__ = ["JOBS"]

@@ -14,12 +14,15 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
+from dataclasses import asdict
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhfless.control.compute.job import main
 from rlhfless.control.errors import ApiError, refused
-from rlhfless.spec.errors import Problem
+from rlhfless.control.memory import limit_memory
+from rlhfless.spec.errors import InputError, Problem, SpecError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,9 @@ PRELOAD = ["rlhfless.control.compute.preload", "__main__"]
 
 END_S = 5.0
 """Longest wait for a process that has answered, or was killed, to be gone."""
+
+LEAST_BYTES = 1 << 30
+"""Memory that a job may have at least; the imports alone may take a third of it."""
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -76,7 +82,7 @@ class Runner:
         if "fault" in answer:
             log.error("%s: %s", job, answer["traceback"])
             raise ApiError(500, "internal_error", f"{answer['fault']}; the service's log has more")
-        result: dict[str, Any] = answer["found"]
+        result: dict[str, Any] = answer["result"]
         return result
 
 
@@ -86,7 +92,7 @@ class _Talk:
     def __init__(self, job: str) -> None:
         self._job = job
         self._ours, self._theirs = FORKS.Pipe()
-        self._process = FORKS.Process(target=main, args=(self._theirs, job))
+        self._process = FORKS.Process(target=work, args=(self._theirs, job))
         self._starting = threading.Lock()
         self._called_off = False
 
@@ -117,3 +123,29 @@ class _Talk:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # also where it has no group of its own yet
         self._process.join(END_S)
+
+
+def work(connection: Connection, name: str) -> None:
+    """Run a job in its own process: a question comes over the connection, and the answer goes back over it. What the
+    job and its libraries print goes nowhere."""
+    from rlhfless.control.compute import jobs  # the process that this one is forked from has imported them
+
+    os.setsid()  # the service ends the job together with what the job has started
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    limit = limit_memory(LEAST_BYTES)
+    question = json.loads(connection.recv_bytes())
+    answer: dict[str, object]
+    try:
+        answer = {"result": jobs.JOBS[name](question)}
+    except MemoryError:
+        what = f"needs more than the {limit / 2**30:.1f} GiB of memory that a job may have here; ask for less"
+        answer = {"source": name, "problems": [{"where": "", "what": what}]}
+    except (InputError, SpecError) as error:
+        answer = {"source": error.source, "problems": [asdict(problem) for problem in error.problems]}
+    except UserError as error:
+        answer = {"source": name, "problems": [{"where": error.where, "what": str(error)}]}
+    except Exception as error:
+        answer = {"fault": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    connection.send_bytes(json.dumps(answer, allow_nan=False).encode())

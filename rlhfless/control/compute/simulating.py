@@ -1,44 +1,55 @@
-"""Policies compared on a scenario, or on a run's own steps."""
+"""Simulations: policies compared on a scenario or on a run's own steps, and the best static fleet for these."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
 
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.registry import PolicyError, configured, policy_kind
 from rlhfless.sim.experiment.compare import compare, quoted_part
-from rlhfless.sim.replay.replay import AS_RECORDED, replay
+from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.measured import WALL
+from rlhfless.sim.replay.replay import AS_RECORDED, Replay, replay
+from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain
+from rlhfless.spec.policies import StaticSpec
 
 MOST_RESPONSES = 200_000_000
 """The most responses of a scenario, with its seeds and policies: the simulator does some hundred thousand a second, and
 has half an hour."""
 
+SLOWER = 1.01
+"""A fleet counts as no slower within this factor: the simulation is no better than that."""
 
-def check(question: Mapping[str, Any]) -> None:
-    """Raises InputError if the question's scenario, or one of its policies, is none."""
+STATIC_STEPS = 100
+"""The newest steps are simulated, at most so many."""
+
+
+def check(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Empty if the simulation can begin. Raises InputError for a scenario that is none, or an unknown policy."""
     if question["run"] is None:
         scenario_of(question)
-        return
+        return {}
     for index, name in enumerate(question["policies"]):
         try:
             policy_kind(name)
         except PolicyError as error:
             raise InputError("the simulation", [Problem(f"policies.{index}", error.what, error.hint)]) from error
+    return {}
 
 
 def scenario_of(question: Mapping[str, Any]) -> Scenario:
-    """Raises InputError."""
+    """The scenario of a question. Raises InputError if it is none, or too large."""
     values = question["scenario"]
     try:
         scenario = Scenario.model_validate(values)
@@ -91,3 +102,42 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     return value if isinstance(value, str | int | bool) or value is None else str(value)
+
+
+def best_static(trace: Trace, drawn: Sequence[RolloutBatch]) -> dict[str, Any]:
+    """The best fleet that never changes, for the steps that a run has done, as objects.StaticFleet.
+
+    Each number of actors that the run could have had is simulated on the run's own trace, with latencies fitted to it.
+    The best is the cheapest that is no slower than the run itself, in the same simulation; if all are slower, the
+    fastest of them. Raises TraceError for a trace without whole steps.
+    """
+    batches = drawn[-STATIC_STEPS:]
+    latency = calibrate([trace])
+    own = replay(trace, batches, latency)
+    most = (trace.meta.spec.get("scaling") or {}).get("generation", {}).get("max_actors", 1)
+    run = RunContract(WeightedSpec(), max(len(trace.steps), 1))
+    tried = []
+    for actors in range(1, int(most) + 1):
+        policy = make_policy("static", StaticSpec(actors=actors), run)
+        tried.append((actors, replay(trace, batches, latency, ("static", policy))))
+    actors, chosen = _best(own, tried)
+    return {
+        "actors": actors,
+        "cost_usd": chosen.predicted_usd,
+        "wall_s": _wall_s(chosen),
+        "same_cost_usd": own.predicted_usd,
+        "steps": len(chosen.steps),
+    }
+
+
+def _wall_s(again: Replay) -> float:
+    """The wall time of all steps of a replay."""
+    return sum(step.predicted_s[WALL] for step in again.steps)
+
+
+def _best(own: Replay, tried: Sequence[tuple[int, Replay]]) -> tuple[int, Replay]:
+    limit_s = SLOWER * _wall_s(own)
+    in_time = [pair for pair in tried if _wall_s(pair[1]) <= limit_s]
+    if in_time:
+        return min(in_time, key=lambda pair: (pair[1].predicted_usd, pair[0]))
+    return min(tried, key=lambda pair: (_wall_s(pair[1]), pair[0]))

@@ -21,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from rlhfless.control.database import Unavailable
 from rlhfless.control.promptness import come_first
 from rlhfless.control.settings import DATABASE_FILE, ServiceSettings, open_data
 from rlhfless.spec.errors import InputError, Problem, UserError
@@ -43,10 +44,6 @@ CHANGED = "changed"
 
 ADVISORY_LOCK = 0x726C6866
 """PostgreSQL's lock of the one service that writes ("rlhf")."""
-
-
-class Unavailable(Exception):
-    """The database does not answer. What was asked for was not done, and may be asked for again."""
 
 
 class SecondService(UserError):

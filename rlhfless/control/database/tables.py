@@ -44,7 +44,7 @@ class RunRow(Base):
     status_reason: Mapped[str]
     status_since: Mapped[float]
     wish: Mapped[str] = mapped_column(String(8))
-    """What the user wants of it (lifecycle.Wish)."""
+    """What the user wants of it (lifecycle.DesiredState)."""
     wished_at: Mapped[float]
     priority: Mapped[int]
     spec: Mapped[Json]
@@ -54,34 +54,34 @@ class RunRow(Base):
     run_metadata: Mapped[Json] = mapped_column("metadata")
     folder: Mapped[str]
     steps: Mapped[int]
-    step: Mapped[int]
+    step: Mapped[int] = mapped_column(default=0)
     """The last step that is done."""
-    latest: Mapped[Json]
+    latest: Mapped[Json] = mapped_column(default=dict)
     """The metrics that were measured last, by name."""
-    checkpoints: Mapped[list[Any]]
+    checkpoints: Mapped[list[Any]] = mapped_column(default=list)
     error: Mapped[Json | None]
     """code, message, param."""
     plan: Mapped[Json | None]
     """What was predicted before it began."""
     best_static: Mapped[Json | None]
     """What the best static fleet would have cost for the same steps."""
-    simulated_step: Mapped[int]
+    simulated_step: Mapped[int] = mapped_column(default=0)
     """The last step that `best_static` is about."""
-    cost_usd: Mapped[float]
-    device_s: Mapped[float]
+    cost_usd: Mapped[float] = mapped_column(default=0.0)
+    device_s: Mapped[float] = mapped_column(default=0.0)
     left_s: Mapped[float | None]
     """Predicted time to its end."""
-    attempt: Mapped[int]
+    attempt: Mapped[int] = mapped_column(default=0)
     """Number of its drivers so far."""
-    deaths: Mapped[int]
+    deaths: Mapped[int] = mapped_column(default=0)
     """Drivers in a row that died without a step."""
     driver: Mapped[Json | None]
     """How the driver at work is found again."""
-    driver_token: Mapped[str]
+    driver_token: Mapped[str] = mapped_column(default="")
     """Hash of the secret by which its drivers are known."""
-    pushed: Mapped[int]
+    pushed: Mapped[int] = mapped_column(default=0)
     """Sequence number of the last item that a driver has delivered."""
-    last_event: Mapped[int]
+    last_event: Mapped[int] = mapped_column(default=0)
     """Sequence number of the run's newest event."""
 
 

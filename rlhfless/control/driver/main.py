@@ -23,7 +23,7 @@ from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.memory import use_reserve
 from rlhfless.control.run_files import leave_mark
-from rlhfless.control.security.access import hashed
+from rlhfless.control.security.keys import hashed
 from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.loop.driver import execute
@@ -82,16 +82,19 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
 
 def _refused(folder: Path, error: OtherProtocol) -> int:
     """The service reads the outbox, which is of all protocols."""
-    ended = DeliveryEnding(status=Status.PAUSED, reason=str(error), error=failure("other_protocol", str(error)))
     with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
-        outbox.add("ended", ended.model_dump(mode="json"))
-    return ENDED
+        return _pause(outbox, "other_protocol", str(error))
 
 
 def _unknown_spec(outbox: Outbox, error: Exception) -> int:
     """The service has accepted the spec: it is of another version."""
     text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
-    ended = DeliveryEnding(status=Status.PAUSED, reason=text, error=failure("other_version", text))
+    return _pause(outbox, "other_version", text)
+
+
+def _pause(outbox: Outbox, code: str, text: str) -> int:
+    """Report that the run is paused before it has begun; returns the exit code."""
+    ended = DeliveryEnding(status=Status.PAUSED, reason=text, error=failure(code, text))
     outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
 
@@ -206,11 +209,8 @@ class _Attempt:
         ending = ending_of(error)
         named = error.problems if isinstance(error, InputError | SpecError) else ()
         param = named[0].where if named else error.where if isinstance(error, UserError) else ""
-        problems = [
-            {"param": problem.where or None, "message": problem.what, "hint": problem.hint or None} for problem in named
-        ]
         code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CODES.get(ending.exit_code, "failed")
-        what = failure(code, text) | {"param": param or None, "problems": problems}
+        what = failure(code, text, param, named)
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
@@ -246,7 +246,7 @@ def _paused(error: RunPaused, spec: RunSpec) -> DeliveryEnding:
         return DeliveryEnding(status=Status.PAUSED, reason=f"paused: {error}")
     if error.cause is StopCause.YIELD:
         return DeliveryEnding(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
-    what = failure("limit_reached", str(error)) | {"param": "limits"}
+    what = failure("limit_reached", str(error), "limits")
     if spec.limits.then == "stop":
         return DeliveryEnding(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)
     return DeliveryEnding(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=what)

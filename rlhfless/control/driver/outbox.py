@@ -13,7 +13,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,7 @@ class Outbox:
     def after(self, seq: int, limit: int = ITEMS_PER_PUSH) -> list[Item]:
         """The items after this number, in order."""
         with self._lock:
-            rows = self._database.execute(
-                "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit)
-            ).fetchall()
-        return list(_items(rows))
+            return _items_after(self._database, seq, limit)
 
     def delivered(self, seq: int) -> None:
         """The service has all up to this number: forget old ones."""
@@ -109,14 +106,16 @@ def undelivered(folder: Path, seq: int) -> list[Item]:
         return []
     with closing(sqlite3.connect(file, timeout=LOCK_S)) as database:
         try:
-            rows = database.execute(
-                "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq", (seq,)
-            ).fetchall()
+            return _items_after(database, seq, limit=-1)
         except sqlite3.OperationalError:  # its driver was killed before the tables were there
             return []
-    return list(_items(rows))
 
 
-def _items(rows: Iterable[tuple[int, int, float, str, str]]) -> Iterator[Item]:
-    for seq, attempt, at, kind, data in rows:
-        yield Item.model_validate({"seq": seq, "attempt": attempt, "at": at, "kind": kind, "data": json.loads(data)})
+def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Item]:
+    """Items after a number, in order. A `limit` below 0 is none."""
+    query = "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq LIMIT ?"
+    rows = database.execute(query, (seq, limit)).fetchall()
+    return [
+        Item(seq=number, attempt=attempt, at=at, kind=kind, data=json.loads(data))
+        for number, attempt, at, kind, data in rows
+    ]

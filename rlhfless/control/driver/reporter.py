@@ -11,23 +11,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rlhfless.control.delivery import LeaseWanted, Now, PushAnswer
+from rlhfless.control.driver.figures import UsageTeller, replicas_of, samples_to_read, worked_in
 from rlhfless.control.driver.outbox import Outbox
-from rlhfless.control.driver.samples import samples_to_read
-from rlhfless.control.driver.usage import UsageTeller
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects import ReplicaNow, Worked
+from rlhfless.control.objects.fleet import Worked
 from rlhfless.fleet.run_devices import NoDevices
 from rlhfless.loop.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.loop.run import Run
-from rlhfless.records import Experience, Invocation, ReplicaState
+from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
-from rlhfless.scaling.placement import Allocation
-from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import NO_SAMPLES, finite
 from rlhfless.text import storable
@@ -106,16 +104,7 @@ class Reporter(Host):
 
     def _lease(self) -> LeaseWanted | None:
         wanted = self._wanted
-        if wanted is None:
-            return None
-        return LeaseWanted(
-            kind=wanted.kind,
-            minimum=wanted.minimum,
-            maximum=wanted.maximum,
-            unit=wanted.unit,
-            held=self._held(wanted.kind),
-            tenants=wanted.tenants,
-        )
+        return None if wanted is None else LeaseWanted(**asdict(wanted), held=self._held(wanted.kind))
 
     # -- from the service
 
@@ -132,7 +121,7 @@ class Reporter(Host):
             self.cancel(StopCause.PAUSE if answer.wish == "pause" else StopCause.YIELD)
 
     async def devices(self, wanted: DevicesWanted) -> None:
-        """See rlhfless.loop.host.Host: waits for the lease of the service."""
+        """Wait for the lease of the service."""
         self._wanted = wanted
         end_s = time.monotonic() + self._devices_s
         self.status(Status.PROVISIONING, f"asking for {wanted.minimum} x {wanted.kind}")
@@ -155,22 +144,19 @@ class Reporter(Host):
         """Devices that the run may hold; 0 while it waits."""
         return 0 if self._answer is None else self._answer.granted
 
-    # -- Host
+    # -- rlhfless.loop.host.Host
 
     def began(self, run: Run, held: Callable[[str], int]) -> int | None:
-        """See rlhfless.loop.host.Host."""
         self._run, self._held = run, held
         self.tell("resolved", spec=run.spec.model_dump(mode="json"))
         self._usage = UsageTeller(run.ledger, self.tell)
         return self._actors()
 
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
-        """See rlhfless.loop.host.Host."""
         del run
         self.tell("rollouts", step=step, samples=samples_to_read(experience, step))
 
     def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
-        """See rlhfless.loop.host.Host."""
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
             self._usage.later(run.pools.values())
@@ -179,7 +165,6 @@ class Reporter(Host):
         return Verdict(stop, self._actors())
 
     def saved(self, checkpoints: Checkpoints) -> None:
-        """See rlhfless.loop.host.Host."""
         kept = checkpoints.all()
         best = max(kept, key=lambda one: (-math.inf if one.notes.score is None else one.notes.score, one.notes.step))
         entries = [
@@ -208,17 +193,15 @@ class Reporter(Host):
         if self._usage is not None:
             await self._usage.now()
 
-    # -- Progress
+    # -- rlhfless.telemetry.progress.RunProgress
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """See rlhfless.telemetry.progress.RunProgress."""
         with self._shown(what), self._console.waiting(what):
             yield
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """See rlhfless.telemetry.progress.RunProgress."""
         if what.startswith("step "):
             self.status(Status.RUNNING, "running")
             what = f"{what} of {self._steps}"
@@ -239,14 +222,12 @@ class Reporter(Host):
                 del self._waits[place:]
 
     def show(self, content: str) -> None:
-        """See rlhfless.telemetry.progress.RunProgress."""
         self._console.show(content)
         self.tell("message", level="info", message=content)
 
-    # -- MetricSink
+    # -- rlhfless.telemetry.sinks.MetricSink
 
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
-        """See rlhfless.telemetry.sinks.MetricSink."""
         is_step = "step_s" in values
         if is_step:
             self._done = step
@@ -258,51 +239,4 @@ class Reporter(Host):
         self.tell("metrics", step=step, kind="step" if is_step else "evaluation", values=shown)
 
     def close(self) -> None:
-        """See rlhfless.telemetry.sinks.MetricSink."""
-
-
-def replicas_of(run: Run) -> list[ReplicaNow]:
-    """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
-    replicas = []
-    for pool in run.pools.values():
-        for replica in list(pool.replicas()):
-            devices = replica.allocation.devices
-            prices = run.ledger.prices
-            replicas.append(
-                ReplicaNow(
-                    function=str(replica.function),
-                    replica=replica.name,
-                    state=str(replica.state),
-                    since=replica.since_s,
-                    weights=replica.served,
-                    devices=[device.name for device in devices],
-                    kind=devices[0].kind,
-                    node=devices[0].node,
-                    usd_per_hour=_rate(replica.state, replica.allocation, prices),
-                )
-            )
-    return replicas
-
-
-def worked_in(run: Run, calls: Sequence[Invocation]) -> list[Worked]:
-    """Calls with the devices that they were on, as far as their replicas are still there."""
-    pools = run.pools.values()
-    places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
-    return [
-        Worked(
-            function=str(call.function),
-            work=str(call.work),
-            step=call.step,
-            devices=places[call.incarnation],
-            start_s=call.start_s,
-            end_s=call.end_s,
-        )
-        for call in calls
-        if places.get(call.incarnation)
-    ]
-
-
-def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> float:
-    if not state.holds_device:
-        return 0.0
-    return float(sum(prices.price_usd_per_hour(device.kind) * share for device, share in allocation.billed(state)))
+        """Nothing is open."""

@@ -5,7 +5,6 @@ ASGI middleware, because it must not hold streams back.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhfless.control.errors import ApiError
-from rlhfless.control.security.access import hashed
+from rlhfless.control.security.keys import hashed
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.loopback import is_loopback
 
@@ -60,7 +59,10 @@ class Gate:
             if b"transfer-encoding" in headers:
                 receive = await self._read_first(receive)
         except ApiError as error:
-            await _answer(send, error)
+            response = error.response()
+            if error.status == 413:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
             return
         is_stream = STREAM in headers.get(b"accept", b"") or scope["path"] == "/v1/events"
         self._streams += is_stream
@@ -159,14 +161,3 @@ def _address(scope: Scope) -> str:
 async def _too_many(what: str, limiter: FixedWindowRateLimiter, item: Any, name: str) -> ApiError:
     reset_s = (await limiter.get_window_stats(item, name)).reset_time - time.time()
     return ApiError(429, "too_many_requests", f"{what}; ask again later", retry_after_s=max(reset_s, 1.0))
-
-
-async def _answer(send: Send, error: ApiError) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", f"{error.retry_after_s:.0f}".encode()))
-    if error.status == 413:
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

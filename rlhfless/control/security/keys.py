@@ -1,18 +1,80 @@
-"""The keys of a service, as requests are checked against them."""
+"""API keys and their scopes: made and revoked in the database, and checked with each request."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
 
-from sqlalchemy import select
+from fastapi import Request
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import KeyRow
 from rlhfless.control.errors import ApiError
-from rlhfless.control.security.access import LOCAL, SCOPES, Caller, hashed
+from rlhfless.control.settings import ServiceSettings
+from rlhfless.functions.loopback import is_loopback
+from rlhfless.spec.errors import UserError
+
+Scope = Literal["read", "run", "admin"]
+
+SCOPES: tuple[Scope, ...] = ("read", "run", "admin")
+"""Each has all that those before it have."""
+
+PREFIX = "rlk_"
+
+LOCAL = "local"
+"""The owner of what is done without a key, on loopback."""
+
 
 KEPT_S = 5.0
 """The keys are read again after this time: a key that the command line has revoked is refused from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request."""
+
+    owner: str
+    scopes: frozenset[str]
+
+
+def hashed(secret: str) -> str:
+    """What is kept of a secret of 256 random bits: such a one cannot be guessed, so a slow hash would gain nothing."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def make_key(session: Session, name: str, scope: Scope) -> tuple[KeyRow, str]:
+    """A new key, and its secret, which is told this once."""
+    secret = PREFIX + secrets.token_urlsafe(32)
+    return put_key(session, name, scope, secret, replace=False), secret
+
+
+def put_key(session: Session, name: str, scope: Scope, secret: str, *, replace: bool = True) -> KeyRow:
+    """Make a secret the key of this name. Idempotent. `replace`: another key that has the name is revoked."""
+    scopes: list[str] = list(SCOPES[: SCOPES.index(scope) + 1])
+    named = select(KeyRow).where(KeyRow.name == name, KeyRow.revoked_at.is_(None))
+    others = list(session.scalars(named)) if replace else []
+    same = next((row for row in others if row.hash == hashed(secret) and row.scopes == scopes), None)
+    for row in others:
+        if row is not same:
+            row.revoked_at = time.time()
+    if same is not None:
+        return same
+    row = KeyRow(
+        id=f"key_{secrets.token_hex(6)}", name=name, hash=hashed(secret), scopes=scopes, created_at=time.time()
+    )
+    session.add(row)
+    return row
+
+
+def has_keys(session: Session) -> bool:
+    """Whether any key can be used."""
+    return bool(session.scalar(select(func.count()).select_from(KeyRow).where(KeyRow.revoked_at.is_(None))))
 
 
 class Keys:
@@ -52,3 +114,34 @@ class Keys:
             message = f"{what}: send `Authorization: Bearer rlk_...`, with a key from its operator"
             raise ApiError(401, "unauthorized", message)
         return key
+
+
+def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
+    """A dependency: the caller, who has this scope. Raises ApiError (401, 403)."""
+
+    async def caller(request: Request) -> Caller:
+        service = request.app.state.service
+        known: Caller = await service.keys.caller(request.headers.get("authorization"))
+        if scope not in known.scopes:
+            raise ApiError(403, "forbidden", f"this key has {', '.join(sorted(known.scopes))}; {scope} is needed")
+        return known
+
+    return caller
+
+
+class NotSafe(UserError):
+    """The service would let anyone in."""
+
+
+def require_safe(settings: ServiceSettings, database: Database) -> None:
+    """Raises NotSafe if others reach the service and it would ask them for no key."""
+    if is_loopback(settings.host):
+        return
+    with Session(database.engine) as session:
+        if has_keys(session):
+            return
+    where = "--database ..." if settings.database else f"--data {settings.data}"
+    raise NotSafe(
+        f"{settings.host} can be reached from other machines, and this service has no API key: anyone could run code "
+        f"here. Make one (`rlhfless keys create NAME --scope admin {where}`), or listen on 127.0.0.1"
+    )

@@ -47,7 +47,7 @@ SCENARIO_FILES = frozenset({"path", "prices", "devices"})
 
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
     """Classes and functions that a spec names and the service does not allow. `values` are not validated yet."""
-    places = [position for field in CODE for position in _at(values, field.split("."))]
+    places = [position for field in CODE for position in values_at(values, field.split("."))]
     return [problem for place, value in places for problem in _code(place, value, settings)]
 
 
@@ -64,7 +64,7 @@ def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem
 def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
     """Code and files that a scenario names. `values` are not validated yet; any text that looks like an import path
     counts as one, wherever a policy is named."""
-    places = [*_at(values, ["policies", "*", "name"]), *_at(values, ["policies", "*"])]
+    places = [*values_at(values, ["policies", "*", "name"]), *values_at(values, ["policies", "*"])]
     problems = [problem for place, value in places for problem in _code(place, value, settings)]
     for place, key, value in _texts(values):
         if key in SCENARIO_FILES:
@@ -102,7 +102,7 @@ def location_problems(
     allowed = _Allowed(roots, runs)
     problems = []
     for field in FILES:
-        for place, value in _at(values, field.split(".")):
+        for place, value in values_at(values, field.split(".")):
             if not isinstance(value, str):
                 continue
             if is_path(value) or "://" in value or "::" in value or field not in FROM_HUB:
@@ -117,15 +117,15 @@ def location_problems(
 
 def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Problem]:
     for place, value in [
-        *_at(values, ["model", "trust_remote_code"]),
-        *_at(values, ["rewards", "*", "trust_remote_code"]),
+        *values_at(values, ["model", "trust_remote_code"]),
+        *values_at(values, ["rewards", "*", "trust_remote_code"]),
     ]:
         if value and not settings.trust_remote_code:
             yield Problem(place, "this service runs no code that comes with a model", "leave it out")
-    for place, value in _at(values, ["generation", "engine", "extra"]):
+    for place, value in values_at(values, ["generation", "engine", "extra"]):
         if value and not settings.engine_extra:
             yield Problem(place, f"{shown(value)}: this service passes no unchecked arguments to vLLM", "leave it out")
-    for place, value in _at(values, ["rewards", "*", "token_env"]):
+    for place, value in values_at(values, ["rewards", "*", "token_env"]):
         # A spec must not be able to send any other secret of the machine to a host of its choice.
         if value and not value.startswith(OWN_PREFIX):
             yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {OWN_PREFIX}")
@@ -189,7 +189,7 @@ class _Allowed:
         return ""
 
 
-def _at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
+def values_at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
     """What is at a path in raw values, with its dotted place; `*` is every item of a list or mapping."""
     if not path:
         yield place, values
@@ -198,6 +198,6 @@ def _at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str
     if head == "*":
         listed = enumerate(values) if isinstance(values, list | tuple) else ()
         for key, item in values.items() if isinstance(values, Mapping) else listed:
-            yield from _at(item, rest, f"{place}.{key}")
+            yield from values_at(item, rest, f"{place}.{key}")
     elif isinstance(values, Mapping) and head in values:
-        yield from _at(values[head], rest, f"{place}.{head}" if place else head)
+        yield from values_at(values[head], rest, f"{place}.{head}" if place else head)

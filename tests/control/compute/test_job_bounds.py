@@ -13,8 +13,7 @@ import yaml
 
 from fakes.places import SCENARIOS
 from rlhfless.control.compute import jobs
-from rlhfless.control.compute.job import LEAST_BYTES, main
-from rlhfless.control.compute.runner import FORKS, Runner
+from rlhfless.control.compute.runner import FORKS, LEAST_BYTES, Runner, work
 from rlhfless.control.errors import ApiError
 from rlhfless.control.memory import memory_bytes
 
@@ -27,7 +26,7 @@ def big(question: dict[str, int]) -> dict[str, object]:
 
 def job_of(connection: Connection) -> None:
     jobs.JOBS["big"] = big
-    main(connection, "big")
+    work(connection, "big")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_a_job_that_needs_more_says_so() -> None:
         finally:
             process.join(60)
 
-    assert answer(1 << 20) == {"found": {"bytes": 1 << 20}}
+    assert answer(1 << 20) == {"result": {"bytes": 1 << 20}}
     (problem,) = answer(1 << 44)["problems"]  # 16 TiB
     assert "GiB of memory that a job may have here; ask for less" in problem["what"]
 

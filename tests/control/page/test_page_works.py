@@ -13,7 +13,7 @@ from fakes import filled
 from rlhfless.control import store
 from rlhfless.control.database.tables import MetricsRow
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.security.access import make_key
+from rlhfless.control.security.keys import make_key
 from rlhfless.control.service import Service
 
 RUN = f"#/runs/{filled.RUN_ID}"

@@ -16,8 +16,7 @@ from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray,
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.retention import sweep
 from rlhfless.control.security import keys as keys_module
-from rlhfless.control.security.access import make_key
-from rlhfless.control.security.start import NotSafe, require_safe
+from rlhfless.control.security.keys import NotSafe, make_key, require_safe
 from rlhfless.control.service import Service, open_database
 from rlhfless.control.settings import LimitsOfRequests, Retention, ServiceSettings
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
-from rlhfless.control.compute.static_fleet import best_static
+from rlhfless.control.compute.simulating import best_static
 from rlhfless.records import Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace

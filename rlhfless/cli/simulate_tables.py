@@ -1,0 +1,94 @@
+"""The tables of `rlhfless simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfless.cli.tables import table
+from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
+from rlhfless.sim.experiment.rows import ResultRow
+from rlhfless.sim.experiment.shared import Arrangement
+from rlhfless.sim.replay.replay import AS_RECORDED, Replay
+from rlhfless.sim.report.columns import COLUMNS, ReportColumn
+from rlhfless.sim.report.words import PARTS, contract_text, infeasible
+from rlhfless.sim.scenarios import Scenario
+from rlhfless.telemetry.numbers import decimal, money
+
+HALVES = (COLUMNS[:5], COLUMNS[5:])
+"""Two tables, results and causes: side by side they would not fit a terminal of 80 columns."""
+
+
+def comparison_table(comparison: PolicyComparison) -> RenderableType:
+    """One row per policy: means over the seeds, and below each the half width of its confidence interval."""
+    scenario, part = comparison.scenario, quoted_part(comparison.scenario)
+    rows = comparison.rows(part)
+    what = f"{PARTS[part]} of {scenario.steps} steps, {scenario.seeds} seeds; simulated"
+    legend = "dim: half of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
+    title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
+    parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
+    return Group(title, *parts, "", *infeasible(comparison), Text(legend, style="dim"))
+
+
+def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arrangement]) -> RenderableType:
+    """One row per arrangement of several runs on the cluster, beside the first."""
+    first = arrangements[0]
+    made = table(f"{runs} runs", "all ended\ns", "\nx", "mean end\ns", "\nx", "devices used\n%", padding=1)
+    for each in arrangements:
+        sooner, mean = first.makespan_s / each.makespan_s, first.mean_end_s / each.mean_end_s
+        ends = f"{each.makespan_s:,.0f}", f"{sooner:.2f}", f"{each.mean_end_s:,.0f}", f"{mean:.2f}"
+        made.add_row(each.name, *ends, f"{100 * each.used:.0f}")
+    heading = Text.assemble((scenario.name, "bold"), f"  {scenario.steps} steps of each run; simulated")
+    return Group(
+        heading, "", made, "", Text("x: by the first row. Each run is `cost_aware` alone, time first.", style="dim")
+    )
+
+
+def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:
+    made = table("policy", *(f"{column.title}\n{column.unit}" for column in columns), padding=1)
+    for shown, column in zip(made.columns[1:], columns, strict=True):
+        shown.min_width = max(len(text) for row in rows for text in (column.text(row), column.half(row)))
+    for row in rows:
+        cells = [
+            column.text(row) + (f"\n[dim]{half}[/dim]" if (half := column.half(row)) else "") for column in columns
+        ]
+        made.add_row(row.label, *cells)
+    return made
+
+
+def replay_table(again: Replay) -> RenderableType:
+    """Seconds by stage, predicted / measured, of every step; and over all."""
+    stages = [error.stage for error in again.errors]
+    steps = table("step", *stages, texts=0)
+    for column in steps.columns[1:]:
+        column.no_wrap = True
+    for step in again.steps:
+        pairs = [(step.predicted_s[stage], step.measured_s[stage]) for stage in stages]
+        steps.add_row(str(step.step), *(f"{predicted:.2f} / {measured:.2f}" for predicted, measured in pairs))
+    off = "median error %" if again.policy == AS_RECORDED else "median change %"
+    over_all = table("seconds per step", "predicted", "measured", off, "of the mean %")
+    for error in again.errors:
+        shares = (decimal(100 * share, 1) for share in (error.error, error.error_of_mean))
+        over_all.add_row(error.stage, decimal(error.predicted_s), decimal(error.measured_s), *shares)
+    prompts = [
+        f"prompt tokens computed / unique, {each.function}  "
+        f"{each.predicted:.2f} predicted, {each.measured:.2f} measured"
+        for each in again.prompt_tokens
+    ]
+    cost = f"{money(again.predicted_usd)} predicted, {money(again.measured_usd)} measured"
+    legend = (
+        "above: predicted / measured seconds. of the mean: the median error of always predicting the mean of the "
+        "fitted steps."
+    )
+    faults = [str(step.step) for step in again.steps if step.done_again]
+    if faults:
+        legend += (
+            f" Steps {', '.join(faults)} were done again after a fault: measured is their last try, and the errors and "
+            "means leave them out."
+        )
+    title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
+    last: tuple[RenderableType, ...] = (f"cost of these steps  {cost}", *prompts, Text(legend, style="dim"))
+    return Group(title, "", steps, "", over_all, "", *last)

@@ -1,0 +1,79 @@
+"""What the routes of the API share: the service and the caller as dependencies, the check of query parameters, and the
+errors in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.dependencies.utils import get_flat_dependant
+from fastapi.routing import APIRoute
+
+from rlhfless.control.errors import invalid_request
+from rlhfless.control.objects.common import ErrorBody
+from rlhfless.control.security.keys import Caller, requires
+from rlhfless.control.service import Service
+from rlhfless.spec.errors import Problem
+from rlhfless.spec.explain import nearest
+
+DEEP = "deepObject"
+"""OpenAPI's style of `name[key]=value`, which routes that take it say in their `openapi_extra`."""
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+OfService = Annotated[Service, Depends(_service)]
+"""The service that a request came to."""
+
+Runs = Annotated[Caller, Depends(requires("run"))]
+"""The caller of a route that starts or steers runs."""
+
+
+async def known_query(request: Request) -> None:
+    """A dependency of every route of the API: refuses query parameters that the route does not know, which FastAPI
+    ignores. Raises ApiError (422)."""
+    if not request.query_params:
+        return
+    route: APIRoute = request.scope["route"]
+    names = [field.alias for field in get_flat_dependant(route.dependant).query_params]
+    extra = (route.openapi_extra or {}).get("parameters", [])
+    deep = tuple(f"{parameter['name']}[" for parameter in extra if parameter.get("style") == DEEP)
+    unknown = [
+        name for name in request.query_params if name not in names and not (name.startswith(deep) and name[-1] == "]")
+    ]
+    if unknown:
+        known = [*names, *(f"{name}...]" for name in deep)]
+        listed = f"Parameters here: {', '.join(known)}" if known else "There are none here"
+        problems = [Problem(name, "unknown query parameter", nearest(name, known) + listed) for name in unknown]
+        raise invalid_request(problems)
+
+
+_TEXTS = {
+    401: "No API key, or none that is known.",
+    403: "The key's scopes do not reach so far.",
+    404: "There is no such object.",
+    409: "Not possible in this state.",
+    413: "The body is too large.",
+    422: "Fields of the request are wrong; each is named.",
+    429: "Too many requests; `Retry-After` says when to ask again.",
+    500: "A fault of the service; its log has more.",
+    503: "The database, or Ray, is away; ask again.",
+    504: "What was to be computed took too long.",
+}
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorBody, "description": text} for code, text in _TEXTS.items()
+}
+
+_SCHEMA = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}}}
+
+
+def answers(content_type: str, schema: dict[str, Any], description: str) -> dict[int | str, dict[str, Any]]:
+    """The documented answers of a route that does not answer in JSON; its errors are JSON all the same."""
+    errors: dict[int | str, dict[str, Any]] = {
+        code: {"description": text, "content": _SCHEMA} for code, text in _TEXTS.items()
+    }
+    return {200: {"description": description, "content": {content_type: {"schema": schema}}}} | errors

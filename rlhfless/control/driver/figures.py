@@ -1,0 +1,152 @@
+"""What a driver reports of its run: replicas and calls, a few samples of each step for people to read, and usage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from rlhfless.control.objects.costs import FunctionUsage
+from rlhfless.control.objects.fleet import ReplicaNow, Worked
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.run import Run
+from rlhfless.records import Experience, Holding, Invocation, ReplicaState, Sample, in_order
+from rlhfless.scaling.accounting import usage
+from rlhfless.scaling.placement import Allocation
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.text import storable
+
+GROUPS = 4
+"""Prompts of a step that are kept, evenly over the step; of each the samples of lowest and highest reward."""
+
+MOST_CHARACTERS = 20_000
+"""The most characters of a prompt or a response; the trace has the whole, if `logging.record_tokens` is set."""
+
+SHARE = 0.01
+"""Most of the time that goes into adding up: a bill that took 0.1 s is made again after 10 s."""
+
+FEWEST_S = 5.0
+"""Between two bills."""
+
+
+def replicas_of(run: Run) -> list[ReplicaNow]:
+    """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
+    return [
+        ReplicaNow(
+            function=str(replica.function),
+            replica=replica.name,
+            state=str(replica.state),
+            since=replica.since_s,
+            weights=replica.served,
+            devices=[device.name for device in replica.allocation.devices],
+            kind=replica.allocation.devices[0].kind,
+            node=replica.allocation.devices[0].node,
+            usd_per_hour=_rate(replica.state, replica.allocation, run.ledger.prices),
+        )
+        for pool in run.pools.values()
+        for replica in list(pool.replicas())
+    ]
+
+
+def worked_in(run: Run, calls: Sequence[Invocation]) -> list[Worked]:
+    """Calls with the devices that they were on, as far as their replicas are still there."""
+    pools = run.pools.values()
+    places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
+    return [
+        Worked(
+            function=str(call.function),
+            work=str(call.work),
+            step=call.step,
+            devices=places[call.incarnation],
+            start_s=call.start_s,
+            end_s=call.end_s,
+        )
+        for call in calls
+        if places.get(call.incarnation)
+    ]
+
+
+def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> float:
+    if not state.holds_device:
+        return 0.0
+    return float(sum(prices.price_usd_per_hour(device.kind) * share for device, share in allocation.billed(state)))
+
+
+def samples_to_read(experience: Experience, step: int) -> list[dict[str, Any]]:
+    """The samples, another choice of prompts in each step."""
+    groups = experience.groups
+    stride = max(len(groups) // GROUPS, 1)
+    chosen = [groups[(place + step) % len(groups)] for place in range(0, len(groups), stride)][:GROUPS]
+    folders = []
+    for group in chosen:
+        ordered = sorted(group.samples, key=lambda sample: (sample.scored.total, sample.sample_index))
+        for sample in dict.fromkeys((ordered[-1].sample_index, ordered[0].sample_index)):
+            folders.append(_told(group.prompt.text, next(s for s in group.samples if s.sample_index == sample)))
+    return folders
+
+
+def _told(prompt: str, sample: Sample) -> dict[str, Any]:
+    rollout = sample.rollouts[-1]
+    score = sample.scored
+    return {
+        "prompt_id": sample.key[0],
+        "sample_index": sample.sample_index,
+        "prompt": _cut(prompt),
+        "response": _cut("".join(rollout.text for rollout in sample.rollouts)),
+        "finish_reason": str(sample.finish_reason),
+        "response_tokens": sample.model_tokens,
+        "weights": rollout.version_spans[-1].version if rollout.version_spans else "",
+        "rewards": {name: float(value) for name, value in score.parts.items()},
+        "reward": float(score.total),
+        "failures": {name: _cut(why) for name, why in score.failures.items()},
+    }
+
+
+def _cut(text: str) -> str:
+    text = storable(text)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
+
+
+class UsageTeller:
+    """Reports the usage of one attempt of a run."""
+
+    def __init__(self, ledger: Ledger, tell: Callable[..., None]) -> None:
+        self._ledger = ledger
+        self._tell = tell
+        self._next_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def later(self, pools: Collection[ReplicaPool]) -> None:
+        """Tell the bill up to now, in the background, if it is time."""
+        if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
+            return
+        for pool in pools:
+            for replica in pool.replicas():
+                replica.cut()
+        self._task = asyncio.create_task(self.now())
+
+    async def now(self) -> None:
+        """Tell the bill up to now."""
+        began_s = time.monotonic()
+        records = self._ledger.records()
+        rows = await asyncio.to_thread(bill, *records, self._ledger.prices)
+        self._tell("usage", functions=rows)
+        took_s = time.monotonic() - began_s
+        self._next_s = time.monotonic() + max(took_s / SHARE, FEWEST_S)
+
+
+def bill(holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> list[dict[str, Any]]:
+    """By function and kind of device; a function's calls are counted at the kind that it holds first."""
+    rows = []
+    for function in in_order([*(held.function for held in holdings), *(call.function for call in invocations)]):
+        calls = [call for call in invocations if call.function == function]
+        held = [holding for holding in holdings if holding.function == function]
+        for kind in dict.fromkeys(holding.device_kind for holding in held):
+            of_kind = [holding for holding in held if holding.device_kind == kind]
+            lives = {holding.incarnation for holding in of_kind}
+            row = usage(function, of_kind, [call for call in calls if call.incarnation in lives], prices)
+            figures = {name: getattr(row, name) for name in FunctionUsage.model_fields if hasattr(row, name)}
+            rows.append({"function": str(function), "kind": kind} | figures)
+    return rows

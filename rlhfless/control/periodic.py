@@ -1,0 +1,50 @@
+"""Work of the service that is done again and again, and at once when something has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Self
+
+from rlhfless.control.database import Unavailable
+
+log = logging.getLogger(__name__)
+
+
+class PeriodicTask:
+    """The base of such work, which is done within its `async with` block: a subclass says in `tick` what is done."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._woken = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Tick at once: something has changed."""
+        self._woken.set()
+
+    async def _run(self) -> None:
+        """Tick until cancelled. A tick that fails is repeated."""
+        name = type(self).__name__
+        while True:
+            try:
+                await self.tick()
+            except Unavailable as error:
+                log.warning("%s: %s", name, error)
+            except Exception:
+                log.exception("%s: a tick has failed; it is repeated", name)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), self._period_s)
+            self._woken.clear()
+
+    async def tick(self) -> None:
+        """Do the work once."""
+        raise NotImplementedError

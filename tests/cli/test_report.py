@@ -1,0 +1,40 @@
+"""The report at the end of a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from rlhfless.cli.tables import final_report
+from rlhfless.control.objects.costs import FunctionUsage
+
+
+def usage(function: str, *figures: float) -> tuple[str, FunctionUsage]:
+    names = ("invocations", "cold_starts", "busy_device_s", "idle_device_s", "cold_device_s", "cost_usd")
+    return function, FunctionUsage(function=function, kind="h100", **dict(zip(names, figures, strict=True)))
+
+
+def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
+    usages = [
+        usage("generation", 412, 2, 1201.25, 340.5, 61.0, 0.0171),
+        usage("learner", 812, 2, 660.25, 479.125, 16.0, 12.4829),
+    ]
+    files = {"checkpoint": Path("/a/" + "very-long/" * 12), "trace": Path("/runs/demo/trace")}
+    before, after = {"exact_match": 0.09}, {"exact_match": 0.61, "greedy": 0.5}
+    report = final_report(
+        "run demo succeeded", 200, 912.3, usages, before, after, files, replicas_lost=1, steps_again=2
+    )
+    terminal = Console(width=80, record=True, file=io.StringIO())
+    terminal.print(report)
+    text = terminal.export_text()
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert "run demo succeeded  200 steps in 15:12 for $12.50" in text
+    assert "recovered: 1 replica lost, 2 steps done again" in text
+    assert ["exact", "match", "0.090", "0.610", "+0.520"] in lines
+    assert ["greedy", "-", "0.500", "-"] in lines
+    assert ["generation", "1,201.2", "340.5", "61.0", "1,602.8", "75", "412", "2", "$0.0171"] in lines
+    assert ["total", "1,861.5", "819.6", "77.0", "2,758.1", "67", "1,224", "4", "$12.50"] in lines
+    assert str(Path("/a/" + "very-long/" * 12)) in "".join(line.strip() for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= 80
