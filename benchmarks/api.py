@@ -27,7 +27,7 @@ import yaml
 from smoke import parsed
 from where import machine
 
-from rlhfless.control.promptness import come_first
+from rlhfless.control.promptness import raise_priority
 
 RATE, POST_RATE = 200, 100
 """GETs and POSTs a second."""
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--usual-priority", action="store_true")
     asked = parsed(parser, get_s=0.5, streams=2, stream_s=3.0, posts=5)
     print(machine())
-    come_first()
+    raise_priority()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         try:

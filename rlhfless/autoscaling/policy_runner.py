@@ -115,7 +115,7 @@ class PolicyRunner:
                 table.assignment.check_assigned()
             table.assignment.check_drawn(answer, self._fleet.expects)
         except Exception as fault:
-            self._faulted(event, fault)
+            self._count_fault(event, fault)
         self._split_rest(step)
 
     def _seen(self, step: _Step) -> StepView:
@@ -139,9 +139,9 @@ class PolicyRunner:
             case Note(decision):
                 self._note(decision)
                 if decision.kind == "plan":
-                    self._planned(decision, step)
+                    self._note_plan(decision, step)
 
-    def _planned(self, decision: Decision, step: _Step) -> None:
+    def _note_plan(self, decision: Decision, step: _Step) -> None:
         """Notes a step's plan. That no plan can keep the contract is logged when that begins, not at every step."""
         inputs = decision.inputs
         if "step_s" in inputs:
@@ -166,7 +166,7 @@ class PolicyRunner:
         if left := table.unassigned.size:
             raise ReplicaLost(f"no generation actor is left for {left} unfinished samples")
 
-    def _faulted(self, event: Event, fault: Exception) -> None:
+    def _count_fault(self, event: Event, fault: Exception) -> None:
         self._faults += 1
         if self._faults == 1:
             log.error(

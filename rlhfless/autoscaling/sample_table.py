@@ -134,7 +134,7 @@ class SampleTable:
 
     # -- messages of the actors
 
-    def progressed(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
+    def apply_beat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
         """A beat of a request. It may come late, so it never lowers a count."""
         for key, count in tokens.items():
             number = self._numbers[key]
@@ -148,7 +148,7 @@ class SampleTable:
         """Whether a sample is still on this request. A message of a request about any other sample is ignored."""
         return self.on.get(self._numbers[key]) == request
 
-    def came_back(self, rollout: Rollout) -> None:
+    def take_back(self, rollout: Rollout) -> None:
         """A request returns a sample. If the sample has not ended, it continues from its tokens."""
         number = self._numbers[rollout.key]
         del self.on[number]

@@ -57,12 +57,12 @@ class Scaler:
         self.runner.ask(Idle(self.fleet.slot_of(function)), step)
         self.fleet.idle(function, step)
 
-    def drawn(self, step: int) -> None:
+    def learn_speeds(self, step: int) -> None:
         """The rollouts of a step are in the ledger: learn the speed of the engines from them."""
         if self.runner.figures(step):
             self._speeds.learn(*self._ledger.done_in_step(step), self.fleet.kinds())
 
-    def step_ended(self, record: StepRecord) -> None:
+    def end_step(self, record: StepRecord) -> None:
         """A step is done; the policy is told once."""
         self.runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhfless.cli.service import Data, Database
+from rlhfless.cli.options import Data, Database
 from rlhfless.control.settings import DATA_FOLDER, ServiceSettings
 from rlhfless.folders import OTHERS
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlhfless.control.settings import DATABASE_VARIABLE
+
 OptionalSpecFile = Annotated[
     Path | None, typer.Argument(metavar="SPEC", help="Spec of the run: a YAML or JSON file.", show_default=False)
 ]
@@ -18,5 +20,14 @@ Overrides = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Override a key, such as `steps=10` or `rewards.0.weight=2`. May be given many times.",
+    ),
+]
+
+Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
+
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database", metavar="URL", envvar=DATABASE_VARIABLE, help="PostgreSQL; by default SQLite in the data folder."
     ),
 ]

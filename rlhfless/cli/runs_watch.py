@@ -50,7 +50,7 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
         raise typer.Exit(0) from None
     finally:
         over.set()
-        console.tell("")
+        console.set_activity("")
         console.close()
     ended = client.get_run(run.id)
     if ended.status is Status.SUCCEEDED:
@@ -76,10 +76,10 @@ def _tell(url: str, run_id: str, console: Console, over: threading.Event) -> Non
             try:
                 run = client.get_run(run_id)
             except (ApiFault, ServiceAway) as error:
-                console.tell(str(error))
+                console.set_activity(str(error))
                 continue
             if not over.is_set():
-                console.tell(f"{run.status}: {run.status_reason}")
+                console.set_activity(f"{run.status}: {run.status_reason}")
 
 
 def _show(console: Console, event: EventObject, before: dict[str, float]) -> None:

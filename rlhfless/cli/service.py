@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from rlhfless.cli.options import Data, Database
 from rlhfless.control.settings import (
     DATA_FOLDER,
-    DATABASE_VARIABLE,
     ServiceSettings,
     address_of,
     default_roots,
@@ -31,16 +31,6 @@ UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
 
 LOG_FILE = "service.log"
-
-Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
-
-
-Database = Annotated[
-    str | None,
-    typer.Option(
-        "--database", metavar="URL", envvar=DATABASE_VARIABLE, help="PostgreSQL; by default SQLite in the data folder."
-    ),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -130,9 +120,9 @@ def up(
     if detach:
         _detached(settings)
         return
-    from rlhfless.control.promptness import come_first
+    from rlhfless.control.promptness import raise_priority
 
-    come_first()  # what is imported now takes a second, and much longer behind a run
+    raise_priority()  # what is imported now takes a second, and much longer behind a run
     from rlhfless.control.serve import serve
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -32,7 +32,7 @@ class Estimates:
         self._began_s = now()
         self._first: tuple[float, int] | None = None
         self._said_s: float | None = None
-        self._told_to_wait = False
+        self._said_too_few = False
         self._lock = threading.Lock()
         self._done = self._total = 0
 
@@ -50,8 +50,8 @@ class Estimates:
             left_s = self._left_s()
             done = f"{count(self._done)} of {count(self._total)} steps in {clock(self._now() - self._began_s)}"
             if left_s is None:
-                if not self._told_to_wait:
-                    self._told_to_wait = True
+                if not self._said_too_few:
+                    self._said_too_few = True
                     self._say(f"{done}: too few for an estimate, which follows")
             elif self._said_s is None or left_s > 2 * self._said_s:
                 self._said_s = left_s

@@ -17,7 +17,7 @@ from rlhfless.control.objects.common import ListObject
 from rlhfless.control.objects.costs import SimulationObject, UsageObject
 from rlhfless.control.objects.fleet import ReplicaObject
 from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject
-from rlhfless.control.settings import DATA_FOLDER, announced
+from rlhfless.control.settings import DATA_FOLDER, read_announcement
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def service_url(given: str | None, data: str | None = None) -> str:
     """Where the service is: as given, or RLHFLESS_URL, or the service of the data folder, or the default."""
     url = given or os.environ.get(URL)
     if url is None:
-        service = announced(data or DATA_FOLDER)
+        service = read_announcement(data or DATA_FOLDER)
         url = DEFAULT_URL if service is None else str(service["url"])
     return url.rstrip("/")
 

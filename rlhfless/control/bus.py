@@ -114,24 +114,24 @@ class Bus:
 class _Watcher:
     """Collects the runs that have changed."""
 
-    def __init__(self, gone: Callable[[_Watcher], None]) -> None:
+    def __init__(self, on_close: Callable[[_Watcher], None]) -> None:
         self._changed: dict[str, None] = {}
-        self._there = asyncio.Event()
-        self._gone = gone
+        self._has_changes = asyncio.Event()
+        self._on_close = on_close
 
     def add(self, run_id: str) -> None:
         self._changed[run_id] = None
-        self._there.set()
+        self._has_changes.set()
 
     async def changed(self, timeout_s: float) -> list[str]:
         """Ids of the runs that have changed since the last call; empty after `timeout_s`."""
         try:
-            await asyncio.wait_for(self._there.wait(), timeout_s)
+            await asyncio.wait_for(self._has_changes.wait(), timeout_s)
         except TimeoutError:
             return []
         changed, self._changed = list(self._changed), {}
-        self._there.clear()
+        self._has_changes.clear()
         return changed
 
     def close(self) -> None:
-        self._gone(self)
+        self._on_close(self)

@@ -1,8 +1,8 @@
-"""What a driver delivers, and what it is answered: the one interface between the service and the drivers of its runs.
+"""The interface between the service and the drivers of its runs: what a driver delivers, and the answer.
 
 A driver puts *items* into its outbox, numbered without gaps over all attempts of the run, and pushes them in order. The
-service takes each once. A push also says what the driver does now (`Now`), which is not kept, and its answer says what
-is wanted of the driver.
+service takes each once. A push also has the driver's state (`DriverState`), which is not kept, and its answer says
+what the service wants of the driver.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects.fleet import ReplicaNow, Worked
+from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
 from rlhfless.spec.errors import Problem
 
 PROTOCOL = 1
-"""Version of what a driver and the service say to each other. An upgrade replaces one before the other, so both leave
-out fields that they do not know; a field that is added has a default, a kind of item that is added may be lost. A
-change that the other side cannot leave out takes another number, and the two then refuse each other."""
+"""Version of the messages between driver and service. An upgrade replaces one before the other, so both ignore fields
+that they do not know; a new field has a default, and an item of a new kind may be lost. A change that the other side
+cannot ignore takes another number, and driver and service then refuse each other."""
 
 ITEMS_PER_PUSH = 500
-"""At most so many items in one push: a driver that was cut off for long delivers in several."""
+"""Most items of one push: a driver that was cut off for long delivers in several."""
 
 
 def refusal(driver: int, service: int) -> str:
-    """Why a driver and a service of different protocols do not work together, and the hint."""
+    """The message for a driver and a service of different protocols, with the hint."""
     return (
         f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
         "and of the service are of different versions of rlhfless. What was drawn and learned is kept. The "
@@ -50,7 +50,7 @@ class _Message(BaseModel):
 
 
 class Item(_Message):
-    """Something that happened, which must not be lost."""
+    """An occurrence in a run that must not be lost."""
 
     seq: int = Field(ge=1)
     attempt: int = Field(ge=1)
@@ -64,12 +64,12 @@ class DeliveryEnding(_Message):
     """How a driver has ended: the data of an item of kind `ended`."""
 
     status: Status
-    """The status of the run, if no other was wished for meanwhile."""
+    """The status of the run, unless its user has requested another meanwhile."""
     reason: str
     error: dict[str, Any] | None = None
     """code, message, param, problems."""
     retry: bool = False
-    """It was no fault of the run: another driver may do better."""
+    """The run was not at fault: another driver may succeed."""
 
 
 def failure(code: str, message: str, param: str | None = None, problems: Sequence[Problem] = ()) -> dict[str, Any]:
@@ -83,32 +83,32 @@ OUT_OF_MEMORY = "out_of_memory"
 
 
 class LeaseWanted(_Message):
-    """Devices that a run needs to work, and those that it could use."""
+    """The devices that a run needs to work, and those that it could use."""
 
     kind: str
     minimum: int = Field(ge=1)
     maximum: int = Field(ge=1)
     unit: int = Field(ge=1)
     held: int = Field(ge=0)
-    """Devices that it uses now."""
+    """Devices that the run uses now."""
     tenants: int = Field(default=1, ge=1)
     """Most runs that it shares them with, itself included."""
 
 
-class Now(_Message):
-    """What a driver does now."""
+class DriverState(_Message):
+    """What a driver does at the moment of a push."""
 
     reason: str
-    """What it does or waits for, in words."""
+    """What the driver does or waits for, in words."""
     left_s: float | None = None
     lease: LeaseWanted | None = None
     replicas: list[ReplicaNow] = []
-    worked: list[Worked] = []
-    """What its functions have done since the last push."""
+    worked: list[DeviceWork] = []
+    """Calls of the run's functions since the last push."""
 
 
 class Introduction(_Message):
-    """What a push of every protocol says."""
+    """The fields of a push in every protocol."""
 
     protocol: int = PROTOCOL
     attempt: int = Field(ge=1)
@@ -118,33 +118,33 @@ class Push(Introduction):
     """One delivery."""
 
     items: list[Item] = Field(max_length=ITEMS_PER_PUSH)
-    now: Now
+    now: DriverState
     marked: bool = False
-    """The driver has left its mark in the run's folder, and the service has not said yet that it finds it."""
+    """The driver has left its mark in the run's folder, and has no answer yet."""
 
 
 class PushAnswer(_Message):
-    """What the service has, and what it wants of the driver."""
+    """What the service has received, and what it wants of the driver."""
 
     pushed: int
-    """Number of the last item that it has: the next push begins with the one after it."""
+    """Number of the last item that the service has: the next push begins with the following item."""
     wish: Literal["run", "pause", "cancel", "yield"]
     """`yield`: stop after the step, as for a pause; the run goes on when its turn comes again."""
     granted: int
     """Devices that the run may hold; 0 while it waits for its lease."""
     lease_reason: str
-    """Why it waits, in words."""
+    """Why the run waits for devices, in words."""
 
 
 class HostAnswer(_Message):
-    """What the service tells the host of a cluster elsewhere."""
+    """The service's answer to the host of a cluster elsewhere."""
 
     leaving: dict[str, float] = {}
     """Addresses of nodes that are about to leave, and when (unix time; 0: not known)."""
 
 
 class DriverOrder(_Message):
-    """What a driver is started with: a file in its run's folder that its user alone can read."""
+    """The input of a driver: a file in its run's folder that its user alone can read."""
 
     protocol: int = PROTOCOL
     run_id: str
@@ -170,4 +170,4 @@ class DriverOrder(_Message):
     memory_gib: float | None = None
     """See ServiceSettings.driver_memory_gib."""
     priority: int = 0
-    """Of the run, among those that share its devices."""
+    """The run's priority among the runs that share its devices."""

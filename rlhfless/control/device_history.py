@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from rlhfless.control.objects.fleet import DevicesTimelineObject, RunBar, SharedDeviceRow, Worked
+from rlhfless.control.objects.fleet import DevicesTimelineObject, DeviceWork, RunBar, SharedDeviceRow
 
 KEPT_S = 3600.0
 MOST_PER_DEVICE = 2000
@@ -18,7 +18,7 @@ class DeviceHistory:
     def __init__(self) -> None:
         self._bars: dict[str, deque[RunBar]] = defaultdict(lambda: deque(maxlen=MOST_PER_DEVICE))
 
-    def add(self, run_id: str, worked: Sequence[Worked], now_s: float) -> None:
+    def add(self, run_id: str, worked: Sequence[DeviceWork], now_s: float) -> None:
         """What a driver has said; what is older than KEPT_S is forgotten."""
         for one in worked:
             for device in one.devices:

@@ -1,4 +1,4 @@
-"""The processes that drive runs on this machine: started, found again after the service was away, and ended."""
+"""The processes that drive runs on this machine: their start, their end, and how a restarted service finds them."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from rlhfless.folders import replace_text
 
 ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"
-"""What the driver's process prints, beside the run's own log."""
+"""The output of the driver's process; the run has its own log beside it."""
 
 LOG_START = "log_start"
-"""Key of a handle: where in its log the driver began to write."""
+"""Key of a handle: the size of the log when the driver began to write."""
 
 Handle = dict[str, Any]
-"""How a driver is found again, also by a later service: kept in the database."""
+"""What identifies a driver, also for a later service: kept in the database."""
 
 
 class Drivers(Protocol):
-    """Starts drivers, wherever they run. All methods may block for a second; none raises for a driver that is gone."""
+    """Starts and ends drivers. All methods may block for a second; none raises for a driver that has ended."""
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
         """Start a driver. Raises OSError if it cannot be started."""
 
     def alive(self, handle: Handle) -> bool:
-        """Whether it may still work."""
+        """Whether a driver may still be running."""
 
     def ended_by(self, handle: Handle) -> str:
-        """Why it ended, in words, if that is known."""
+        """Why a driver ended, in words."""
 
     def hindrance(self, handle: Handle) -> str:
-        """Why no other driver of the run could begin either, in words; empty if one may."""
+        """Why another driver of the run could not start either, in words; empty if it could."""
 
     def stop(self, handle: Handle) -> None:
-        """Ask it to stop in order."""
+        """Ask a driver to stop in order."""
 
     def kill(self, handle: Handle) -> None:
-        """End it at once."""
+        """End a driver at once."""
 
 
 class LocalDrivers(Drivers):
-    """Each driver is a process in a session of its own, which outlives the service."""
+    """Drivers as processes, each in a session of its own, which outlive the service."""
 
     def __init__(self, module: str = "rlhfless.control.driver") -> None:
-        """`module` is run with the run's folder."""
+        """`module`: what each process runs, with the run's folder as argument."""
         self._module = module
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -81,7 +81,7 @@ class LocalDrivers(Drivers):
         return _process(handle) is not None
 
     def ended_by(self, handle: Handle) -> str:
-        """An exit code is known only to the service that started the driver."""
+        """The exit code is known only to the service that started the driver."""
         process = self._started.get(handle["pid"])
         code = None if process is None else process.poll()
         if code is None:
@@ -91,7 +91,7 @@ class LocalDrivers(Drivers):
         return f"its driver has ended with exit code {code}"
 
     def hindrance(self, handle: Handle) -> str:  # noqa: ARG002
-        """Its folder is the service's."""
+        """Nothing: drivers on this machine see the service's folder."""
         return ""
 
     def stop(self, handle: Handle) -> None:
@@ -109,7 +109,7 @@ def _environment(order: DriverOrder) -> dict[str, str]:
 
 
 def _process(handle: Handle) -> psutil.Process | None:
-    """The process, unless it has ended: another one may have its number by now."""
+    """The driver's process; None if it has ended, even if another process has its id by now."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(handle["pid"])
         if abs(process.create_time() - handle["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE:
@@ -129,7 +129,7 @@ def write_order(folder: Path, order: DriverOrder) -> None:
 
 
 def read_order(folder: Path) -> DriverOrder:
-    """What a driver is started with. Raises OtherProtocol."""
+    """The order of a driver. Raises OtherProtocol."""
     order = json.loads((folder / ORDER_FILE).read_text("utf-8"))
     if (protocol := order["protocol"]) != PROTOCOL:
         raise OtherProtocol(order["attempt"], protocol)

@@ -15,9 +15,9 @@ from rlhfless.control.delivery import (
     OUT_OF_MEMORY,
     PROTOCOL,
     DeliveryEnding,
+    DriverState,
     Item,
     LeaseWanted,
-    Now,
     Push,
     failure,
     refusal,
@@ -43,11 +43,11 @@ def take(session: Session, run: RunRow, push: Push) -> int:
         message = f"attempt {push.attempt} of {run.id} has been replaced by attempt {run.attempt}; this driver must end"
         raise ApiError(409, "stale_attempt", message)
     take_items(session, run, push.items)
-    _now(session, run, push.now)
+    _update_state(session, run, push.now)
     return run.pushed
 
 
-def refuse(session: Session, run: RunRow, protocol: int) -> ApiError:
+def refuse_protocol(session: Session, run: RunRow, protocol: int) -> ApiError:
     """The driver speaks another protocol: the run is at rest until it has a driver that the service understands."""
     message = refusal(protocol, PROTOCOL)
     _put_to_rest(session, run, Status.PAUSED, "other_protocol", message)
@@ -60,7 +60,7 @@ def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
     return ApiError(409, "not_shared", message)
 
 
-def ran_out_of_memory(session: Session, run: RunRow) -> None:
+def stop_out_of_memory(session: Session, run: RunRow) -> None:
     """The driver died of it: another one would, too. What has been done already is kept."""
     message = "out of memory: the run's driver needed more than it may have. Ask for fewer samples, or for smaller data"
     _put_to_rest(session, run, _at_rest(run), OUT_OF_MEMORY, message)
@@ -92,7 +92,7 @@ def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
         store.touch(session, run)
 
 
-def _now(session: Session, run: RunRow, now: Now) -> None:
+def _update_state(session: Session, run: RunRow, now: DriverState) -> None:
     if Status(run.status) not in DRIVEN:
         return  # the driver has just said that the run has ended
     if run.status_reason != now.reason and now.reason and run.status != Status.CANCELLING:
@@ -101,10 +101,10 @@ def _now(session: Session, run: RunRow, now: Now) -> None:
     if run.left_s != now.left_s:
         run.left_s = now.left_s
         store.touch(session, run)
-    _lease(session, run, now.lease)
+    _update_lease(session, run, now.lease)
 
 
-def _lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
+def _update_lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
     row = session.get(LeaseRow, run.id)
     if wanted is None:
         return  # it does not know yet; what an earlier driver of the run had stays promised
@@ -116,7 +116,7 @@ def _lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
             setattr(row, name, value)
 
 
-def _status(session: Session, run: RunRow, item: Item) -> None:
+def _take_status(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt != run.attempt:
         return  # of a driver that has died meanwhile
     wanted = Status(item.data["status"])
@@ -128,11 +128,11 @@ def _status(session: Session, run: RunRow, item: Item) -> None:
         store.set_status(session, run, wanted, item.data["reason"])
 
 
-def _message(session: Session, run: RunRow, item: Item) -> None:
+def _take_message(session: Session, run: RunRow, item: Item) -> None:
     store.add_event(session, run, "message", item.data["message"], item.data["level"], at=item.at)
 
 
-def _metrics(session: Session, run: RunRow, item: Item) -> None:
+def _take_metrics(session: Session, run: RunRow, item: Item) -> None:
     step, kind, values = item.data["step"], item.data["kind"], item.data["values"]
     # A driver that was killed after it had told a step, and before the step's end was in the trace, has a successor
     # that does the step again, with the same samples.
@@ -152,7 +152,7 @@ def _metrics(session: Session, run: RunRow, item: Item) -> None:
     }, at=item.at)  # fmt: skip
 
 
-def _usage(session: Session, run: RunRow, item: Item) -> None:
+def _take_usage(session: Session, run: RunRow, item: Item) -> None:
     """All that the run has used so far: a later item replaces an earlier one."""
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
     known = UsageRow.__table__.columns.keys()
@@ -165,12 +165,12 @@ def _usage(session: Session, run: RunRow, item: Item) -> None:
     run.device_s = sum(row.busy_device_s + row.idle_device_s + row.cold_device_s for row in rows)
 
 
-def _resolved(_: Session, run: RunRow, item: Item) -> None:
+def _take_resolved(_: Session, run: RunRow, item: Item) -> None:
     run.resolved = item.data["spec"]
     run.steps = item.data["spec"]["steps"]
 
 
-def _checkpoints(session: Session, run: RunRow, item: Item) -> None:
+def _take_checkpoints(session: Session, run: RunRow, item: Item) -> None:
     """All checkpoints that the driver keeps. The new ones become events."""
     known, listed = {entry["id"]: entry for entry in run.checkpoints}, item.data["checkpoints"]
     # A driver that goes on lists the checkpoints of earlier ones, too: their time is the one that is known.
@@ -180,7 +180,7 @@ def _checkpoints(session: Session, run: RunRow, item: Item) -> None:
             store.add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)
 
 
-def _rollouts(session: Session, run: RunRow, item: Item) -> None:
+def _take_rollouts(session: Session, run: RunRow, item: Item) -> None:
     step = item.data["step"]
     for place, sample in enumerate(item.data["samples"]):
         session.merge(RolloutRow(run_id=run.id, step=step, place=place, data=sample))
@@ -188,7 +188,7 @@ def _rollouts(session: Session, run: RunRow, item: Item) -> None:
     session.execute(delete(RolloutRow).where(*old))
 
 
-def _ended(session: Session, run: RunRow, item: Item) -> None:
+def _take_ended(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt == run.attempt:
         store.release(session, run)
         end(session, run, DeliveryEnding.model_validate(item.data))
@@ -218,12 +218,12 @@ def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
 
 
 TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
-    "status": _status,
-    "message": _message,
-    "metrics": _metrics,
-    "usage": _usage,
-    "resolved": _resolved,
-    "checkpoints": _checkpoints,
-    "rollouts": _rollouts,
-    "ended": _ended,
+    "status": _take_status,
+    "message": _take_message,
+    "metrics": _take_metrics,
+    "usage": _take_usage,
+    "resolved": _take_resolved,
+    "checkpoints": _take_checkpoints,
+    "rollouts": _take_rollouts,
+    "ended": _take_ended,
 }

@@ -1,11 +1,11 @@
-"""The life cycle of a run. Pure: which status follows which, and what a user may ask for in each.
+"""The life cycle of a run: which status follows which, and what a user may request in each. Pure.
 
     queued -> validating -> provisioning -> running -> succeeded | failed | cancelled
                                  running -> pausing -> paused -> queued (resumed)
                     any with a driver -> cancelling -> cancelled
 
-A run waits as `queued` for its turn, as `provisioning` for devices and for its functions to start. `paused` keeps the
-checkpoint and holds no device. A run that gives way to another of higher priority is `queued` again.
+A `queued` run waits for its turn, a `provisioning` run for devices and for the start of its functions. A `paused` run
+keeps its checkpoint and holds no device. A run that gives way to a run of higher priority is `queued` again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
 
 class DesiredState(StrEnum):
-    """What a user wants of a run."""
+    """What the user of a run has requested last."""
 
     RUN = "run"
     PAUSE = "pause"
@@ -37,13 +37,13 @@ class DesiredState(StrEnum):
 
 
 ENDED = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED})
-"""A run in one of these never changes again."""
+"""Statuses that never change again."""
 
 AT_REST = ENDED | {Status.PAUSED}
-"""No driver, no device."""
+"""Statuses of runs without a driver or a device."""
 
 DRIVEN = frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING, Status.PAUSING, Status.CANCELLING})
-"""A driver is at work, or should be."""
+"""Statuses of runs that have a driver, or should have one."""
 
 FOLLOWING: dict[Status, frozenset[Status]] = {
     Status.QUEUED: frozenset({Status.VALIDATING, Status.PAUSED, Status.CANCELLED, Status.FAILED}),
@@ -55,11 +55,11 @@ FOLLOWING: dict[Status, frozenset[Status]] = {
     Status.FAILED: frozenset(),
     Status.CANCELLED: frozenset(),
 }
-"""The statuses that may follow each. A resumed driver of a run begins with `validating` again."""
+"""The statuses that may follow each status. Every driver of a run begins with `validating`."""
 
 
 class NotPossible(Exception):
-    """What is asked for cannot be done with a run of this status; the text says why, and what can."""
+    """A request that is impossible in the run's status; the text says why, and what is possible."""
 
 
 def apply_request(status: Status, desired: DesiredState, request: DesiredState) -> tuple[Status, DesiredState]:

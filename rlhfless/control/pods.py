@@ -46,7 +46,7 @@ LEAVING_TAINTS = frozenset(
 """Keys of what is put on a node that is about to go: by kubectl cordon and drain, cluster-autoscaler, Karpenter, and
 by the notices of clouds (aws-node-termination-handler, GKE, AKS)."""
 
-LONGEST_WHY = 300
+LONGEST_REASON = 300
 """Characters of a reason: the scheduler's has a clause for each kind of node that does not fit."""
 
 
@@ -66,7 +66,7 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
         PendingPod(
             pod.metadata.name,
             (pod.metadata.labels or {}).get(GROUP_LABEL, ""),
-            _why(pod)[:LONGEST_WHY],
+            _pending_reason(pod)[:LONGEST_REASON],
             pod.metadata.creation_timestamp.timestamp(),
         )
         for pod in pods
@@ -80,7 +80,7 @@ def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, floa
 
     `nodes` are the client's V1Node objects.
     """
-    going = {node.metadata.name for node in nodes if _goes(node)}
+    going = {node.metadata.name for node in nodes if _is_leaving(node)}
     leaving = {}
     for pod in pods:
         ends, address = pod.metadata.deletion_timestamp, pod.status.pod_ip
@@ -90,7 +90,7 @@ def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, floa
     return leaving
 
 
-def _goes(node: Any) -> bool:
+def _is_leaving(node: Any) -> bool:
     return bool(node.spec.unschedulable) or any(taint.key in LEAVING_TAINTS for taint in node.spec.taints or ())
 
 
@@ -114,7 +114,7 @@ def _waits(status: Any) -> Any:
     return status.state.waiting if status.state is not None else None
 
 
-def _why(pod: Any) -> str:
+def _pending_reason(pod: Any) -> str:
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
             return condition.message or condition.reason or "it is not scheduled"
@@ -124,7 +124,7 @@ def _why(pod: Any) -> str:
     return "its containers start"
 
 
-def lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list[Any]]]:
+def pod_lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list[Any]]]:
     """A function that lists the pods of a RayCluster in this pod's namespace, and the cluster's nodes if they are
     wanted, which needs a ClusterRole."""
     from kubernetes import client, config
@@ -145,7 +145,7 @@ class PodWatch(PeriodicTask):
     """Lists the pods of the cluster, again and again."""
 
     def __init__(self, listed: Callable[[], tuple[list[Any], list[Any]]]) -> None:
-        """`listed`: see `lister`."""
+        """`listed`: see `pod_lister`."""
         super().__init__(PERIOD_S)
         self._listed = listed
         self.leaving: dict[str, float] = {}

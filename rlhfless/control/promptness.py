@@ -1,9 +1,9 @@
-"""The service's threads come before those of runs, where the machine lets them.
+"""A higher priority for the service's threads than for those of runs, where the machine allows it.
 
-A run keeps all cores busy with more threads than there are cores. Linux lets a thread that wakes wait for its turn
-behind them, tens of milliseconds on two cores, whatever its niceness; an answer takes a tenth of one. A real-time
-thread waits for none of them, and takes no more of the cores than it would otherwise. All threads that hold Python's
-lock must be such threads: one that has it, and waits for a core, stops the others.
+A run keeps all cores busy with more threads than there are cores. A thread that wakes waits behind them for its turn,
+tens of milliseconds on two cores, whatever its niceness; an answer takes a tenth of a millisecond. A real-time thread
+does not wait for them, and uses no more CPU time. All threads that hold Python's global lock must be real-time threads:
+a thread with the lock that waits for a core stops the others.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 PRIORITY = 1
-"""The lowest of the real-time ones: other services of the machine that ask for such a priority come first."""
+"""The lowest real-time priority: other real-time services of the machine come first."""
 
 WORKERS = 8
-"""Threads for what would hold up the loop: processes, files, curves of long runs."""
+"""Threads for work that would block the event loop: processes, files, curves of long runs."""
 
 
-def come_first() -> bool:
-    """Let this thread come before all that are not real-time threads; returns whether the machine allows it (root,
-    CAP_SYS_NICE or RLIMIT_RTPRIO). What this thread starts, processes and threads, has the usual priority."""
+def raise_priority() -> bool:
+    """Make this thread a real-time thread; returns whether the machine allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO).
+    Processes and threads that it starts have the usual priority."""
     if not hasattr(os, "SCHED_RR"):
         return False
     with contextlib.suppress(OSError):
@@ -30,6 +30,6 @@ def come_first() -> bool:
     return False
 
 
-def workers() -> ThreadPoolExecutor:
-    """For `asyncio.to_thread`."""
-    return ThreadPoolExecutor(WORKERS, "service", initializer=come_first)
+def service_threads() -> ThreadPoolExecutor:
+    """The executor of `asyncio.to_thread`."""
+    return ThreadPoolExecutor(WORKERS, "service", initializer=raise_priority)

@@ -60,7 +60,7 @@ cluster takes less than ten."""
 
 
 @dataclass(frozen=True, slots=True)
-class RayNow:
+class RayReport:
     """The service's Ray."""
 
     address: str
@@ -73,12 +73,12 @@ class RayNow:
     nodes: int
 
 
-def read_ray(file: Path) -> RayNow | None:
+def read_ray(file: Path) -> RayReport | None:
     """What the host has written last; None if there is none, or it hangs. It may be of another version: the host
     outlives the service."""
     try:
         values = json.loads(file.read_text("utf-8"))
-        ray = RayNow(**{name: values[name] for name in RayNow.__slots__ if name in values})
+        ray = RayReport(**{name: values[name] for name in RayReport.__slots__ if name in values})
     except (OSError, ValueError, TypeError):
         return None
     return ray if time.time() - ray.at < STALE_S and psutil.pid_exists(ray.pid) else None
@@ -154,7 +154,7 @@ class NotWanted(Exception):
     """The service has another host."""
 
 
-async def host(ray_address: str | None, folder: Path, say: Callable[[RayNow], Awaitable[None]]) -> None:
+async def host(ray_address: str | None, folder: Path, say: Callable[[RayReport], Awaitable[None]]) -> None:
     """Start or join Ray, and say what is there until SIGTERM, until Ray has ended, or until `say` raises. The files of
     a private Ray are in `folder`."""
     from rlhfless.fleet.cluster import Cluster
@@ -168,14 +168,14 @@ async def host(ray_address: str | None, folder: Path, say: Callable[[RayNow], Aw
     cluster = await Cluster.start(spec, folder, load_price_book(None).kinds)
     try:
         while not stop.is_set() and not cluster.lost:
-            await say(await _seen(cluster, ray_address))
+            await say(await _report_of(cluster, ray_address))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), REPORT_S)
     finally:
         await cluster.stop()
 
 
-async def _seen(cluster: Any, ray_address: str | None) -> RayNow:
+async def _report_of(cluster: Any, ray_address: str | None) -> RayReport:
     from rlhfless.scaling.placement import CPU_KIND
 
     nodes = await cluster.nodes("")
@@ -186,13 +186,13 @@ async def _seen(cluster: Any, ray_address: str | None) -> RayNow:
         for kind in kinds:
             devices[kind] += node.count(kind)
             free[kind] += node.free(kind)
-    return RayNow(ray_address or cluster.address, os.getpid(), time.time(), dict(devices), dict(free), len(nodes))
+    return RayReport(ray_address or cluster.address, os.getpid(), time.time(), dict(devices), dict(free), len(nodes))
 
 
-async def write_for_ever(folder: Path, ray_address: str | None) -> None:
+async def report_to_file(folder: Path, ray_address: str | None) -> None:
     """Host a Ray for the service of a data folder."""
 
-    async def write(now: RayNow) -> None:
+    async def write(now: RayReport) -> None:
         replace_text(folder / RAY_FILE, json.dumps(asdict(now)))
 
     try:
@@ -201,11 +201,11 @@ async def write_for_ever(folder: Path, ray_address: str | None) -> None:
         (folder / RAY_FILE).unlink(missing_ok=True)
 
 
-async def tell_for_ever(service_url: str, token: str) -> None:
+async def report_to_service(service_url: str, token: str) -> None:
     """Tell a service what the cluster has that this process is a job of."""
     client = httpx.AsyncClient(base_url=service_url, timeout=TELL_S, headers={"Authorization": f"Bearer {token}"})
 
-    async def tell(now: RayNow) -> None:
+    async def tell(now: RayReport) -> None:
         try:
             answer = await client.post("/internal/ray", json=asdict(now))
         except httpx.HTTPError as error:
@@ -229,12 +229,12 @@ def main() -> None:
     """See the module."""
     os.umask(OTHERS)
     if sys.argv[1] == "--tell":
-        asyncio.run(tell_for_ever(sys.argv[2], os.environ[HOST_TOKEN]))
+        asyncio.run(report_to_service(sys.argv[2], os.environ[HOST_TOKEN]))
         return
     folder = Path(sys.argv[1])
     if (held := lock(folder / LOCK_FILE)) is not None:
         with held:
-            asyncio.run(write_for_ever(folder, sys.argv[2] if len(sys.argv) > 2 else None))
+            asyncio.run(report_to_file(folder, sys.argv[2] if len(sys.argv) > 2 else None))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs in an order, page by page: by one of their figures, and among equals by their ids."""
+"""Sorted lists of runs, page by page: by one of their columns, and among equals by id."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlhfless.control.database.tables import RunRow
 
 
 class RunOrder(StrEnum):
-    """What runs can be put in order of."""
+    """The keys by which runs can be sorted."""
 
     CREATED = "created"
     STARTED = "started"
-    """The first step; the creation where there was none yet."""
+    """Start of the first step; the creation of a run that has not started a step."""
     NAME = "name"
     STATUS = "status"
     PROGRESS = "progress"
-    """Steps done, of all steps."""
+    """The share of the steps that is done."""
     REWARD = "reward"
-    """Mean of the last step."""
+    """Mean reward of the last step."""
     COST = "cost"
     TIME_LEFT = "time_left"
 
 
-_OF: Mapping[RunOrder, ColumnElement[Any]] = {
+_COLUMNS: Mapping[RunOrder, ColumnElement[Any]] = {
     RunOrder.CREATED: RunRow.created_at.expression,
     RunOrder.STARTED: func.coalesce(RunRow.started_at, RunRow.created_at),
     RunOrder.NAME: RunRow.name.expression,
@@ -42,7 +42,7 @@ _OF: Mapping[RunOrder, ColumnElement[Any]] = {
 }
 
 _MISSING = {RunOrder.REWARD, RunOrder.TIME_LEFT}
-"""What some runs do not have; it is last in both orders."""
+"""Keys that some runs lack; these runs come last in both directions."""
 
 
 def ordered_runs(
@@ -54,11 +54,11 @@ def ordered_runs(
     by: RunOrder = RunOrder.CREATED,
     descending: bool = True,
 ) -> tuple[list[RunRow], bool]:
-    """A page of runs, and whether there are more. Raises ApiError (404) if `after` is no run."""
-    value = _OF[by]
+    """A page of runs, and whether there are more. Raises ApiError (404) if there is no run `after`."""
+    value = _COLUMNS[by]
     if by in _MISSING:
         value = func.coalesce(value, -sys.float_info.max if descending else sys.float_info.max)
-    query = select(RunRow).order_by(*(one.desc() if descending else one.asc() for one in (value, RunRow.id)))
+    query = select(RunRow).order_by(*(key.desc() if descending else key.asc() for key in (value, RunRow.id)))
     if statuses:
         query = query.where(RunRow.status.in_(statuses))
     for name, label in metadata.items():
@@ -72,7 +72,7 @@ def ordered_runs(
 
 
 def _label(session: Session, name: str) -> ColumnElement[Any]:
-    """The value of a run's label. SQLite's own paths into JSON end at a quote in a name, and read no escapes."""
+    """The value of a run's label `name`. A quote in it would end a JSON path of SQLite, which has no escapes."""
     if session.get_bind().dialect.name != "sqlite":
         return RunRow.run_metadata[name].as_string()
     labels = func.json_each(RunRow.run_metadata).table_valued("key", "value")

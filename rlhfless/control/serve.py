@@ -18,14 +18,14 @@ import psutil
 import uvicorn
 
 from rlhfless.control import store
-from rlhfless.control.api.app import app_of
+from rlhfless.control.api.app import make_app
 from rlhfless.control.drivers import Drivers, LocalDrivers
-from rlhfless.control.promptness import come_first, workers
+from rlhfless.control.promptness import raise_priority, service_threads
 from rlhfless.control.ray_host import HostKeeper, stop_host
 from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
 from rlhfless.control.security.keys import require_safe
 from rlhfless.control.service import Service, lock_data, open_database
-from rlhfless.control.settings import ServiceSettings, announced
+from rlhfless.control.settings import ServiceSettings, read_announcement
 from rlhfless.spec.errors import InputError, Problem
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
 
     Raises DataInUse, NotPrivate, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
-    come_first()
-    asyncio.get_running_loop().set_default_executor(workers())
+    raise_priority()
+    asyncio.get_running_loop().set_default_executor(service_threads())
     with lock_data(settings):
         database = await asyncio.to_thread(open_database, settings)
         try:
@@ -57,7 +57,7 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
                 shown = f"[{host}]" if ":" in host else host
                 service = Service(settings, database, drivers or _drivers(settings), f"http://{shown}:{port}")
                 config = uvicorn.Config(
-                    app_of(service),
+                    make_app(service),
                     log_config=None,
                     access_log=False,
                     timeout_graceful_shutdown=GRACE_S,
@@ -158,7 +158,7 @@ async def _wind_down(
 
 def stop_service(settings: ServiceSettings) -> bool:
     """End the service of a data folder with its runs and its Ray, in order; returns whether there was any."""
-    service, running = announced(settings.folder), False
+    service, running = read_announcement(settings.folder), False
     with contextlib.suppress(psutil.Error):
         if service is not None:
             process = psutil.Process(service["pid"])

@@ -1,4 +1,4 @@
-"""One service: its database, the bus, the supervisor, and where its Ray is."""
+"""A service: its database, its bus, its periodic tasks, and the state of its Ray."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rlhfless.control.database.tables import RunRow
 from rlhfless.control.device_history import DeviceHistory
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.objects.fleet import ReplicaNow
-from rlhfless.control.pods import PodWatch, lister
-from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayNow, read_ray
+from rlhfless.control.pods import PodWatch, pod_lister
+from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayReport, read_ray
 from rlhfless.control.retention import RetentionSweep
 from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings, open_data
@@ -36,14 +36,14 @@ LOCK_FILE = "service.lock"
 
 
 class DataInUse(UserError):
-    """Another service has the data folder."""
+    """Another service uses the data folder."""
 
 
 class Service:
     """The parts of a service, and what it knows of its Ray."""
 
     def __init__(self, settings: ServiceSettings, database: Database, drivers: Drivers, address: str) -> None:
-        """`address`: where it answers, such as http://127.0.0.1:8080."""
+        """`address`: where the service answers, such as http://127.0.0.1:8080."""
         self.settings = settings
         self.database = database
         self.address = address
@@ -53,38 +53,38 @@ class Service:
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.device_counts)
         self.simulations = Simulations(database, self.runner)
-        self.worked = DeviceHistory()
+        self.device_history = DeviceHistory()
         self.replicas: dict[str, list[ReplicaNow]] = {}
-        """By run: its replicas now, as its driver said last."""
+        """By run: its replicas, as its driver reported them last."""
         self.host_token = secrets.token_urlsafe(32)
-        """What the host of a cluster elsewhere shows. Another service has another one; its predecessor's host ends."""
-        self._ray_report: RayNow | None = None
-        self.pods = PodWatch(lister(settings.ray_cluster, settings.watch_nodes)) if settings.ray_cluster else None
+        """The secret of the host in a cluster elsewhere. A later service has another secret, and this host ends."""
+        self._ray_report: RayReport | None = None
+        self.pods = PodWatch(pod_lister(settings.ray_cluster, settings.watch_nodes)) if settings.ray_cluster else None
         database.on_commit = self.bus.publish
 
     @property
     def url(self) -> str:
-        """Where clients and drivers reach it."""
+        """The address at which clients and drivers reach the service."""
         return self.settings.public_url or self.address
 
-    def ray(self) -> RayNow | None:
-        """The Ray that runs are on, and its devices; None while it is not there."""
+    def ray(self) -> RayReport | None:
+        """The Ray cluster of the runs, with its devices; None while there is none."""
         if not self.settings.elsewhere:
             return read_ray(self.settings.folder / RAY_FILE)
         report = self._ray_report
         return report if report is not None and time.time() - report.at < STALE_S else None
 
-    def update_ray_report(self, report: RayNow) -> None:
+    def update_ray_report(self, report: RayReport) -> None:
         """Take a report of the host of a cluster elsewhere."""
         self._ray_report = replace(report, at=time.time())  # by this clock
 
     def ray_address(self) -> str:
-        """Empty while there is none."""
+        """The address of Ray; empty while there is no Ray."""
         ray = self.ray()
         return ray.address if ray else ""
 
     def device_counts(self) -> dict[str, int]:
-        """Devices that runs may hold together, by kind."""
+        """The devices that runs may hold together, by kind."""
         ray = self.ray()
         return (ray.devices if ray else {}) | self.settings.capacity
 
@@ -93,13 +93,13 @@ class Service:
         return await self.database.read(lambda session: store.run_of(session, run_id))
 
     def announce(self) -> None:
-        """Write down where the service answers: for drivers that go on, and for the command line."""
+        """Write the service's address into its folder, for drivers that go on and for the command line."""
         content = {"url": self.url, "pid": os.getpid(), "started_at": time.time()}
         replace_text(self.settings.folder / SERVICE_FILE, json.dumps(content))
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """Within the block runs are looked after."""
+        """Do the periodic work within the block."""
         await self.keys.read()
         self.announce()
         sweep = RetentionSweep(self.database, self.settings)

@@ -136,7 +136,7 @@ def open_data(settings: ServiceSettings) -> Path:
     return private(folder)
 
 
-def announced(data: str | Path) -> dict[str, Any] | None:
+def read_announcement(data: str | Path) -> dict[str, Any] | None:
     """What the service of a data folder has written down (url, pid); None if none has begun there."""
     try:
         values: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
@@ -147,7 +147,7 @@ def announced(data: str | Path) -> dict[str, Any] | None:
 
 def address_of(settings: ServiceSettings) -> str | None:
     """Where the service of a data folder answers; None if none runs."""
-    service = announced(settings.folder)
+    service = read_announcement(settings.folder)
     return str(service["url"]) if service is not None and psutil.pid_exists(service["pid"]) else None
 
 

@@ -1,4 +1,4 @@
-"""What is written to and read from the tables. Each function is one part of a transaction of its caller's."""
+"""Reads and writes of the tables. Each function is a part of its caller's transaction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfless.control.objects.costs import MeasuredCost
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
-    """Raises ApiError (404)."""
+    """The run with an id. Raises ApiError (404)."""
     row = session.get(RunRow, run_id)
     if row is None:
         raise not_found("run", run_id)
@@ -31,19 +31,20 @@ def run_of(session: Session, run_id: str) -> RunRow:
 
 
 def page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
+    """The first `limit` rows of a query, and whether there are more."""
     rows = list(session.scalars(query.limit(limit + 1)))
     return rows[:limit], len(rows) > limit
 
 
 def touch(session: Session, run: RunRow, *events: EventRow) -> None:
-    """The run has changed: those that watch it are told after the commit."""
+    """Mark a run as changed: its watchers get it, and these events, after the commit."""
     session.info.setdefault(CHANGED, {}).setdefault(run.id, []).extend(events)
 
 
 def add_event(
     session: Session, run: RunRow, type_: str, message: str, level: str = "info", data: Any = None, at: float = 0.0
 ) -> None:
-    """The run's next event."""
+    """Add the run's next event."""
     run.last_event += 1
     row = EventRow(
         run_id=run.id,
@@ -59,8 +60,8 @@ def add_event(
 
 
 def set_status(session: Session, run: RunRow, status: Status, reason: str, error: Any = None) -> None:
-    """The run's status, and an event if it is another one. A run whose driver has died keeps its devices: the next
-    driver goes on with them."""
+    """Set a run's status, with an event if the status changes. A run whose driver has died keeps its lease: the next
+    driver uses the same devices."""
     now = time.time()
     before, run.status_reason = run.status, reason
     if error is not None:
@@ -80,38 +81,38 @@ def set_status(session: Session, run: RunRow, status: Status, reason: str, error
 
 
 def release(session: Session, run: RunRow) -> None:
-    """The run holds no device any more."""
+    """Remove the run's lease."""
     session.execute(delete(LeaseRow).where(LeaseRow.run_id == run.id))
 
 
 def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[EventRow], bool]:
-    """Events of a run after one of them, oldest first, and whether there are more."""
+    """The events of a run after number `after`, oldest first, and whether there are more."""
     query = select(EventRow).where(EventRow.run_id == run_id, EventRow.seq > after).order_by(EventRow.seq)
     return page(session, query, limit)
 
 
 def usage(session: Session, run_id: str) -> list[UsageRow]:
-    """By function."""
+    """The usage of a run, by function."""
     return list(session.scalars(select(UsageRow).where(UsageRow.run_id == run_id).order_by(UsageRow.function)))
 
 
 def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
     """The measured cost of a run's steps after its first one."""
-    of_run = (MetricsRow.run_id == run_id, MetricsRow.kind == "step")
+    is_step = (MetricsRow.run_id == run_id, MetricsRow.kind == "step")
     cost_usd, step_s = (MetricsRow.values[name].as_float() for name in ("cost_usd", "step_s"))
-    ends = select(MetricsRow.step, cost_usd).where(*of_run)
+    ends = select(MetricsRow.step, cost_usd).where(*is_step)
     first = session.execute(ends.order_by(MetricsRow.step).limit(1)).first()
     last = session.execute(ends.order_by(MetricsRow.step.desc()).limit(1)).first()
     if first is None or last is None or first[0] == last[0] or None in (first[1], last[1]):
         return None
     steps, mean_s = session.execute(
-        select(func.count(), func.avg(step_s)).where(*of_run, MetricsRow.step > first[0])
+        select(func.count(), func.avg(step_s)).where(*is_step, MetricsRow.step > first[0])
     ).one()
     return MeasuredCost(steps=steps, step_s=mean_s, step_usd=(last[1] - first[1]) / steps)
 
 
 def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> list[RolloutRow]:
-    """The newest first, or of one step."""
+    """The samples of a run to read, newest first; of all steps or of one."""
     query = select(RolloutRow).where(RolloutRow.run_id == run_id)
     if step is not None:
         query = query.where(RolloutRow.step == step)
@@ -119,18 +120,18 @@ def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> lis
 
 
 def driven(session: Session) -> list[RunRow]:
-    """Runs that have a driver at work, or should have one."""
+    """The runs that have a driver, or should have one."""
     return list(session.scalars(select(RunRow).where(RunRow.status.in_(list(DRIVEN)))))
 
 
 def count_driven(session: Session) -> int:
-    """How many runs have a driver at work."""
+    """The number of runs in `driven`."""
     return session.scalar(select(func.count()).select_from(RunRow).where(RunRow.status.in_(list(DRIVEN)))) or 0
 
 
 def queue(session: Session) -> list[RunRow]:
-    """Runs that wait for their turn, in its order. Of the columns only what the order and the waiting are told by: the
-    queue is looked at every second, and may be long."""
+    """The runs that wait for their turn, in order. Only the columns that the supervisor needs are read: it reads the
+    queue every second, and the queue may be long."""
     waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.wish == DesiredState.RUN)
     columns = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
     return list(
@@ -139,7 +140,7 @@ def queue(session: Session) -> list[RunRow]:
 
 
 def unended(session: Session) -> list[RunRow]:
-    """All runs that may go on: at work, queued or paused."""
+    """The runs that have not ended: running, queued or paused."""
     return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(ENDED)))))
 
 
@@ -149,5 +150,5 @@ def leases(session: Session) -> list[tuple[LeaseRow, RunRow]]:
 
 
 def forget_run(session: Session, run_id: str) -> None:
-    """The run and all rows of it."""
+    """Delete a run with all its rows."""
     session.execute(delete(RunRow).where(RunRow.id == run_id))

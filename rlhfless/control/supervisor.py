@@ -1,7 +1,7 @@
-"""Brings every run from its status to the one that is wanted: starts drivers, notices those that die, resumes runs.
+"""Brings every run from its status to its desired state: starts drivers, notices those that die, resumes runs.
 
-One look a second, from the database alone; so it does not matter when the service was away, or what happened then. What
-a driver has put into its outbox and could not deliver is read from the run's folder.
+The supervisor reads the database every second and keeps no other state, so a restart of the service loses nothing.
+Items that a driver could not deliver are read from the outbox in the run's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhfless.control.database.tables import RunRow
 from rlhfless.control.delivery import DeliveryEnding, DriverOrder, failure
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
-from rlhfless.control.ingest import end, ran_out_of_memory, refuse_folder, take_items
+from rlhfless.control.ingest import end, refuse_folder, stop_out_of_memory, take_items
 from rlhfless.control.lifecycle import DRIVEN, DesiredState, Status
 from rlhfless.control.memory import says_out_of_memory
 from rlhfless.control.periodic import PeriodicTask
@@ -33,17 +33,17 @@ from rlhfless.spec import TimeoutsSpec
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-"""How often it looks: a driver's start takes ten times as long."""
+"""How often the runs are checked: a driver's start takes ten times as long."""
 
 LEASE_COLUMNS = DevicesRequest.__slots__[2:]
 """Fields of a request that are columns of the run's lease; the first two are the run's."""
 
 KILL_AFTER_S = 35.0
-"""A driver that was told to cancel is killed so long after `timeouts.stop_s`: it also has to deliver what it has."""
+"""A cancelled driver is killed this long after `timeouts.stop_s`: it also has to deliver its outbox."""
 
 
 class Supervisor(PeriodicTask):
-    """The supervisor of one service's runs."""
+    """Reconciles each run's status with its desired state."""
 
     def __init__(
         self,
@@ -64,48 +64,49 @@ class Supervisor(PeriodicTask):
         self._ray_address = ray_address
         self._device_counts = device_counts
         self.admits = True
-        """Drivers may begin."""
+        """Whether drivers may be started."""
         self.yields: set[str] = set()
-        """Runs that are to give way."""
+        """Runs that have to give way to others at the end of their step."""
         self.lease_reasons: dict[str, str] = {}
+        """By run: why it waits for devices."""
 
     async def tick(self) -> None:
-        """One look at all runs."""
+        """Check all runs once."""
         for run in await self._database.read(store.driven):
             await self._check(run)
-        await self._promise()
+        await self._grant_devices()
         if self.admits:
             await self._admit()
 
-    # -- drivers that work
+    # -- running drivers
 
     async def _check(self, run: RunRow) -> None:
         handle = run.driver
         if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
-            await self._gone(run)
+            await self._settle_dead(run)
         elif run.wish == DesiredState.CANCEL and time.time() - run.wished_at > _stop_s(run) + KILL_AFTER_S:
             log.warning("%s: the driver does not end; it is killed", run.id)
             await asyncio.to_thread(self._drivers.kill, handle)
 
-    async def _gone(self, run: RunRow) -> None:
-        """The driver is not there any more: what it left is taken; if it had not ended the run, another one follows."""
+    async def _settle_dead(self, run: RunRow) -> None:
+        """Settle a run whose driver has died: its outbox is taken; unless the run has ended, another driver follows."""
         why, hindrance, out_of_memory = "its driver was not started", "", False
         if run.driver is not None:
             log_file, log_start = Path(run.folder) / LOG_FILE, run.driver.get(LOG_START, 0)
             out_of_memory = await asyncio.to_thread(says_out_of_memory, log_file, log_start)
             why = await asyncio.to_thread(self._drivers.ended_by, run.driver)
             hindrance = await asyncio.to_thread(self._drivers.hindrance, run.driver)
-        left = await asyncio.to_thread(undelivered, Path(run.folder), run.pushed)
+        items = await asyncio.to_thread(undelivered, Path(run.folder), run.pushed)
 
         def settle(session: Session) -> None:
             row = store.run_of(session, run.id)
             if row.attempt != run.attempt or row.status not in DRIVEN:
                 return
-            take_items(session, row, left)
+            take_items(session, row, items)
             if row.status in DRIVEN and hindrance:
                 refuse_folder(session, row, hindrance)
             elif row.status in DRIVEN and out_of_memory:
-                ran_out_of_memory(session, row)
+                stop_out_of_memory(session, row)
             elif row.status in DRIVEN:
                 error = failure("driver_died", why)
                 end(session, row, DeliveryEnding(status=Status.QUEUED, reason=why, error=error, retry=True))
@@ -114,11 +115,11 @@ class Supervisor(PeriodicTask):
 
     # -- devices
 
-    async def _promise(self) -> None:
+    async def _grant_devices(self) -> None:
         devices = self._device_counts()
         now = time.time()
 
-        def promise(session: Session) -> None:
+        def grant(session: Session) -> None:
             rows = store.leases(session)
             requests = [
                 DevicesRequest(run.owner, run.priority, **{name: getattr(lease, name) for name in LEASE_COLUMNS})
@@ -132,32 +133,33 @@ class Supervisor(PeriodicTask):
             self.yields = set(decisions.yields)
             self.lease_reasons = dict(decisions.reasons)
 
-        await self._database.write(promise)
+        await self._database.write(grant)
 
-    # -- drivers that begin
+    # -- drivers to start
 
     async def _admit(self) -> None:
-        """Start drivers for the first of the queue, as many as may work at a time."""
+        """Start drivers for the first runs of the queue, up to the limit of drivers."""
 
-        def first(session: Session) -> list[RunRow]:
+        def next_runs(session: Session) -> list[RunRow]:
             working = store.count_driven(session)
-            room = max(self._settings.max_drivers - working, 0)
+            free = max(self._settings.max_drivers - working, 0)
             queue = store.queue(session)
-            for place, row in enumerate(queue[room:]):
+            for place, row in enumerate(queue[free:]):
                 ahead = f"{place} run(s) before it" if place else "it is the next one"
                 reason = f"waiting for its turn: {ahead}, {working} at work"
                 if row.status_reason != reason and row.attempt == 0:
                     row.status_reason = reason
                     store.touch(session, row)
-            return queue[:room]
+            return queue[:free]
 
         if not self._ray_address():
             return
-        for run in await self._database.write(first):
+        for run in await self._database.write(next_runs):
             await self._begin(run)
 
     async def _begin(self, run: RunRow) -> None:
-        """Start the next driver of a run. It is in the database before it is started: no second one can be."""
+        """Start the next driver of a run. The database has the attempt before its driver starts: no second driver can
+        start."""
         token = secrets.token_urlsafe(32)
 
         def begin(session: Session) -> RunRow | None:
@@ -204,7 +206,7 @@ class Supervisor(PeriodicTask):
         await self._database.write(note)
 
     async def stop_all(self) -> None:
-        """Ask all drivers to stop in order: their runs go on when the service is there again."""
+        """Ask all drivers to stop in order: their runs go on when the service runs again."""
         for run in await self._database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)

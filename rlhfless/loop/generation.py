@@ -256,7 +256,7 @@ class GenerationStage:
                 for rollouts in groups:
                     yield from self._completed(rollouts[0].prompt_id)
             case Progress(tokens=tokens, ended=ended):
-                self._table.progressed(event.request, tokens, ended)
+                self._table.apply_beat(event.request, tokens, ended)
                 self._beat()
             case ReplicaLost() as lost:
                 self._lose(event.request, lost)
@@ -277,7 +277,7 @@ class GenerationStage:
         if self._journal is not None and ended:
             self._journal.add(self.step, ended)
         for rollout in current:
-            self._table.came_back(rollout)
+            self._table.take_back(rollout)
         for rollout in ended:
             self._finished[rollout.prompt_id].append(rollout)
 

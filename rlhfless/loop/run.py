@@ -314,11 +314,11 @@ class Run:
         if not self.ledger.has_rollouts_of(step):
             for group in experience.groups:
                 self.ledger.add_group(step, group)
-            self.scaler.drawn(step)
+            self.scaler.learn_speeds(step)
 
     def close_step(self, record: StepRecord, experience: Experience) -> None:
         """Put the step into the ledger, and show its figures."""
-        self.scaler.step_ended(record)
+        self.scaler.end_step(record)
         self.latest.update(record.metrics)
         others_since_s = self.clock.end(record.step, record.end_s)
         if not self.ledger.has_step(record.step):

@@ -102,7 +102,7 @@ class Console:
         with self._stage(what, self._now()):
             yield
 
-    def tell(self, what: str) -> None:
+    def set_activity(self, what: str) -> None:
         """Shows what is done or waited for, until this is called again; of a run that is somewhere else."""
         what = legible(what)
         with self._lock:

@@ -104,7 +104,7 @@ async def test_slots_show_their_replicas_and_how_much_each_has(tmp_path: Path) -
     seen.give(np.array([3]), 1)
     for number in range(3):
         seen.on[number] = 0
-    seen.progressed(0, {("p", 0): 4}, {})
+    seen.apply_beat(0, {("p", 0): 4}, {})
     slots = scene.fleet.slots(seen)
     assert [slot.state for slot in slots] == [ReplicaState.SERVING, None, ReplicaState.SERVING, ReplicaState.SERVING]
     assert [(slot.running, slot.waiting) for slot in slots[:2]] == [(1, 2), (0, 1)]

@@ -123,7 +123,7 @@ class Live:
         """These samples have ended by now."""
         for number in samples.tolist():
             self.table.on[number] = 0
-            self.table.progressed(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
+            self.table.apply_beat(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
             del self.table.on[number]
 
 

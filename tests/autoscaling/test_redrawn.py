@@ -22,7 +22,7 @@ def table() -> SampleTable:
 def came_back(samples: SampleTable, *rollouts: Rollout) -> Redrawn:
     for one in rollouts:
         samples.on[0] = 0
-        samples.came_back(one)
+        samples.take_back(one)
     return samples.redrawn
 
 

@@ -65,8 +65,8 @@ class Life:
         await reader.task
         for group in reader.groups:
             self.scene.ledger.add_group(step, group.adding(score=[Score(0.0, {}) for _ in group.samples]))
-        self.scaler.drawn(step)
-        self.scaler.step_ended(StepRecord(step, 10.0 * step, 10.0 * step + 8, {}))
+        self.scaler.learn_speeds(step)
+        self.scaler.end_step(StepRecord(step, 10.0 * step, 10.0 * step + 8, {}))
         self.scene.ledger.add_step(StepRecord(step, 10.0 * step, 10.0 * step + 8, {}))
         return reader
 

@@ -257,7 +257,7 @@ def test_a_plan_shows_time_and_cost_as_the_service_does_and_no_line_twice(sized)
     asked = [sized, "--devices", "2xcpu-core"]
     found = json.loads(invoke("plan", *asked, "--json").stdout)
     spec = load_spec(sized).model_dump(mode="json")
-    service_plan = planned({"spec": spec, "there": {"cpu-core": 2}, "alone": True})
+    service_plan = planned({"spec": spec, "present": {"cpu-core": 2}, "alone": True})
     assert found["predicted"] == service_plan["chosen"]["predicted"]
     assert found["lengths"] == service_plan["lengths"]
     text = invoke("plan", *asked).stdout

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rlhfless.control.device_history import KEPT_S, DeviceHistory
-from rlhfless.control.objects.fleet import Worked
+from rlhfless.control.objects.fleet import DeviceWork
 
 
-def worked(work: str, start_s: float, end_s: float, *devices: str) -> Worked:
-    return Worked(function="learner", work=work, step=1, devices=list(devices), start_s=start_s, end_s=end_s)
+def worked(work: str, start_s: float, end_s: float, *devices: str) -> DeviceWork:
+    return DeviceWork(function="learner", work=work, step=1, devices=list(devices), start_s=start_s, end_s=end_s)
 
 
 def test_work_of_all_runs_by_device_of_the_cluster() -> None:

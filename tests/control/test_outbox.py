@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless.control.delivery import Now, Push
+from rlhfless.control.delivery import DriverState, Push
 from rlhfless.control.driver.outbox import KEPT_ITEMS, Outbox, StaleOutbox, undelivered
 
 
@@ -38,7 +38,7 @@ def test_texts_that_no_database_keeps_are_escaped(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path, 1)
     outbox.add("message", {"message": "a\0b", "why": ["\ud800"]})
     assert outbox.after(0)[0].data == {"message": "a\\x00b", "why": ["\\ud800"]}
-    assert Push(attempt=1, items=outbox.after(0), now=Now(reason="")).model_dump_json()
+    assert Push(attempt=1, items=outbox.after(0), now=DriverState(reason="")).model_dump_json()
     outbox.close()
 
 
@@ -46,9 +46,9 @@ def test_what_was_delivered_long_ago_is_forgotten_and_numbers_are_not_used_again
     outbox = Outbox(tmp_path, 1)
     for _ in range(3):
         outbox.add("message", {})
-    outbox.delivered(KEPT_ITEMS + 2)
+    outbox.forget_delivered(KEPT_ITEMS + 2)
     assert [item.seq for item in outbox.after(0)] == [3]
-    outbox.delivered(KEPT_ITEMS + 3)
+    outbox.forget_delivered(KEPT_ITEMS + 3)
     outbox.add("message", {})
     assert [item.seq for item in outbox.after(0)] == [4]
     outbox.close()

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from rlhfless.control.promptness import come_first, workers
+from rlhfless.control.promptness import raise_priority, service_threads
 
 
 def test_a_thread_comes_first_and_what_it_starts_does_not() -> None:
     def look() -> tuple[bool, int, int, int]:
-        allowed = come_first()
+        allowed = raise_priority()
         inner: list[int] = []
         thread = threading.Thread(target=lambda: inner.append(os.sched_getscheduler(0)))
         thread.start()
@@ -24,7 +24,7 @@ def test_a_thread_comes_first_and_what_it_starts_does_not() -> None:
         )
         return allowed, os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK, inner[0], int(shown.stdout)
 
-    with workers() as pool:
+    with service_threads() as pool:
         allowed, own, thread, process = pool.submit(look).result(30)
     if not allowed:
         pytest.skip("this machine allows no real-time threads (CAP_SYS_NICE)")
@@ -36,6 +36,6 @@ def test_a_machine_that_does_not_allow_it_is_no_fault(monkeypatch: pytest.Monkey
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert not come_first()
+    assert not raise_priority()
     monkeypatch.delattr(os, "SCHED_RR")
-    assert not come_first()
+    assert not raise_priority()

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlhfless.control.delivery import LeaseWanted, Now, PushAnswer
+from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
 from rlhfless.control.driver.link import Link
 from rlhfless.control.driver.outbox import Outbox
 from rlhfless.control.drivers import read_order
@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
         answers[:] = [answer]
         heard.set()
 
-    link = Link(order, outbox, lambda: Now(reason="stepping", lease=lease), hear, lambda _: replaced.set())
+    link = Link(order, outbox, lambda: DriverState(reason="stepping", lease=lease), hear, lambda _: replaced.set())
     link.start()
 
     def tell(item: str, /, **data: object) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from rlhfless.control.api.app import app_of
+from rlhfless.control.api.app import make_app
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.drivers import Drivers, Handle
 from rlhfless.control.ray_host import RAY_FILE
@@ -85,7 +85,7 @@ def served(settings: ServiceSettings, drivers: Drivers) -> Iterator[tuple[httpx.
         async def serve() -> None:
             database = open_database(settings)
             service = Service(settings, database, drivers, f"http://127.0.0.1:{port}")
-            server = uvicorn.Server(uvicorn.Config(app_of(service), log_config=None, timeout_graceful_shutdown=1))
+            server = uvicorn.Server(uvicorn.Config(make_app(service), log_config=None, timeout_graceful_shutdown=1))
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             holder.update(server=server, service=service)
             ready.set()

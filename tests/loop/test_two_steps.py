@@ -128,7 +128,7 @@ class Scene:
         self.run.published = weights_of(0)
 
     def scaler(self) -> Any:
-        def ended(record: StepRecord) -> None:
+        def end_step(record: StepRecord) -> None:
             self.policy.end(StepEnded(record.start_s, record.end_s), record.step)
 
         return SimpleNamespace(
@@ -136,8 +136,8 @@ class Scene:
             runner_of=lambda step, work: self.policy,
             runner=self.policy,
             idle=lambda function, step: None,
-            drawn=lambda step: None,
-            step_ended=ended,
+            learn_speeds=lambda step: None,
+            end_step=end_step,
         )
 
     async def rolled_out(self, step: int) -> Any:

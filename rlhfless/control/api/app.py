@@ -30,7 +30,7 @@ RETRY_AFTER_S = 2.0
 """After which a client asks again when the database is away."""
 
 
-def app_of(service: Service) -> FastAPI:
+def make_app(service: Service) -> FastAPI:
     """The application of a service."""
 
     @contextlib.asynccontextmanager

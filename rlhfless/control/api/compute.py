@@ -79,7 +79,7 @@ async def plan_question(service: Service, question: PlanQuestion) -> dict[str, A
     """The question as the job takes it. Raises ApiError (404)."""
     asked = question.model_dump(exclude={"lengths_of"})
     trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
-    return asked | {"there": service.device_counts() or {"cpu-core": 1}, "trace": trace}
+    return asked | {"present": service.device_counts() or {"cpu-core": 1}, "trace": trace}
 
 
 async def trace_folder(service: Service, run_id: str) -> str:

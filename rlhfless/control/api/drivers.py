@@ -19,7 +19,7 @@ from rlhfless.control.database.tables import LeaseRow, RunRow
 from rlhfless.control.delivery import PROTOCOL, HostAnswer, Introduction, Push, PushAnswer
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, DesiredState, Status
-from rlhfless.control.ray_host import RayNow
+from rlhfless.control.ray_host import RayReport
 from rlhfless.control.run_files import finds_mark, not_shared
 from rlhfless.control.security.keys import hashed
 from rlhfless.control.service import Service
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 @router.post("/ray")
-async def tell(service: OfService, now: RayNow, authorization: Annotated[str, Header()] = "") -> HostAnswer:
+async def tell(service: OfService, now: RayReport, authorization: Annotated[str, Header()] = "") -> HostAnswer:
     """Take what the host of a cluster says that it has, and say which of its nodes are about to leave."""
     if not hmac.compare_digest(authorization.removeprefix("Bearer "), service.host_token):
         raise ApiError(401, "unauthorized", "this is not the host of this service's cluster")
@@ -69,7 +69,7 @@ async def deliver(
         return PushAnswer(pushed=pushed, wish=wish, granted=lease.granted if lease else 0, lease_reason=reason)  # type: ignore[arg-type]
 
     answer = await service.database.write(take)
-    service.worked.add(run_id, push.now.worked, time.time())
+    service.device_history.add(run_id, push.now.worked, time.time())
     if push.now.replicas:
         service.replicas[run_id] = push.now.replicas
     else:
@@ -108,4 +108,4 @@ async def _require_one_folder(service: Service, run_id: str, known: Introduction
 
 
 def _refuse(session: Session, run_id: str, known: Introduction, token: str) -> ApiError:
-    return ingest.refuse(session, _driven_by(session, run_id, known, token), known.protocol)
+    return ingest.refuse_protocol(session, _driven_by(session, run_id, known, token), known.protocol)

@@ -167,7 +167,7 @@ async def get_devices_timeline(
     service: OfService, minutes: Annotated[float, Query(gt=0, le=60)] = 15
 ) -> DevicesTimelineObject:
     """Which run did what on each device of the cluster, lately."""
-    return service.worked.since(time.time() - 60 * minutes)
+    return service.device_history.since(time.time() - 60 * minutes)
 
 
 def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> DeviceKindObject:

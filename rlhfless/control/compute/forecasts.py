@@ -55,7 +55,7 @@ class Forecasts(PeriodicTask):
         trace = await self._database.read(lambda session: _alike(session, run))
         devices = dict(self._devices()) or {"cpu-core": 1}
         # Only the run's own devices: other kinds are for `runs:plan`.
-        question: dict[str, Any] = {"spec": run.spec, "there": devices, "trace": trace, "devices": [], "alone": True}
+        question: dict[str, Any] = {"spec": run.spec, "present": devices, "trace": trace, "devices": [], "alone": True}
         plan = await self._answer("plan", question, PLAN_S)
         predicted = (plan.get("chosen") or {}).get("predicted") or NOTHING
         await self._database.write(lambda session: _set(session, RunRow, run.id, plan=predicted))

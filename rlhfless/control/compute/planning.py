@@ -32,7 +32,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     spec = RunSpec.model_validate(question["spec"])
     trace = read_trace(question["trace"], tokens=False) if question.get("trace") else None
     lengths, config = lengths_of(spec, trace), _config(spec)
-    kind, count = _chosen(spec, question["there"])
+    kind, count = _chosen(spec, question["present"])
     main = question_of(spec, kind, count)
     rows = [_row(main, config, lengths, trace)]
     asked = question.get("devices") or ()
@@ -52,7 +52,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         "memory": _memory(main),
         "alternatives": _in_order(rows[1:], question.get("deadline_s")),
         "lengths": lengths.source,
-        "missing": _missing(lengths, trace, kind, question["there"]),
+        "missing": _missing(lengths, trace, kind, question["present"]),
     }
 
 

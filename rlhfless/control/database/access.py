@@ -22,7 +22,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rlhfless.control.database import Unavailable
-from rlhfless.control.promptness import come_first
+from rlhfless.control.promptness import raise_priority
 from rlhfless.control.settings import DATABASE_FILE, ServiceSettings, open_data
 from rlhfless.spec.errors import InputError, Problem, UserError
 
@@ -88,8 +88,8 @@ class Database:
     def __init__(self, url: str) -> None:
         """Raises InputError if the URL is none."""
         self.engine = _engine(url)
-        self._writer = ThreadPoolExecutor(1, "database-writer", initializer=come_first)
-        self._readers = ThreadPoolExecutor(READERS, "database-reader", initializer=come_first)
+        self._writer = ThreadPoolExecutor(1, "database-writer", initializer=raise_priority)
+        self._readers = ThreadPoolExecutor(READERS, "database-reader", initializer=raise_priority)
         self._queue: deque[_Change] = deque()
         self._lock: Any = None
         self.on_commit: Callable[[Any], None] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlhfless.control.objects.costs import FunctionUsage
-from rlhfless.control.objects.fleet import ReplicaNow, Worked
+from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.run import Run
@@ -19,20 +19,20 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.text import storable
 
 GROUPS = 4
-"""Prompts of a step that are kept, evenly over the step; of each the samples of lowest and highest reward."""
+"""Prompts of a step that are reported, spread evenly; of each the samples of lowest and highest reward."""
 
 MOST_CHARACTERS = 20_000
-"""The most characters of a prompt or a response; the trace has the whole, if `logging.record_tokens` is set."""
+"""Most characters of a prompt or a response; the trace has all of them, if `logging.record_tokens` is set."""
 
 SHARE = 0.01
-"""Most of the time that goes into adding up: a bill that took 0.1 s is made again after 10 s."""
+"""Largest share of the time that goes into adding up: a bill that took 0.1 s is made again after 10 s."""
 
 FEWEST_S = 5.0
-"""Between two bills."""
+"""Shortest time between two bills."""
 
 
 def replicas_of(run: Run) -> list[ReplicaNow]:
-    """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
+    """The replicas of a run, now. Called from another thread: a change meanwhile is reported next time."""
     return [
         ReplicaNow(
             function=str(replica.function),
@@ -50,12 +50,12 @@ def replicas_of(run: Run) -> list[ReplicaNow]:
     ]
 
 
-def worked_in(run: Run, calls: Sequence[Invocation]) -> list[Worked]:
-    """Calls with the devices that they were on, as far as their replicas are still there."""
+def worked_in(run: Run, calls: Sequence[Invocation]) -> list[DeviceWork]:
+    """The calls whose replicas are still in a pool, with their devices."""
     pools = run.pools.values()
     places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
     return [
-        Worked(
+        DeviceWork(
             function=str(call.function),
             work=str(call.work),
             step=call.step,
@@ -75,19 +75,21 @@ def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> flo
 
 
 def samples_to_read(experience: Experience, step: int) -> list[dict[str, Any]]:
-    """The samples, another choice of prompts in each step."""
+    """A few samples of a step, of other prompts in each step."""
     groups = experience.groups
     stride = max(len(groups) // GROUPS, 1)
     chosen = [groups[(place + step) % len(groups)] for place in range(0, len(groups), stride)][:GROUPS]
-    folders = []
+    reported = []
     for group in chosen:
         ordered = sorted(group.samples, key=lambda sample: (sample.scored.total, sample.sample_index))
         for sample in dict.fromkeys((ordered[-1].sample_index, ordered[0].sample_index)):
-            folders.append(_told(group.prompt.text, next(s for s in group.samples if s.sample_index == sample)))
-    return folders
+            reported.append(
+                _sample_to_read(group.prompt.text, next(s for s in group.samples if s.sample_index == sample))
+            )
+    return reported
 
 
-def _told(prompt: str, sample: Sample) -> dict[str, Any]:
+def _sample_to_read(prompt: str, sample: Sample) -> dict[str, Any]:
     rollout = sample.rollouts[-1]
     score = sample.scored
     return {
@@ -109,36 +111,37 @@ def _cut(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
 
 
-class UsageTeller:
+class UsageReporter:
     """Reports the usage of one attempt of a run."""
 
-    def __init__(self, ledger: Ledger, tell: Callable[..., None]) -> None:
+    def __init__(self, ledger: Ledger, put: Callable[..., None]) -> None:
         self._ledger = ledger
-        self._tell = tell
+        self._put = put
         self._next_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def later(self, pools: Collection[ReplicaPool]) -> None:
-        """Tell the bill up to now, in the background, if it is time."""
+    def report_if_due(self, pools: Collection[ReplicaPool]) -> None:
+        """Report the usage up to now in the background, if the last report is old enough."""
         if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
             return
         for pool in pools:
             for replica in pool.replicas():
                 replica.cut()
-        self._task = asyncio.create_task(self.now())
+        self._task = asyncio.create_task(self.report())
 
-    async def now(self) -> None:
-        """Tell the bill up to now."""
+    async def report(self) -> None:
+        """Report the usage up to now."""
         began_s = time.monotonic()
         records = self._ledger.records()
         rows = await asyncio.to_thread(bill, *records, self._ledger.prices)
-        self._tell("usage", functions=rows)
+        self._put("usage", functions=rows)
         took_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + max(took_s / SHARE, FEWEST_S)
 
 
 def bill(holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> list[dict[str, Any]]:
-    """By function and kind of device; a function's calls are counted at the kind that it holds first."""
+    """The usage by function and kind of device, as objects.FunctionUsage. A call counts at the kind that its
+    replica holds."""
     rows = []
     for function in in_order([*(held.function for held in holdings), *(call.function for call in invocations)]):
         calls = [call for call in invocations if call.function == function]

@@ -1,7 +1,6 @@
-"""Delivers what the outbox has, and hears what the service wants: one thread of a driver's process.
+"""Delivers the outbox to the service and receives its answers, in one thread of a driver's process.
 
-The service may be away for as long as it likes: the run goes on, and everything is delivered when it is back, wherever
-it answers then.
+The run goes on while the service is away; all items are delivered when it is back, even at another address.
 """
 
 from __future__ import annotations
@@ -15,53 +14,53 @@ from pathlib import Path
 
 import httpx
 
-from rlhfless.control.delivery import DriverOrder, Item, Now, Push, PushAnswer
+from rlhfless.control.delivery import DriverOrder, DriverState, Item, Push, PushAnswer
 from rlhfless.control.driver.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""A push at least so often: the service hears what the run does, and the driver what is wanted of it."""
+"""Longest time between two pushes: they carry the driver's state to the service, and its answer back."""
 
 GATHER_S = 0.05
-"""Items that come within this time go in one push."""
+"""Items that come within this time go into one push."""
 
 TIMEOUT_S = 10.0
-"""Longest wait for an answer."""
+"""Longest wait for an answer to a push."""
 
 AWAY_S = 2.0
-"""Between two tries while the service does not answer."""
+"""Time between two tries while the service does not answer."""
 
 SAY_AGAIN_S = 60.0
-"""Between two lines of the log about the same silence."""
+"""Time between two log lines about the same silence."""
 
 
 class Replaced(Exception):
-    """The service knows another driver of the run, or the run no more: this driver must end."""
+    """The service knows another driver of the run, or does not know the run any more: this driver must end."""
 
 
 class Link:
-    """Belongs to its own thread, but for `wake` and `close`."""
+    """The delivery thread. Only `wake` and `close` are called from other threads."""
 
     def __init__(
         self,
         order: DriverOrder,
         outbox: Outbox,
-        now: Callable[[], Now],
-        heard: Callable[[PushAnswer], None],
-        replaced: Callable[[str], None],
+        state: Callable[[], DriverState],
+        on_answer: Callable[[PushAnswer], None],
+        on_replaced: Callable[[str], None],
         marked: bool = False,
     ) -> None:
-        """`marked`: see Push. `now`, `heard` and `replaced` are called in the link's thread."""
+        """`marked`: see Push. `state`, `on_answer` and `on_replaced` are called in the link's thread."""
         self._order = order
         self._outbox = outbox
-        self._now = now
-        self._heard = heard
-        self._replaced = replaced
+        self._state = state
+        self._on_answer = on_answer
+        self._on_replaced = on_replaced
         self._marked = marked
         self._client = httpx.Client(timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {order.token}"})
         self._pushed: int | None = None
-        """Items that the service has; None until it was asked."""
+        """Number of items that the service has; None before its first answer."""
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._silent_since_s: float | None = None
@@ -73,11 +72,11 @@ class Link:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to deliver."""
+        """Push at once: there is something to deliver."""
         self._wake.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Deliver what is there; returns whether the service has all of it. What it has not stays in the outbox."""
+        """Deliver all items; returns whether the service has them. The others stay in the outbox."""
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
@@ -88,7 +87,7 @@ class Link:
             try:
                 left = self._push()
             except Replaced as error:
-                self._replaced(str(error))
+                self._on_replaced(str(error))
                 return
             except (httpx.HTTPError, OSError, ValueError) as error:
                 self._note_silence(error)
@@ -106,9 +105,9 @@ class Link:
             self._wake.clear()
 
     def _push(self) -> bool:
-        """One push; returns whether there is more to deliver."""
+        """Push once; returns whether there is more to deliver."""
         items: list[Item] = [] if self._pushed is None else self._outbox.after(self._pushed)
-        push = Push(attempt=self._order.attempt, items=items, now=self._now(), marked=self._marked)
+        push = Push(attempt=self._order.attempt, items=items, now=self._state(), marked=self._marked)
         url = self._order.service_url or json.loads(Path(self._order.service_file).read_text("utf-8"))["url"]
         response = self._client.post(
             f"{url}/internal/runs/{self._order.run_id}/deliveries",
@@ -125,8 +124,8 @@ class Link:
         asked, self._pushed = self._pushed is None, answer.pushed
         self._marked = False
         if items:
-            self._outbox.delivered(answer.pushed)
-        self._heard(answer)
+            self._outbox.forget_delivered(answer.pushed)
+        self._on_answer(answer)
         return asked or bool(self._outbox.after(answer.pushed, limit=1))
 
     def _note_silence(self, error: Exception) -> None:

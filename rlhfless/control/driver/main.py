@@ -1,7 +1,7 @@
-"""One attempt of a run of the service: check the spec, wait for devices, run, and say how it ended.
+"""One attempt of a run of the service: check the spec, wait for devices, run, and report how the run ended.
 
-Whatever happens, the last item of the outbox says it. Only a driver that is killed leaves none; the service sees that
-it is gone, and starts another.
+The ending is always the last item of the outbox. Only a driver that is killed leaves no ending; the service sees that
+the driver has died, and starts another.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from rlhfless.telemetry.open_sinks import open_sinks
 log = logging.getLogger(__name__)
 
 DELIVER_S = 10.0
-"""Longest wait, at the end, until the service has everything. What it has not it reads from the outbox."""
+"""Longest wait, at the end, until the service has all items. Items that are left it reads from the outbox."""
 
 ENDED, STALE = 0, 3
-"""Exit codes: how the run ended is in the outbox."""
+"""Exit codes. How the run ended is in the outbox."""
 
 
 def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) -> int:
     """Drive the run in a folder as its order says; returns the exit code. `limit` limits the process's memory, to the
-    GiB of the order if it says any."""
+    order's GiB if the order has any."""
     try:
         order = read_order(folder)
     except OtherProtocol as error:
@@ -81,13 +81,13 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
 
 
 def _refused(folder: Path, error: OtherProtocol) -> int:
-    """The service reads the outbox, which is of all protocols."""
+    """End an attempt whose order has another protocol: the service reads the outbox, which all protocols share."""
     with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
         return _pause(outbox, "other_protocol", str(error))
 
 
 def _unknown_spec(outbox: Outbox, error: Exception) -> int:
-    """The service has accepted the spec: it is of another version."""
+    """End an attempt whose spec only the service has accepted: the two are of different versions."""
     text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
     return _pause(outbox, "other_version", text)
 
@@ -107,17 +107,17 @@ class _Attempt:
         self._folder = folder
         self._outbox = outbox
         self._called_off: list[StopCause | None] = []
-        """Why the service ends it before its time; None: for good."""
+        """Why the service ends the attempt early; None: for good."""
         self._replaced = ""
         self.spec = self._spec()
 
     async def run(self) -> None:
-        """Run, say how it ended, and deliver that. Raises CancelledError if a signal has stopped it."""
+        """Run, and deliver how the run ended. Raises CancelledError if a signal has stopped it."""
         spec = self.spec
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
         leave_mark(self._folder, self._order.attempt, hashed(self._order.token))
-        link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace, marked=True)
+        link = Link(self._order, self._outbox, reporter.state, reporter.receive, self._end_replaced, marked=True)
         work = asyncio.create_task(self._work(spec, reporter, console))
         self._loop, self._task = asyncio.get_running_loop(), work
         reporter.wake, reporter.cancel = link.wake, self._call_off
@@ -134,11 +134,11 @@ class _Attempt:
             log.info("ended: %s", ended)
             if not self._replaced:
                 await to_the_end(reporter.settle())
-                reporter.tell("ended", **ended.model_dump(mode="json"))
+                reporter.put("ended", **ended.model_dump(mode="json"))
             await asyncio.to_thread(link.close, DELIVER_S)
 
     def _spec(self) -> RunSpec:
-        """What was POSTed, on the service's Ray; in a run that goes on, with all that its devices have settled."""
+        """The spec that was POSTed, on the service's Ray; in a resumed run, the spec that its devices have settled."""
         own = self._folder / SPEC_FILE
         posted = RunSpec.model_validate(self._order.spec)
         spec = load_spec(own) if own.is_file() else posted
@@ -152,8 +152,8 @@ class _Attempt:
         return spec.model_copy(update=changes | {"sizes": sizes, "output": str(self._folder.parent)})
 
     def _prepare(self, spec: RunSpec) -> Prepared:
-        """Check the spec. The service has checked where its files are; since then, links may have changed. Raises
-        InputError."""
+        """Check the spec. The locations of its files are checked again, because links may have changed since the POST.
+        Raises InputError."""
         order, runs = self._order, str(self._folder.parent)
         if order.roots is not None:
             problems = location_problems(order.spec, order.roots, runs, hub=order.allow_hub, inside=True)
@@ -166,8 +166,8 @@ class _Attempt:
             self._called_off.append(cause)
             self._task.cancel()
 
-    def _replace(self, why: str) -> None:
-        """In the link's thread."""
+    def _end_replaced(self, why: str) -> None:
+        """End this attempt: another driver has the run. Called in the link's thread."""
         log.warning("%s", why)
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)
@@ -181,7 +181,7 @@ class _Attempt:
                 prepared = await asyncio.to_thread(self._prepare, spec)
             if not (self._folder / SPEC_FILE).exists():
                 for warning in prepared.warnings:
-                    reporter.tell("message", level="warning", message=warning)
+                    reporter.put("message", level="warning", message=warning)
                 (self._folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
             sinks = open_sinks(spec.logging, self._folder, self._order.run_id, console, reporter)
             session = Session(
@@ -222,7 +222,7 @@ class _Attempt:
 IN_LOGS = "The traceback is in the run's logs."
 
 RAY_AWAY = "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct that"
-"""The reason that is shown for a cluster that the user of the API has not chosen, and cannot start."""
+"""The reason of a run whose cluster cannot be reached: the user of the API has not chosen it, and cannot start it."""
 
 CODES = {
     TO_CORRECT: "invalid",
@@ -230,7 +230,7 @@ CODES = {
     MACHINES_FAILED: "machines_failed",
     STOPPED: "limit_reached",
 }
-"""Codes of errors by the ending's exit code."""
+"""Codes of errors, by the exit code of the run's ending."""
 
 
 def _called_off(cause: StopCause | None) -> DeliveryEnding:

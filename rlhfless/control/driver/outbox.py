@@ -1,10 +1,10 @@
-"""What a driver has to deliver, on disk until the service has it: one SQLite file in the run's folder.
+"""The items that a driver has to deliver, kept in an SQLite file of the run's folder until the service has them.
 
-Items are numbered over all attempts of the run without gaps, so a driver that follows delivers what an earlier one
-could not. An older driver cannot add any more once a newer attempt has begun.
+Items are numbered over all attempts of the run without gaps, so that a later driver delivers what an earlier one could
+not. A driver cannot add items after a newer attempt has begun.
 
-An item is on disk when the process dies; a power failure may lose the last ones, as it loses the steps that they are
-of: the run goes on from its checkpoint and makes them again.
+An item survives the death of the process; a power failure may lose the last items, and the steps they report: the run
+goes on from its checkpoint and reports these steps again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCK_S = 30.0
 """Longest wait for another process that has the file locked: a transaction takes a millisecond."""
 
 KEPT_ITEMS = 10_000
-"""Items that were delivered are kept for a while: a database that was restored from a copy asks for them again."""
+"""Delivered items that are kept: a database that was restored from a copy asks for them again."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
@@ -43,7 +43,7 @@ class StaleOutbox(RuntimeError):
 
 
 class Outbox:
-    """May be used from several threads."""
+    """The outbox of one attempt; it may be used from several threads."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         """Raises StaleOutbox if a newer attempt has begun."""
@@ -60,7 +60,7 @@ class Outbox:
             self._database.execute("INSERT OR IGNORE INTO attempts VALUES (?)", (attempt,))
 
     def add(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Put an item in; it is on disk when this returns. Raises StaleOutbox."""
+        """Add an item, which is on disk when this returns. Raises StaleOutbox."""
         text = json.dumps(storable_values(data), allow_nan=False)  # PostgreSQL keeps no NUL
         with self._transaction():
             self._require_newest()
@@ -74,8 +74,8 @@ class Outbox:
         with self._lock:
             return _items_after(self._database, seq, limit)
 
-    def delivered(self, seq: int) -> None:
-        """The service has all up to this number: forget old ones."""
+    def forget_delivered(self, seq: int) -> None:
+        """Remove old items. `seq`: number of the last item that the service has."""
         with self._transaction():
             self._database.execute("DELETE FROM items WHERE seq <= ?", (seq - KEPT_ITEMS,))
 
@@ -100,7 +100,7 @@ class Outbox:
 
 
 def undelivered(folder: Path, seq: int) -> list[Item]:
-    """What is in a run's outbox after a number, from outside its driver; empty if there is none."""
+    """The items of a run's outbox after a number, read from outside its driver; empty if there is no outbox."""
     file = folder / OUTBOX_FILE
     if not file.exists():
         return []

@@ -1,6 +1,6 @@
-"""The service as the run's host: what happens goes into the outbox, and what the service wants is done.
+"""The service as the run's host: what happens goes into the outbox, and the service's answers are carried out.
 
-Methods are called in the run's loop; `heard` and `now` in the link's thread.
+Methods are called in the run's loop; `receive` and `state` in the link's thread.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.control.delivery import LeaseWanted, Now, PushAnswer
-from rlhfless.control.driver.figures import UsageTeller, replicas_of, samples_to_read, worked_in
+from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
+from rlhfless.control.driver.figures import UsageReporter, replicas_of, samples_to_read, worked_in
 from rlhfless.control.driver.outbox import Outbox
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects.fleet import Worked
+from rlhfless.control.objects.fleet import DeviceWork
 from rlhfless.fleet.run_devices import NoDevices
 from rlhfless.loop.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.loop.run import Run
@@ -31,14 +31,14 @@ from rlhfless.telemetry.sinks import NO_SAMPLES, finite
 from rlhfless.text import storable
 
 RECENT_STEPS = 8
-"""The time that is left is foreseen at the pace of so many steps."""
+"""Steps averaged for the remaining-time estimate."""
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-"""The quantiles of histograms: what the page draws as bands."""
+"""The quantiles that stand for a histogram: the page draws them as bands."""
 
 
 class Reporter(Host):
-    """Host, progress display and metric sink of a run, in one: all three tell the service."""
+    """Host, progress display and metric sink of a run: each reports to the service."""
 
     def __init__(self, outbox: Outbox, console: Console, steps: int, devices_s: float) -> None:
         self._outbox = outbox
@@ -51,33 +51,33 @@ class Reporter(Host):
         self._waits: list[tuple[str, float]] = []
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._done = 0
-        self._told_calls = 0
+        self._reported_calls = 0
         self._run: Run | None = None
         self._wanted: DevicesWanted | None = None
         self._held: Callable[[str], int] = lambda _: 0
-        self._usage: UsageTeller | None = None
+        self._usage: UsageReporter | None = None
         self._status: Status | None = None
         self.wake: Callable[[], None] = lambda: None
-        """There is something to deliver."""
+        """Called when there is something to deliver."""
         self.cancel: Callable[[StopCause | None], None] = lambda _: None
-        """End the run now; None: for good."""
+        """Called to end the run now; None: for good."""
 
     # -- to the service
 
-    def tell(self, item: str, /, **data: Any) -> None:
+    def put(self, item: str, /, **data: Any) -> None:
         """Put an item into the outbox. Raises StaleOutbox."""
         self._outbox.add(item, data)
         self.wake()
 
     def status(self, status: Status, reason: str) -> None:
-        """The run's status from now on."""
+        """Report the run's status from now on."""
         if status is not self._status:
             self._status = status
-            self.tell("status", status=status, reason=reason)
+            self.put("status", status=status, reason=reason)
 
-    def now(self) -> Now:
-        """What the run does now."""
-        return Now(
+    def state(self) -> DriverState:
+        """The driver's state, for a push."""
+        return DriverState(
             reason=storable(self._reason()),
             left_s=self._left_s(),
             lease=self._lease(),
@@ -85,11 +85,11 @@ class Reporter(Host):
             worked=[] if self._run is None else self._worked(self._run),
         )
 
-    def _worked(self, run: Run) -> list[Worked]:
-        """Calls since the last push. A push that is lost loses them: they are for the page alone."""
+    def _worked(self, run: Run) -> list[DeviceWork]:
+        """The calls since the last push. A push that is lost loses them: they are for the page alone."""
         count = run.ledger.calls
-        calls = run.ledger.calls_after(self._told_calls)
-        self._told_calls = count
+        calls = run.ledger.calls_after(self._reported_calls)
+        self._reported_calls = count
         return worked_in(run, calls)
 
     def _reason(self) -> str:
@@ -108,11 +108,11 @@ class Reporter(Host):
 
     # -- from the service
 
-    def heard(self, answer: PushAnswer) -> None:
-        """The service has answered."""
-        self._loop.call_soon_threadsafe(self._hear, answer)
+    def receive(self, answer: PushAnswer) -> None:
+        """Take the service's answer to a push."""
+        self._loop.call_soon_threadsafe(self._apply_answer, answer)
 
-    def _hear(self, answer: PushAnswer) -> None:
+    def _apply_answer(self, answer: PushAnswer) -> None:
         self._answer = answer
         self._answered.set()
         if answer.wish == "cancel":
@@ -141,47 +141,49 @@ class Reporter(Host):
 
     @property
     def _granted(self) -> int:
-        """Devices that the run may hold; 0 while it waits."""
+        """The devices that the run may hold; 0 while it waits."""
         return 0 if self._answer is None else self._answer.granted
 
     # -- rlhfless.loop.host.Host
 
     def began(self, run: Run, held: Callable[[str], int]) -> int | None:
         self._run, self._held = run, held
-        self.tell("resolved", spec=run.spec.model_dump(mode="json"))
-        self._usage = UsageTeller(run.ledger, self.tell)
+        self.put("resolved", spec=run.spec.model_dump(mode="json"))
+        self._usage = UsageReporter(run.ledger, self.put)
         return self._actors()
 
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
         del run
-        self.tell("rollouts", step=step, samples=samples_to_read(experience, step))
+        self.put("rollouts", step=step, samples=samples_to_read(experience, step))
 
     def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
-            self._usage.later(run.pools.values())
+            self._usage.report_if_due(run.pools.values())
         wish = self._answer.wish if self._answer else "run"
         stop = {"pause": StopCause.PAUSE, "yield": StopCause.YIELD}.get(wish)
         return Verdict(stop, self._actors())
 
     def saved(self, checkpoints: Checkpoints) -> None:
         kept = checkpoints.all()
-        best = max(kept, key=lambda one: (-math.inf if one.notes.score is None else one.notes.score, one.notes.step))
+        best = max(
+            kept, key=lambda each: (-math.inf if each.notes.score is None else each.notes.score, each.notes.step)
+        )
         entries = [
             {
-                "id": f"step-{one.notes.step:06d}",
-                "step": one.notes.step,
-                "location": one.location,
-                "best": one is best,
-                "score": one.notes.score,
+                "id": f"step-{each.notes.step:06d}",
+                "step": each.notes.step,
+                "location": each.location,
+                "best": each is best,
+                "score": each.notes.score,
                 "created_at": time.time(),
             }
-            for one in kept
+            for each in kept
         ]
-        self.tell("checkpoints", checkpoints=entries)
+        self.put("checkpoints", checkpoints=entries)
 
     def _actors(self) -> int | None:
-        """Most generation actors that fit into what is granted."""
+        """The most generation actors that fit the grant; None without a choice."""
         wanted, run = self._wanted, self._run
         if wanted is None or run is None or wanted.maximum == wanted.minimum:
             return None
@@ -189,9 +191,9 @@ class Reporter(Host):
         return run.spec.scaling.generation.min_actors + more
 
     async def settle(self) -> None:
-        """The run has ended: its whole usage."""
+        """Report the whole usage of a run that has ended."""
         if self._usage is not None:
-            await self._usage.now()
+            await self._usage.report()
 
     # -- rlhfless.telemetry.progress.RunProgress
 
@@ -223,7 +225,7 @@ class Reporter(Host):
 
     def show(self, content: str) -> None:
         self._console.show(content)
-        self.tell("message", level="info", message=content)
+        self.put("message", level="info", message=content)
 
     # -- rlhfless.telemetry.sinks.MetricSink
 
@@ -236,7 +238,7 @@ class Reporter(Host):
         for name, many in samples.items():
             quantiles = np.quantile(np.asarray(many, dtype=float), QUANTILES) if len(many) else ()
             shown |= {f"{name}/p{100 * q:.0f}": float(value) for q, value in zip(QUANTILES, quantiles, strict=False)}
-        self.tell("metrics", step=step, kind="step" if is_step else "evaluation", values=shown)
+        self.put("metrics", step=step, kind="step" if is_step else "evaluation", values=shown)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -36,7 +36,7 @@ class TimelineObject(ApiObject):
     rows: list[DeviceRow]
 
 
-class Worked(ApiObject):
+class DeviceWork(ApiObject):
     """What a function of a run has done on its devices."""
 
     function: str

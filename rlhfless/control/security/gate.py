@@ -67,7 +67,7 @@ class Gate:
         is_stream = STREAM in headers.get(b"accept", b"") or scope["path"] == "/v1/events"
         self._streams += is_stream
         try:
-            await self._noted(scope, receive, send)
+            await self._count_refusals(scope, receive, send)
         finally:
             self._streams -= is_stream
 
@@ -105,25 +105,25 @@ class Gate:
             raise ApiError(403, "wrong_origin", f"requests of pages of {origin!r} are refused", "Origin")
 
     def _is_own(self, origin: str, port: int | None) -> bool:
-        end = _end(origin)
+        end = _host_and_port(origin)
         if end is None:
             return False
         here = end[1] == port and (is_loopback(end[0]) or end[0] == self._settings.host)
-        return here or end == _end((self._settings.public_url or "").rstrip("/"))
+        return here or end == _host_and_port((self._settings.public_url or "").rstrip("/"))
 
     def _too_large(self) -> ApiError:
         most = self._settings.requests.body_bytes
         return ApiError(413, "too_large", f"a body may have {most:,} bytes; name prompts and models by path")
 
-    async def _noted(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _count_refusals(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count refusals as they go."""
 
-        async def noted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 401:
                 await self._limiter.hit(self._refusals, _address(scope))
             await send(message)
 
-        await self._app(scope, receive, noted)
+        await self._app(scope, receive, send_counted)
 
     async def _read_first(self, receive: Receive) -> Receive:
         """A body that does not say its length is read before the application sees it. Raises ApiError."""
@@ -135,15 +135,15 @@ class Gate:
             left -= len(message.get("body", b""))
             if left < 0:
                 raise self._too_large()
-        given = iter(parts)
+        buffered = iter(parts)
 
         async def again() -> Message:
-            return next(given, None) or await receive()
+            return next(buffered, None) or await receive()
 
         return again
 
 
-def _end(origin: str) -> tuple[str, int] | None:
+def _host_and_port(origin: str) -> tuple[str, int] | None:
     """Host and port of `http://host:port`; None of any other text. Stricter than a parser of URLs, which finds a host
     in `http://127.0.0.1:80.evil.example` and in `http://evil.example@127.0.0.1`."""
     match = _ORIGIN.fullmatch(origin)
