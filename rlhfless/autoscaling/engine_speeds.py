@@ -34,15 +34,15 @@ SEQUENCE_S = 1.8e-4
 """Seconds of each sequence in it without the model: by the same fits 0.2 ms, including 0.02 ms of the model."""
 
 SLOWEST = "l40s"
-"""The slowest of the table's accelerators."""
+"""The slowest accelerator of the table of devices."""
 
 CALLS_S = 0.05
-"""Time of the two calls of a move, to the actor that has the KV and to the one that gets it; as that of a moved sample
+"""Seconds of a move's two calls, to the actor that has the KV and to the actor that gets it; as for a moved sample
 (live_fleet.MOVE_S)."""
 
 BYTES_PER_S = {"folder": 0.5e9, "nixl": 10e9}
-"""By connector, until a move was measured. Files are written and read once each, at some 1 GB/s (torch tensors, one
-core, shared memory); NIXL at half of a network card of 200 Gbit/s."""
+"""Bytes per second of each connector, until a move was measured. Files are written and read once each, at some 1 GB/s
+(torch tensors, one core, shared memory); NIXL takes half of a network card of 200 Gbit/s."""
 
 
 class EngineSpeeds:
@@ -84,8 +84,8 @@ class EngineSpeeds:
 
 
 class PrefixMoves:
-    """When an actor gets the KV of a prefix from another actor, and does not compute it: the price of a move, learned
-    in the run."""
+    """Decides when an actor gets the KV of a prefix from another actor instead of computing it. The cost of a move is
+    learned in the run."""
 
     def __init__(self, connector: str | None, kv_token_bytes: int, speeds: EngineSpeeds) -> None:
         """`kv_token_bytes`: bytes of a token's KV. `connector`: as `generation.engine.kv_connector`."""
@@ -99,14 +99,14 @@ class PrefixMoves:
         return self._seconds / self._tokens if self._tokens else self._prior_s
 
     def pay(self, kind: str, tokens: int, context_tokens: int) -> bool:
-        """Whether an actor on a kind of device should get `tokens`, after `context_tokens` that it has."""
+        """Whether an actor on a kind of device should get `tokens`, which follow `context_tokens` that it has."""
         if math.isinf(self.token_s):
             return False
         compute_s = self._speeds.model(kind).prefill_s(tokens, context_tokens) - CALLS_S
         return move_pays(tokens, compute_s, self.token_s)
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A move of so many tokens took `seconds`."""
+        """Learn that a move of `tokens` tokens took `seconds`."""
         self._tokens += tokens
         self._seconds += max(seconds - CALLS_S, 0.0)
 

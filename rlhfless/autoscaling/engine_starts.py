@@ -1,9 +1,8 @@
-"""How long an engine of a run is expected to take until it is up, before the run has seen a start.
+"""The expected time of an engine's start, before a run has measured one.
 
-What runs measure of each phase is kept in the user's cache folder for each model, kind of device, tensor parallelism
-and vLLM version, so the second run plans with figures; the last run weighs as much as all before. The first one has a
-prior, of a node that has compiled nothing for this model yet.
-"""
+Runs keep the measured seconds of each phase in the user's cache folder, by model, kind of device, tensor parallelism
+and vLLM version, for later runs; the last run weighs as much as all before it. The first run has a prior, for a node
+that has compiled nothing for its model."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class EngineStarts:
         return start_phases(self._shape)
 
     def keep(self, kind: str, phases: Mapping[str, float]) -> None:
-        """Keep what a run has measured of each phase. Without a place to keep it the next run begins with the prior."""
+        """Keep the measured seconds of each phase. If they cannot be kept, the next run begins with the prior."""
         kept = _kept()
         kept[self._key(kind)] = mean_phases([phases, kept.get(self._key(kind), phases)])
         file = _file()
@@ -71,7 +70,7 @@ def _file() -> Path:
 
 
 def _kept() -> dict[str, dict[str, float]]:
-    """Nothing if there is no file, or none that can be read."""
+    """The kept seconds by engine; empty if there is no file, or it cannot be read."""
     try:
         values = json.loads(_file().read_text("utf-8"))
         return {key: {str(phase): float(s) for phase, s in phases.items()} for key, phases in values.items()}

@@ -32,7 +32,7 @@ MOVE_S = 0.05
 """Time of a move: an abort, the way through the driver, and a new request, between actors whose cores are all busy."""
 
 SAVED = attrgetter("saved_usd_per_hour")
-"""What the release of a device saves, of its DevicePrice."""
+"""The saving of a device's release, from its DevicePrice."""
 
 NODE = "cluster"
 """The node of every slot: devices do not say which node they are on."""
@@ -169,8 +169,7 @@ class LiveFleet:
             self._note(step, "keep", f"slot {slot} stays", pool)
 
     def idle(self, function: str, step: int) -> None:
-        """A function has finished its work of a step, and the policy has decided: a replica that the spec does not
-        allow to be idle is released."""
+        """Release a function's idle replica if the spec does not allow it. Called after the policy has decided."""
         slot = self.slot_of(function)
         pool, number = self._slots[slot]
         if not pool.bounds.idle and pool.expects(number):
@@ -225,7 +224,7 @@ class LiveFleet:
         return fixed or pool.kind.role is FunctionRole.UPDATES
 
     def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
-        """What the pool costs whatever a policy releases."""
+        """The cost of the pool that no release saves."""
         per_hour = attrgetter("usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour")
         return sum(self._usd_per_s(allocation, per_hour) for allocation in pool.allocations)
 

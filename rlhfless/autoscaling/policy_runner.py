@@ -74,14 +74,14 @@ class PolicyRunner:
         self._faults = 0
 
     def figures(self, step: int) -> Mapping[str, float]:
-        """Metrics of a step; none if the policy was not asked about it."""
+        """The metrics of a step; none if the policy was not asked about it."""
         asked = self._steps.get(step)
         if asked is None:
             return {}
         return {**asked.figures, **asked.table.redrawn.figures(), "policy_faults": float(self._faults)}
 
     def begin(self, table: SampleTable) -> None:
-        """A step begins. Raises as `ask` does."""
+        """Begin a step, and ask the policy. Raises as `ask` does."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())
         if (prefixes := table.prefixes_decision(self._clock())) is not None:
@@ -90,7 +90,7 @@ class PolicyRunner:
         step.figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
 
     def end(self, event: StepEnded, number: int) -> None:
-        """A step has ended: the policy is told, and not asked about it again."""
+        """End a step: the policy gets the event, and is not asked about the step again."""
         self.ask(event, number)
         if (step := self._steps.get(number)) is not None:
             if step.table.redrawn.tokens and not step.ended:

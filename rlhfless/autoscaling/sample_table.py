@@ -21,20 +21,20 @@ from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepV
 
 @dataclass(slots=True)
 class Redrawn:
-    """The tokens that an engine has drawn again where another one had stopped: of each moved sample the last one, with
-    the same seed after the same tokens. Equal engines draw the same."""
+    """A comparison of engines: the last token of each moved sample is drawn again by its new engine, with the same seed
+    after the same tokens. Equal engines draw the same token."""
 
     tokens: int = 0
     differ: int = 0
-    """How many of them are other tokens than before."""
+    """Number of them that differ from the first draw."""
     logprob_difference: float = 0.0
     """Largest difference between the logprobs of a token that both drew, in nats."""
 
     def add(self, before: Rollout, after: Rollout) -> None:
-        """Compare what a sample was moved with and what it has become."""
+        """Compare a moved sample before and after its move."""
         last = len(before.token_ids) - 1
         if len(after.token_ids) <= last + (after.finish_reason == FinishReason.ABORT):
-            return  # it may have drawn nothing
+            return  # the new engine may have drawn nothing
         self.tokens += 1
         if after.token_ids[last] != before.token_ids[last]:
             self.differ += 1
@@ -87,7 +87,8 @@ class SampleTable:
         self.assignment = Assignment(self.home, self._finished, slots)
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
-        """What the prompts share, for the trace: a replay needs it, and the trace has no prompts. None: nothing."""
+        """The shared prefixes of the prompts as a row of the trace, for replays, because the trace has no prompts; None
+        without shared prefixes."""
         if not len(self.prefixes):
             return None
         texts = {prompt_id: self.prefixes.text(number) for number, prompt_id in enumerate(self._prompt_ids)}
@@ -135,7 +136,7 @@ class SampleTable:
     # -- messages of the actors
 
     def apply_beat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
-        """A beat of a request. It may come late, so it never lowers a count."""
+        """Apply a beat of a request. It may come late, so it never lowers a count."""
         for key, count in tokens.items():
             number = self._numbers[key]
             if self.is_on(request, key) and not self._finished[number]:
@@ -149,7 +150,7 @@ class SampleTable:
         return self.on.get(self._numbers[key]) == request
 
     def take_back(self, rollout: Rollout) -> None:
-        """A request returns a sample. If the sample has not ended, it continues from its tokens."""
+        """Take a sample back from its request. A sample that has not ended continues from its tokens."""
         number = self._numbers[rollout.key]
         del self.on[number]
         if (prior := self.items[number].prior) is not None:
@@ -161,20 +162,19 @@ class SampleTable:
             self.items[number] = replace(self.items[number], prior=rollout)
         self._restart(number)
 
-    def lost_with(self, request: int) -> Ints:
-        """A request is lost: its samples start again from the tokens that they had at its begin. Returns the
-        samples."""
-        gone = np.array([number for number, on in self.on.items() if on == request], np.int64)
-        for number in gone.tolist():
+    def restart_lost(self, request: int) -> Ints:
+        """Restart the samples of a lost request, from the tokens that they had when it began. Returns the samples."""
+        lost = np.array([number for number, on in self.on.items() if on == request], np.int64)
+        for number in lost.tolist():
             del self.on[number]
             self._finished[number] = self._truncated[number] = False  # the sample may have ended, but was not delivered
             self._restart(number)
-        return gone
+        return lost
 
     # -- actions of the policy
 
     def give(self, samples: Ints, slot: int) -> None:
-        """Samples that have not ended belong to a slot from here on; samples on no request wait there."""
+        """Give samples that have not ended to a slot; samples on no request wait there."""
         self.assignment.give(samples, slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)
@@ -182,7 +182,7 @@ class SampleTable:
                 self.waiting[number] = None
 
     def lose(self, slot: int) -> Ints:
-        """The samples of a slot become unassigned. Returns them."""
+        """Take its samples from a slot. Returns them."""
         samples = self.assignment.lose(slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)

@@ -38,7 +38,7 @@ class Scaler:
         moves: PrefixMoves | None = None,
     ) -> None:
         self.moves = moves
-        """When actors get prefixes from each other."""
+        """Decides when actors get prefixes from each other."""
         self.runner = PolicyRunner(policy, fleet, ledger.add_decision)
         """The runner of training steps."""
         self.fleet = fleet
@@ -53,17 +53,17 @@ class Scaler:
         return PolicyRunner(EvenSplit(), self.fleet, self._ledger.add_decision)
 
     def idle(self, function: str, step: int) -> None:
-        """A function has finished its work of a step."""
+        """Ask the policy about a function that has finished its work of a step."""
         self.runner.ask(Idle(self.fleet.slot_of(function)), step)
         self.fleet.idle(function, step)
 
     def learn_speeds(self, step: int) -> None:
-        """The rollouts of a step are in the ledger: learn the speed of the engines from them."""
+        """Learn the speeds of the engines from a step whose rollouts are in the ledger."""
         if self.runner.figures(step):
             self._speeds.learn(*self._ledger.done_in_step(step), self.fleet.kinds())
 
     def end_step(self, record: StepRecord) -> None:
-        """A step is done; the policy is told once."""
+        """End a step; the policy gets the event once."""
         self.runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
 
 

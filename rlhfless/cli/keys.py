@@ -1,4 +1,4 @@
-"""`rlhfless keys`: the API keys of a service. They are made in its database, so this needs no key."""
+"""`rlhfless keys`: the API keys of a service. The commands write its database, so they need no key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhfless.control.security.keys import Scope
 
 LEAST_CHARACTERS = 32
-"""Only a hash without salt is kept of a secret, which does for one that cannot be guessed."""
+"""Fewest characters of a secret: only an unsalted hash is stored, so the secret must be impossible to guess."""
 
 
 def register(app: typer.Typer) -> None:
@@ -65,10 +65,8 @@ def put(
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be read: {error.strerror}", param_hint="--from") from error
     if len(secret) < LEAST_CHARACTERS:
-        what = (
-            f"the secret in {file} has {len(secret)} characters, fewer than {LEAST_CHARACTERS}; `openssl rand -hex 32`"
-        )
-        raise typer.BadParameter(f"{what} makes one", param_hint="--from")
+        what = f"the secret in {file} has {len(secret)} characters, fewer than {LEAST_CHARACTERS}"
+        raise typer.BadParameter(f"{what}; `openssl rand -hex 32` makes one", param_hint="--from")
     with _session(data, database) as session:
         key = put_key(session, name, chosen, secret).id
         session.commit()

@@ -58,28 +58,26 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
         parts += ["", f"prompt tokens    {once}{evicted}"]
     if summary.engine_starts:
         phases = mean_phases(summary.engine_starts)
-        of_these = ", ".join(f"{phase.replace('_', ' ')} {seconds:.1f}" for phase, seconds in phases.items())
-        parts += ["", f"engine starts    {len(summary.engine_starts)} x {sum(phases.values()):.1f} s: {of_these}"]
+        by_phase = ", ".join(f"{phase.replace('_', ' ')} {seconds:.1f}" for phase, seconds in phases.items())
+        parts += ["", f"engine starts    {len(summary.engine_starts)} x {sum(phases.values()):.1f} s: {by_phase}"]
     if summary.acquired:
         parts += ["", *(_waits(kind, *lags_s) for kind, lags_s in by_kind(summary.acquired).items())]
     return Group(*parts)
 
 
-def _waits(kind: str, there_s: Sequence[float], came_s: Sequence[float]) -> str:
-    """How long devices of a kind were waited for, in seconds: median and longest."""
+def _waits(kind: str, present_s: Sequence[float], added_s: Sequence[float]) -> str:
+    """The waits for devices of a kind: median and longest, in seconds."""
     waits = [
         f"{len(lags_s)} x {median(lags_s):.1f} s (longest {max(lags_s):.1f}) {where}"
-        for lags_s, where in ((there_s, "on nodes that were there"), (came_s, "on nodes that came"))
+        for lags_s, where in ((present_s, "on nodes that were there"), (added_s, "on nodes that came"))
         if lags_s
     ]
     return f"waits for {kind}  {'; '.join(waits)}"
 
 
 def _phases(summary: Summary) -> Table:
-    """Seconds per step: median and longest, by phase. Phases overlap, so they need not add up to the wall time.
-
-    The recovery from faults is in none of the phases.
-    """
+    """Seconds per step by phase, median and longest. Phases overlap, so they need not add up to the wall time; the
+    recovery from faults is in none of them."""
     made = table("seconds per step", "median", "longest")
     rows = {str(phase): [times.phases_s[phase] for times in summary.steps] for phase in Phase}
     rows["outside functions"] = [times.outside_s for times in summary.steps]

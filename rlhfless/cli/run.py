@@ -42,7 +42,7 @@ def run(
     from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 
     os.umask(OTHERS)
-    # The user's own rewards are in the folder in which the command is called.
+    # Users' own rewards are imported from the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if resume is not None:
@@ -118,11 +118,11 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     sinks = open_sinks(spec.logging, folder, run_id, console)
     resume = f"rlhfless run --resume {shown(folder)}"
 
-    def remove_left() -> None:
+    def remove_files() -> None:
         remove_stores(spec, run_id)
         private_ray.remove(folder)
 
-    stop = OrderlyStop(spec.timeouts.stop_s, console.show, remove_left)
+    stop = OrderlyStop(spec.timeouts.stop_s, console.show, remove_files)
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")

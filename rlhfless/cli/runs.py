@@ -1,7 +1,7 @@
-"""`rlhfless runs`: the runs of a service. The service is found as rlhfless.client.Client finds it.
+"""`rlhfless runs`: the runs of a service. Its address is found as by rlhfless.client.Client.
 
-Exit codes, beside the ones of all commands: 3 a run that was watched has failed, 4 the service does not answer, 5 a run
-that was watched was cancelled or paused.
+Exit codes, beside those of all commands: 3 a watched run has failed, 4 the service does not answer, 5 a watched run was
+cancelled or paused.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def resume(
 def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Remove an ended run, with its folder."""
     with _client(url) as client:
-        gone = _id(client, run)
-        client.delete_run(gone)
-    typer.echo(json.dumps({"id": gone, "deleted": True}) if as_json else f"{gone} is deleted")
+        run_id = _id(client, run)
+        client.delete_run(run_id)
+    typer.echo(json.dumps({"id": run_id, "deleted": True}) if as_json else f"{run_id} is deleted")
 
 
 def logs(
@@ -225,7 +225,7 @@ def _client(url: str | None) -> Client:
 
 
 def _id(client: Client, run: str) -> str:
-    """The id of a run: as given, or of the newest."""
+    """The id of a run, or of the newest run for `last`."""
     if run != LAST:
         return Path(run).name  # users also name a run's folder
     newest = client.list_runs(limit=1).data

@@ -16,11 +16,11 @@ from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.text import legible
 
 REASONS_FROM = 110
-"""Characters of a terminal that has room for more than the first word of what a run waits for."""
+"""Columns of a terminal that is wide enough for the reasons of runs' statuses."""
 
 
 def runs_table(runs: Sequence[RunObject], width: int) -> Table:
-    """One line per run, with what it does or waits for where a terminal is so wide."""
+    """One line per run, with the reason of its status in a wide terminal."""
     made = table("run", "status", "step", "reward", "cost", "left", texts=2)
     for column in made.columns:
         column.no_wrap = True
@@ -57,7 +57,7 @@ def run_lines(run: RunObject) -> RenderableType:
 
 
 def plan_lines(plan: PlanObject) -> RenderableType:
-    """The run's own devices first, then others, and what would make a better answer."""
+    """The plan for the run's own devices, then for others, and the missing inputs of a better answer."""
     parts: list[RenderableType] = [devices_table([plan.chosen, *plan.alternatives])]
     parts.append(Text(f"\nresponse lengths: {plan.lengths}"))
     return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
@@ -81,7 +81,7 @@ def devices_table(rows: Sequence[PlannedDevices]) -> Table:
 
 
 def usage_table(usage: UsageObject) -> RenderableType:
-    """By function, and beside the best static fleet."""
+    """The usage by function, the best static fleet, and a step as planned and measured."""
     parts: list[RenderableType] = [functions_table([(row.function, row) for row in usage.functions])]
     best = usage.best_static
     if best is not None:
@@ -98,8 +98,8 @@ def usage_table(usage: UsageObject) -> RenderableType:
         if measured is not None:
             steps = count(measured.steps)
             measured_text = f"measured {_step(measured.step_s, measured.step_usd)} over {steps} steps"
-        of_one = _step(planned.wall_s / planned.steps, planned.cost_usd / planned.steps)
-        parts.append(Text(f"\na step was predicted to take {of_one}; {measured_text}"))
+        predicted = _step(planned.wall_s / planned.steps, planned.cost_usd / planned.steps)
+        parts.append(Text(f"\na step was predicted to take {predicted}; {measured_text}"))
     return Group(*parts)
 
 
@@ -108,5 +108,5 @@ def _step(step_s: float, step_usd: float) -> str:
 
 
 def time_of(unix_s: float) -> str:
-    """In the terminal's time zone."""
+    """A time in the terminal's time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))

@@ -16,8 +16,8 @@ from rlhfless.control.lifecycle import AT_REST, Status
 from rlhfless.control.objects.runs import EventObject, RunObject
 from rlhfless.telemetry.console import Console
 
-LOOK_S = 1.0
-"""How often the run's reason is read while it is watched."""
+READ_S = 1.0
+"""Seconds between two readings of a watched run's status."""
 
 EVAL = "eval/"
 
@@ -34,8 +34,8 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
         "live" if sys.stdout.isatty() else "lines", f"run {run.id}  {client.url}/#/runs/{run.id}", run.steps
     )
     over = threading.Event()
-    telling = threading.Thread(target=_tell, args=(client.url, run.id, console, over), daemon=True)
-    telling.start()
+    reasons = threading.Thread(target=_show_reasons, args=(client.url, run.id, console, over), daemon=True)
+    reasons.start()
     before: dict[str, float] = {}
     try:
         for event in client.watch(run.id):
@@ -44,8 +44,8 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
                 break
     except KeyboardInterrupt:
         console.close()
-        again = f"rlhfless runs watch {run.id}"
-        typer.echo(f"not watched any more; the run goes on. Watch it with: {again}, end it with: "
+        command = f"rlhfless runs watch {run.id}"
+        typer.echo(f"not watched any more; the run goes on. Watch it with: {command}, end it with: "
                    f"rlhfless runs cancel {run.id}", err=True)  # fmt: skip
         raise typer.Exit(0) from None
     finally:
@@ -69,10 +69,10 @@ def _rests(event: EventObject) -> bool:
     return event.type == "status" and event.data.get("status") in AT_REST
 
 
-def _tell(url: str, run_id: str, console: Console, over: threading.Event) -> None:
-    """Show what the run does or waits for, until `over`."""
+def _show_reasons(url: str, run_id: str, console: Console, over: threading.Event) -> None:
+    """Show the reason of the run's status, until `over`."""
     with Client(url) as client:
-        while not over.wait(LOOK_S):
+        while not over.wait(READ_S):
             try:
                 run = client.get_run(run_id)
             except (ApiFault, ServiceAway) as error:

@@ -1,4 +1,4 @@
-"""`rlhfless selftest`: does all that a run needs work on this machine, or on each node of a cluster, and how fast?"""
+"""`rlhfless selftest`: checks the parts of a run on this machine, or on each node of a cluster, and measures them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FAILED = 1
 """Exit code if a check has failed."""
 
 NODE_S = 1800.0
-"""Longest wait for the nodes of a cluster: a self-test with the bundled model takes five minutes, and a large model's
-start as long again for each engine."""
+"""Longest wait for the nodes of a cluster: a self-test takes five minutes with the bundled model, and the start of each
+engine of a large model takes as long again."""
 
 COLOURS = {"ok": "green", "failed": "red", "not applicable": "dim"}
 

@@ -114,7 +114,7 @@ def up(
     except ValidationError as error:
         raise InputError("the service cannot start", explain(error, ServiceSettings, {}, values)) from error
     os.umask(OTHERS)
-    # By default torch makes one below /tmp, in each process that imports its compiler, and leaves it there.
+    # By default each process that imports torch's compiler makes a cache below /tmp, and leaves it there.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.folder / "inductor"))
     _require_code(settings)
     if detach:
@@ -122,7 +122,7 @@ def up(
         return
     from rlhfless.control.promptness import raise_priority
 
-    raise_priority()  # what is imported now takes a second, and much longer behind a run
+    raise_priority()  # the imports below take a second, and much longer while a run uses the cores
     from rlhfless.control.serve import serve
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -138,8 +138,8 @@ def _counted(text: str, option: str, example: str) -> tuple[str, int]:
 
 
 def _require_code(settings: ServiceSettings) -> None:
-    """A package of --code that is not there would fail every run that names it. Drivers in a Ray cluster elsewhere have
-    their own packages, so there only the form of the names is checked."""
+    """Refuse a package of --code that does not exist, because every run that names it would fail. Drivers in a Ray
+    cluster elsewhere have their own packages, so for them only the form of the names is checked."""
     from rlhfless.spec.imports import is_importable
 
     for name in settings.code:
@@ -156,7 +156,7 @@ def _require_code(settings: ServiceSettings) -> None:
 
 
 def _detached(settings: ServiceSettings) -> None:
-    """The same command in the background, in a session of its own; returns when it answers."""
+    """Run the same command in the background, in a session of its own, until its service answers."""
     from rlhfless.spec.errors import UserError
 
     open_data(settings)

@@ -56,25 +56,25 @@ def simulate(
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit the latency model to recorded runs.")] = False,
 ) -> None:
     """Compare scaling policies on a scenario, without any device: time, cost and regret, with confidence intervals."""
-    given = inputs or []
+    paths = inputs or []
     if calibrate:
-        _calibrate(_some(given, "folder of a recorded run"), out or Path("latency.yaml"))
+        _calibrate(_require_some(paths, "folder of a recorded run"), out or Path("latency.yaml"))
     elif replay is not None:
-        if given:
-            raise typer.BadParameter(f"--replay takes no scenario, got {given[0]}; leave one of the two out")
+        if paths:
+            raise typer.BadParameter(f"--replay takes no scenario, got {paths[0]}; leave one of the two out")
         _replay(replay, policy, latency)
     else:
-        for path in _some(given, "scenario file"):
+        for path in _require_some(paths, "scenario file"):
             if runs is not None:
                 _share(path, runs)
                 continue
             _compare(path, policies, seeds, out or Path("simulations"), jobs, step)
 
 
-def _some(given: list[Path], what: str) -> list[Path]:
-    if not given:
+def _require_some(paths: list[Path], what: str) -> list[Path]:
+    if not paths:
         raise typer.BadParameter(f"no {what} was given; name at least one")
-    return given
+    return paths
 
 
 def _share(path: Path, runs: int) -> None:

@@ -1,6 +1,6 @@
-"""What `rlhfless simulate` does and how long it will take, on standard error: a bar in a terminal, lines elsewhere.
+"""The progress of `rlhfless simulate` on standard error: a bar in a terminal, lines elsewhere.
 
-Policies take different times per step, so a first estimate is rough; it is said again when it has doubled.
+Policies take different times per step, so the first estimate is rough; it is shown again when it has doubled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rlhfless.sim.scenarios import Scenario
 from rlhfless.telemetry.numbers import clock, count
 
 FIRST_S = 3.0
-"""Until the first estimate: enough steps of a small scenario, and no long wait."""
+"""Seconds until the first estimate: enough steps of a small scenario, and no long wait."""
 
 
 class Estimates:
-    """When to say how much time is left, and what. `due` may be called from another thread.
+    """Estimates of the remaining time. `show_if_new` may be called from another thread.
 
-    The pace is counted from the end of the first step, because that one also has the starts of processes.
+    The pace is counted from the end of the first step, because that step also has the starts of processes.
     """
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
@@ -37,15 +37,15 @@ class Estimates:
         self._done = self._total = 0
 
     def progress(self, done: int, total: int) -> None:
-        """So many steps are done, of so many."""
+        """Note the number of finished steps, of all steps."""
         if done and self._first is None:
             self._first = self._now(), done
         self._done, self._total = done, total
         if self._now() - self._began_s >= FIRST_S:
-            self.due()
+            self.show_if_new()
 
-    def due(self) -> None:
-        """Say what is known, if that is new: FIRST_S are over."""
+    def show_if_new(self) -> None:
+        """Show the estimate if there is a new one; called after FIRST_S."""
         with self._lock:
             left_s = self._left_s()
             done = f"{count(self._done)} of {count(self._total)} steps in {clock(self._now() - self._began_s)}"
@@ -66,7 +66,8 @@ class Estimates:
 
 @contextmanager
 def shown(scenario: Scenario, policies: int, jobs: int) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of a comparison, which calls what this gives with the steps done and all steps."""
+    """Shows the progress of a comparison; yields a function that takes the number of finished steps and of all
+    steps."""
     console = Console(stderr=True, highlight=False)
     runs = f"{policies} policies, {scenario.seeds} seeds, runs of {scenario.steps} steps, --jobs {jobs}"
     console.print(f"simulating {scenario.name}: {runs}", soft_wrap=True)
@@ -78,7 +79,7 @@ def shown(scenario: Scenario, policies: int, jobs: int) -> Iterator[Callable[[in
             bar.update(task, completed=done, total=total)
             estimates.progress(done, total)
 
-        timer = threading.Timer(FIRST_S, estimates.due)
+        timer = threading.Timer(FIRST_S, estimates.show_if_new)
         timer.daemon = True
         timer.start()
         try:

@@ -1,4 +1,4 @@
-"""The requests of the API: what is sent, what comes back, and whether it may be sent again. Both clients send these."""
+"""The requests of the API: their bodies, their answers, and whether they may be repeated. Both clients send them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from rlhfless.control.settings import DATA_FOLDER, read_announcement
 T = TypeVar("T")
 
 URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"
-"""Environment variables: where the service is, and with which key it is asked."""
+"""Environment variables with the address of the service, and with the API key."""
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 TIMEOUT_S = 30.0
-"""Longest wait for an answer."""
+"""Longest wait for an answer, in seconds."""
 
 COMPUTE_S = 130.0
-"""Longest wait for what the service computes; it takes 120 s at most."""
+"""Longest wait for a computation of the service, which takes 120 s at most."""
 
 STREAM_S = 60.0
 """Longest silence of a stream of events: the service sends something every 15 s."""
 
 TRIES = 6
-"""A request that may be sent again is sent so often, over some ten seconds: a service starts in three."""
+"""Most tries of a repeatable request, over some ten seconds: a service starts in three."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 5.0
-"""Between two tries; doubled each time."""
+"""Time between two tries, doubled each time."""
 
-AGAIN = frozenset({429, 502, 503, 504})
-"""Answers after which the same request may succeed."""
+RETRIED = frozenset({429, 502, 503, 504})
+"""Status codes after which the same request may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class ClientCall(Generic[T]):
     method: str
     path: str
     answer: Any
-    """Type of the answer; `str` and `bytes` as they come, None for no body."""
+    """Type of the answer; `str` and `bytes` are the body itself, None is no body."""
     params: Sequence[tuple[str, str]] = ()
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = True
-    """Sent again, it changes nothing more, and is answered sooner."""
+    """Whether the request may be sent again without changing more than the first one."""
     timeout_s: float | None = None
     """Longest wait for an answer; by default the client's."""
 
-    def sent_by(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The request of a client."""
+    def request_of(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """The request as a client sends it."""
         timeout = httpx.USE_CLIENT_DEFAULT if self.timeout_s is None else self.timeout_s
         return client.build_request(
             self.method,
@@ -74,7 +74,7 @@ class ClientCall(Generic[T]):
         )
 
     def is_last(self, attempt: int, error: httpx.TransportError | None = None) -> bool:
-        """Whether try number `attempt`, from 0, was the last one. What takes long to compute is not begun again."""
+        """Whether try number `attempt`, from 0, was the last. Long computations are not started again."""
         slow = self.timeout_s is not None and isinstance(error, httpx.ReadTimeout)
         return attempt == TRIES - 1 or not self.repeatable or slow
 
@@ -89,14 +89,14 @@ class ClientCall(Generic[T]):
 
 
 def wait_s(attempt: int, response: httpx.Response | None) -> float:
-    """How long to wait after try number `attempt`, from 0."""
+    """Seconds to wait after try number `attempt`, from 0."""
     retry_after = response.headers.get("retry-after", "") if response is not None else ""
     return float(retry_after) if retry_after.isdecimal() else min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
 
 
-def service_url(given: str | None, data: str | None = None) -> str:
-    """Where the service is: as given, or RLHFLESS_URL, or the service of the data folder, or the default."""
-    url = given or os.environ.get(URL)
+def service_url(url: str | None, data: str | None = None) -> str:
+    """The service's address: `url`, else RLHFLESS_URL, else the service of the data folder, else the default."""
+    url = url or os.environ.get(URL)
     if url is None:
         service = read_announcement(data or DATA_FOLDER)
         url = DEFAULT_URL if service is None else str(service["url"])
@@ -110,7 +110,7 @@ def headers(key: str | None) -> dict[str, str]:
 
 
 def away(url: str, error: Exception) -> ServiceAway:
-    """No answer came."""
+    """The error of a request without an answer."""
     if isinstance(error, httpx.ReadTimeout):
         return ServiceAway(f"the service at {url} has not answered in time, but it is there; ask again later")
     return ServiceAway(
@@ -242,27 +242,27 @@ def get_simulation(simulation_id: str) -> ClientCall[SimulationObject]:
 
 
 class Stream:
-    """Lines of a stream of events, as events; each once, in order, whatever the connection does."""
+    """Parses the lines of an event stream into events, each once and in order, over several connections."""
 
     def __init__(self, run_id: str, after: int) -> None:
         self.path = f"/v1/runs/{run_id}/events"
         self.after = after
-        """Id of the last event that came."""
+        """Id of the last parsed event."""
         self.ended = False
-        """The run's last event has come."""
+        """Whether the run's last event was parsed."""
         self._data: list[str] = []
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the request that goes on where the last one broke."""
+        """The headers of a request that goes on after the last event."""
         return {"Accept": "text/event-stream", "Last-Event-ID": str(self.after)}
 
     def begin(self) -> None:
-        """A new connection: half an event of the last one counts for nothing."""
+        """Begin a new connection: forget half an event of the last one."""
         self._data = []
 
     def feed(self, line: str) -> Iterator[EventObject]:
-        """The event that this line ends, if it ends one."""
+        """Parse a line; yields the event that it ends, if it ends one."""
         if line.startswith("data: "):
             self._data.append(line.removeprefix("data: "))
         elif not line and self._data:
@@ -275,5 +275,5 @@ class Stream:
 
 
 def is_ended(run: RunObject) -> bool:
-    """Nothing more will happen in this run."""
+    """Whether a run has ended for good."""
     return run.status in ENDED

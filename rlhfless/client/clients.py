@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 import httpx
 
 from rlhfless.client import calls
-from rlhfless.client.calls import AGAIN, STREAM_S, TIMEOUT_S, TRIES, ClientCall, Stream
+from rlhfless.client.calls import RETRIED, STREAM_S, TIMEOUT_S, TRIES, ClientCall, Stream
 from rlhfless.client.errors import fault_of
 from rlhfless.control.objects.runs import EventObject
 
@@ -95,8 +95,8 @@ class Client(_Requests):
         for attempt in range(TRIES):
             response = None
             try:
-                response = self._http.send(call.sent_by(self._http))
-                if call.is_last(attempt) or response.status_code not in AGAIN:
+                response = self._http.send(call.request_of(self._http))
+                if call.is_last(attempt) or response.status_code not in RETRIED:
                     return call.parsed(response)
             except httpx.TransportError as error:
                 if call.is_last(attempt, error):
@@ -113,7 +113,7 @@ class Client(_Requests):
             try:
                 headers = stream.headers
                 with self._http.stream("GET", stream.path, headers=headers, timeout=STREAM_TIMEOUT) as response:
-                    if response.status_code not in AGAIN and not response.is_success:
+                    if response.status_code not in RETRIED and not response.is_success:
                         response.read()
                         raise fault_of(response)
                     for line in response.iter_lines():
@@ -153,8 +153,8 @@ class AsyncClient(_Requests):
         for attempt in range(TRIES):
             response = None
             try:
-                response = await self._http.send(call.sent_by(self._http))
-                if call.is_last(attempt) or response.status_code not in AGAIN:
+                response = await self._http.send(call.request_of(self._http))
+                if call.is_last(attempt) or response.status_code not in RETRIED:
                     return call.parsed(response)
             except httpx.TransportError as error:
                 if call.is_last(attempt, error):
@@ -170,7 +170,7 @@ class AsyncClient(_Requests):
             try:
                 headers = stream.headers
                 async with self._http.stream("GET", stream.path, headers=headers, timeout=STREAM_TIMEOUT) as response:
-                    if response.status_code not in AGAIN and not response.is_success:
+                    if response.status_code not in RETRIED and not response.is_success:
                         await response.aread()
                         raise fault_of(response)
                     async for line in response.aiter_lines():

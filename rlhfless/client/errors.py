@@ -1,4 +1,4 @@
-"""What a client raises."""
+"""The errors of the clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ApiFault(UserError):
         self.status_code = status_code
         """The status code of HTTP."""
         self.error = error
-        """code, message, param, and all problems."""
+        """The error with code, message, param, and all problems."""
 
     def __str__(self) -> str:
         """The message, and every problem on a line of its own."""
@@ -48,11 +48,11 @@ class Unauthorized(ApiFault):
 
 
 class Forbidden(ApiFault):
-    """403: the key's scopes do not reach so far."""
+    """403: the API key lacks the required scope."""
 
 
 class NotFound(ApiFault):
-    """404."""
+    """404: there is no such object."""
 
 
 class Conflict(ApiFault):
@@ -63,7 +63,8 @@ _BY_STATUS: dict[int, type[ApiFault]] = {401: Unauthorized, 403: Forbidden, 404:
 
 
 def fault_of(response: httpx.Response) -> ApiFault:
-    """The error in an answer. What is no answer of the service, such as a proxy's page, is told with its status."""
+    """The error of an answer. An answer that is not the service's, such as a proxy's page, becomes one with its
+    status."""
     try:
         body: Any = response.json()
         error = ErrorObject.model_validate(body["error"])

@@ -1,19 +1,19 @@
-"""Which run may hold how many devices. Pure: requests in, promises out, the clock handed in.
+"""Grants devices to runs. Pure: requests in, grants out, the clock handed in.
 
 A run asks for a *minimum*, without which it cannot work, a *maximum* that it could use, and a *unit*: the devices of
-one generation actor, in which it grows and shrinks. A *grant* is a promise: the run may hold so many. A grant that is
-lowered is taken back at the end of the run's step, so what the run still holds counts until the run has said that it
-is free. The sum of what is granted or held is thus never above what is there.
+one generation actor, in which it grows and shrinks. A *grant* is the number of devices that the run may
+hold. A lowered grant takes effect at the end of the run's step, so devices that the run still holds count until it
+reports them free. The sum of granted or held devices is thus never above their number.
 
 Waiting runs have an order: priority, which grows while a run waits (so nothing starves); among equals the owner that
 holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
-all is served before any run behind it: nothing smaller overtakes it for ever. For it, runs give back what they hold
-above their minimum, the last in order first; and if that is not enough, runs of a lower priority give way as a whole.
+all is served before any run behind it: smaller runs cannot overtake it for ever. For it, runs give back the devices
+above their minimum, the last in order first; and if these are too few, runs of a lower priority give way as a whole.
 Runs that share devices (`tenants` above 1) may be put on the same ones, where they take turns (rlhfless.scaling.seats):
-each of them may have whatever the other runs leave, as long as no device has more runs than any run on it allows. While
-they run they may be on as many devices as they were promised together, so a run that does not share waits for the rest.
+each of them may have the devices that other runs leave, as long as no device has more runs than any run on it allows.
+Together they may use as many devices as were granted to them in all, so a run that does not share waits for the rest.
 
-What nothing waits for goes to the runs that can use more, evenly.
+Devices that no run waits for go to the runs that can use more, evenly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ at most behind a stream of runs of the highest one."""
 
 @dataclass(frozen=True, slots=True)
 class DevicesRequest:
-    """What a run asks for, has been promised, and holds."""
+    """The devices that a run asks for, has been granted, and holds."""
 
     owner: str
     priority: int
@@ -42,7 +42,7 @@ class DevicesRequest:
     held: int
     asked_at: float
     tenants: int = 1
-    """Most runs on its devices, itself included."""
+    """Most runs on its devices, this run included."""
 
     @property
     def shares(self) -> bool:
@@ -50,7 +50,7 @@ class DevicesRequest:
 
     @property
     def taken(self) -> int:
-        """Devices that no other run can have now."""
+        """Devices that other runs cannot have now."""
         return max(self.granted, self.held)
 
     @property
@@ -59,25 +59,25 @@ class DevicesRequest:
 
     @property
     def spare(self) -> int:
-        """What it can give back and go on."""
+        """Devices that the run can give back and go on."""
         return max(self.granted - self.minimum, 0) // self.unit * self.unit
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What changes."""
+    """The changes for all runs."""
 
     granted: Mapping[str, int]
-    """By run: the promises that are other ones from now on."""
+    """By run: the grants that change."""
     yields: tuple[str, ...]
-    """Runs that are to give way at the end of their step."""
+    """Runs that give way at the end of their step."""
     reasons: Mapping[str, str]
     """By run: why it waits."""
 
 
 @dataclass
 class _Kind:
-    """The devices of one kind, while promises are made."""
+    """The devices of one kind, while grants are decided."""
 
     count: int
     requests: list[DevicesRequest]
@@ -85,22 +85,22 @@ class _Kind:
     yields: list[str] = field(default_factory=list)
 
     def of(self, request: DevicesRequest) -> int:
-        """What is promised to a run by now."""
+        """The grant of a run by now."""
         return self.granted.get(request.run_id, request.granted)
 
     @property
     def free(self) -> int:
-        """Devices that are neither promised nor held."""
+        """Devices that are neither granted nor held."""
         alone, together = self._taken(held=True)
         return self.count - alone - min(together, max(self.count - alone, 0))
 
-    def room(self, request: DevicesRequest) -> int:
-        """Devices that a waiting run may be promised now."""
-        return self._room(request, *self._taken(held=True))
+    def available(self, request: DevicesRequest) -> int:
+        """Devices that a waiting run can be granted now."""
+        return self._left_for(request, *self._taken(held=True))
 
     def to_come(self, request: DevicesRequest) -> int:
-        """Devices that it may be promised when everything that is asked back has been given back."""
-        return self._room(request, *self._taken(held=False))
+        """Devices that the run can be granted once all devices that are asked back are free."""
+        return self._left_for(request, *self._taken(held=False))
 
     def _taken(self, *, held: bool) -> tuple[int, int]:
         """Devices of runs that do not share, and of runs that do, each counted alone."""
@@ -109,7 +109,7 @@ class _Kind:
         alone = sum(of.get(request.run_id, 0) for request in self.requests if not request.shares)
         return alone, sum(of.values()) - alone
 
-    def _room(self, request: DevicesRequest, alone: int, together: int) -> int:
+    def _left_for(self, request: DevicesRequest, alone: int, together: int) -> int:
         left = self.count - alone
         if not request.shares:
             return left - min(together, max(left, 0))
@@ -118,32 +118,32 @@ class _Kind:
 
 
 def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s: float) -> Decisions:
-    """The promises from now on. `present`: devices by kind."""
+    """The grants from now on. `present`: the number of devices by kind."""
     by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
         by_kind[request.kind].append(request)
     granted: dict[str, int] = {}
     reasons: dict[str, str] = {}
     yields: list[str] = []
-    for name, all_of_it in by_kind.items():
-        kind = _Kind(present.get(name, 0), all_of_it)
+    for name, of_kind in by_kind.items():
+        kind = _Kind(present.get(name, 0), of_kind)
         waiting = _serve(kind, now_s)
         if not any(request.minimum <= kind.count for request in waiting):
             _share_out(kind)
-        granted |= {r.run_id: kind.of(r) for r in all_of_it if kind.of(r) != r.granted}
+        granted |= {r.run_id: kind.of(r) for r in of_kind if kind.of(r) != r.granted}
         yields += kind.yields
         reasons |= {request.run_id: _reason(request, kind, now_s, place) for place, request in enumerate(waiting)}
     return Decisions(granted, tuple(yields), reasons)
 
 
 def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
-    """Promise minimums in order; returns the runs that go on waiting."""
+    """Grant minimums in order; returns the runs that go on waiting."""
     waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
     left: list[DevicesRequest] = []
     blocked = False
     for request in waiting:
         possible = request.minimum <= kind.count
-        if possible and not blocked and request.held == 0 and request.minimum <= kind.room(request):
+        if possible and not blocked and request.held == 0 and request.minimum <= kind.available(request):
             kind.granted[request.run_id] = request.minimum
             continue
         left.append(request)
@@ -166,7 +166,7 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
 
 
 def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
-    """Lower promises until, at the end of steps, there will be enough for a run."""
+    """Lower grants until, at the end of steps, there will be enough for a run."""
     holders = [request for request in kind.requests if not request.waits]
     last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at, r.run_id))
     for request in last_first:
@@ -174,17 +174,15 @@ def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
             kind.granted[request.run_id] = kind.of(request) - request.unit
     below = [request for request in last_first if request.priority < wanting.priority]
     if kind.to_come(wanting) + sum(kind.of(request) for request in below) < wanting.minimum:
-        return  # to send them away would not help
+        return  # even all of their devices are too few
     for request in below:
         if kind.to_come(wanting) < wanting.minimum:
             kind.yields.append(request.run_id)
 
 
 def _share_out(kind: _Kind) -> None:
-    """Give what nothing waits for to the runs that can use more: the run that has the least above its minimum first.
-
-    A run that has two units more above its minimum than another one wants gives one back.
-    """
+    """Grant the devices that no run waits for to the runs that can use more, the one with the least above its minimum
+    first. Without free devices, the run with the most gives some back."""
     growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
     while growing:
         request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at, r.run_id))
@@ -196,8 +194,8 @@ def _share_out(kind: _Kind) -> None:
 
 
 def _even_out(kind: _Kind, poor: DevicesRequest) -> None:
-    """A run that could use more, and finds nothing free, gets a unit of the run that has the most above its minimum:
-    it is asked back now, and given when it is free."""
+    """Ask the run with the most devices above its minimum for a unit, if it has two units more than a run that could
+    use more. The unit is granted when it is free."""
     if kind.of(poor) + poor.unit > poor.maximum or kind.to_come(poor) - kind.of(poor) * poor.shares >= poor.unit:
         return
     rich = max(kind.requests, key=lambda r: (kind.of(r) - r.minimum, r.run_id))

@@ -1,7 +1,7 @@
-"""Tells those that watch runs what has changed, in the order of the commits.
+"""Passes changes of runs to their watchers, in the order of the commits.
 
-A watcher of one run gets every event after the one that it has seen: from memory if it is recent, else from the
-database. A watcher of all runs gets each run that has changed; changes that come while it is slow are merged.
+A watcher of one run gets every event after the last that it has seen: recent events from memory, older ones from the
+database. A watcher of all runs gets each run that has changed; changes that come while the watcher is slow are merged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rlhfless.control.database.tables import EventRow
 KEPT = 512
 """Events of a run that are kept in memory: more than a watcher falls behind in a second."""
 
-
 MOST_SHOWN = 2_000
-"""Runs whose last look, and newest events, are kept: some KiB each."""
+"""Runs whose JSON and newest events are kept in memory: some KiB each."""
 
 
 class Bus:
-    """Belongs to the loop; `publish` may be called from any thread."""
+    """The bus belongs to the event loop; only `publish` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -33,12 +32,11 @@ class Bus:
         self._changes: dict[str, int] = {}
         self._shown: dict[str, bytes] = {}
         self._reading: dict[str, tuple[int, asyncio.Task[bytes]]] = {}
-        """By run: the change after which its reading began."""
+        """By run: the number of changes before its reading began, and the reading."""
 
-    async def look(self, run_id: str, read: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """What a run looks like: as it was read last, if it has not changed since (the API process alone changes runs,
-        so that is what the database has), and otherwise as it is read now, once for all that ask meanwhile. A run that
-        works changes every second. Raises what `read` raises."""
+    async def json_of(self, run_id: str, read: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """A run's JSON: the last one, if the run has not changed since (only the API process changes runs), else read
+        now, once for all concurrent requests. A running run changes every second. Raises what `read` raises."""
         if (kept := self._shown.get(run_id)) is not None:
             return kept
         change = self._changes.get(run_id, 0)
@@ -46,10 +44,10 @@ class Bus:
         if reading is None or began != change:
             reading = asyncio.create_task(read())
             self._reading[run_id] = change, reading
-            reading.add_done_callback(lambda done: self._have_read(run_id, change, done))
+            reading.add_done_callback(lambda done: self._keep_json(run_id, change, done))
         return await asyncio.shield(reading)
 
-    def _have_read(self, run_id: str, change: int, reading: asyncio.Task[bytes]) -> None:
+    def _keep_json(self, run_id: str, change: int, reading: asyncio.Task[bytes]) -> None:
         if self._reading.get(run_id, (-1, None))[0] == change:
             del self._reading[run_id]
         if reading.cancelled() or reading.exception() is not None or self._changes.get(run_id, 0) != change:
@@ -59,7 +57,7 @@ class Bus:
             del self._shown[next(iter(self._shown))]
 
     def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
-        """These runs have changed, with these new events of each."""
+        """Pass on the runs that have changed, each with its new events."""
         self.loop.call_soon_threadsafe(self._publish, changed)
 
     def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
@@ -76,14 +74,14 @@ class Bus:
                 watcher.add(run_id)
 
     def recent(self, run_id: str, after: int) -> Sequence[EventRow] | None:
-        """The run's events after one of them; None if memory does not have all of them."""
+        """The run's events after number `after`; None if memory does not have all of them."""
         kept = self._recent.get(run_id)
         if not kept or kept[0].seq > after + 1:
             return None
         return list(itertools.dropwhile(lambda event: event.seq <= after, kept))
 
     async def more(self, run_id: str, after: int, timeout_s: float) -> bool:
-        """Wait until the run has an event after this one; False after `timeout_s`."""
+        """Wait for an event of the run after number `after`; False after `timeout_s`."""
         kept = self._recent.get(run_id)
         if kept and kept[-1].seq > after:
             return True
@@ -101,11 +99,11 @@ class Bus:
         return True
 
     def forget(self, run_id: str) -> None:
-        """The run is gone."""
+        """Forget a deleted run."""
         self._recent.pop(run_id, None)
 
     def watch(self) -> _Watcher:
-        """A watcher of all runs; close it."""
+        """A new watcher of all runs, which its owner has to close."""
         watcher = _Watcher(self._watchers.discard)
         self._watchers.add(watcher)
         return watcher
@@ -124,7 +122,8 @@ class _Watcher:
         self._has_changes.set()
 
     async def changed(self, timeout_s: float) -> list[str]:
-        """Ids of the runs that have changed since the last call; empty after `timeout_s`."""
+        """Wait for changes; returns the ids of the runs that have changed since the last call, none after
+        `timeout_s`."""
         try:
             await asyncio.wait_for(self._has_changes.wait(), timeout_s)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""The metrics of a run as curves: what the table has by step, by name, thinned. Pure.
+"""The metrics of a run as curves, one per name, thinned. Pure.
 
 A chart has some hundred pixels. Of a long curve the first and the last point stay; the points between them are cut into
 bins of equal width, and of each bin the lowest and the highest stay: a spike of one step is seen in any run.
@@ -23,13 +23,13 @@ Measured = tuple[int, float, str]
 """Step, unix time, and the metrics as JSON text."""
 
 FEWEST = 4
-"""First, last, and one bin with its two extremes."""
+"""Fewest points of a thinned curve: first, last, and the two extremes of one bin."""
 
 
 def wanted_names(names: Iterable[str]) -> frozenset[str]:
-    """Names as asked for; empty for all. A family's or a histogram's name stands for all of its members.
+    """The requested names; empty for all metrics. The name of a family or histogram stands for all its members.
 
-    Raises ApiError (422) for a name that no metric has.
+    Raises ApiError (422) for the name of no metric.
     """
     wanted = frozenset(names)
     for name in wanted:
@@ -41,7 +41,7 @@ def wanted_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list[Series]:
-    """One curve per metric, in the order of the declarations, each of at most so many points."""
+    """One curve per metric, in the order of their declarations, each of at most `points` points."""
     parsed: list[dict[str, float | None]] = from_json(f"[{','.join(row[2] for row in rows)}]")
     steps = np.array([row[0] for row in rows])
     times = np.array([row[1] for row in rows])
@@ -59,7 +59,8 @@ def _declared(name: str) -> tuple[int, str]:
 
 
 def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times: Any, points: int) -> Series:
-    """None is kept, as a gap; a row without the metric is of another kind. Stored values are finite."""
+    """The curve of one metric. None is kept, as a gap; rows without the metric are left out. Stored values are
+    finite."""
     column = np.array([row.get(name, math.inf) for row in rows], dtype=float)
     places = np.flatnonzero(~np.isposinf(column))
     chosen = places[kept(column[places], points)]
@@ -76,7 +77,7 @@ def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times
 
 
 def described(name: str) -> tuple[str, str]:
-    """Unit and meaning. A histogram is kept as its quantiles, `<name>/p<percent>`."""
+    """Unit and meaning of a metric. A histogram is stored as its quantiles, `<name>/p<percent>`."""
     family, _, label = name.partition("/")
     metric = METRICS.get(family)
     if metric is None:
@@ -87,8 +88,8 @@ def described(name: str) -> tuple[str, str]:
 
 
 def kept(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.intp]:
-    """Places of the points that stay, in order: at most `points` (at least FEWEST). NaN stays only where a bin has
-    nothing else."""
+    """The indices of the points that stay, in order: at most `points` (at least FEWEST). NaN stays only in a bin
+    without other values."""
     count = len(values)
     if count <= points:
         return np.arange(count)

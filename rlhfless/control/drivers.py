@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import psutil
 
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, OtherProtocol
-from rlhfless.control.ray_host import BEHIND
+from rlhfless.control.ray_host import LOW_PRIORITY
 from rlhfless.control.settings import environment_of_runs
 from rlhfless.folders import replace_text
 
@@ -61,7 +61,7 @@ class LocalDrivers(Drivers):
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
         write_order(folder, order)
-        command = [*BEHIND, sys.executable, "-m", self._module, str(folder)]
+        command = [*LOW_PRIORITY, sys.executable, "-m", self._module, str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
             log_start = log.tell()
             process = subprocess.Popen(

@@ -12,7 +12,7 @@ from rlhfless.spec.errors import Problem
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """An error, as the API answers it."""
 
     def __init__(
         self,
@@ -23,8 +23,7 @@ class ApiError(Exception):
         problems: Sequence[Problem] = (),
         retry_after_s: float | None = None,
     ) -> None:
-        """`code` is for programs and does not change; `message` names the value and the hint; `param` is the dotted
-        field."""
+        """`code`: for programs, never changes; `message`: names the value and the hint; `param`: the dotted field."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -34,7 +33,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, object]:
-        """The answer's body, without secrets."""
+        """The body of the answer, without secrets."""
         return {"error": redacted(failure(self.code, self.message, self.param, self.problems))}
 
     def response(self) -> JSONResponse:
@@ -44,12 +43,12 @@ class ApiError(Exception):
 
 
 def not_found(what: str, name: str) -> ApiError:
-    """404."""
+    """The 404 error for a name."""
     return ApiError(404, "not_found", f"there is no {what} {name!r}")
 
 
 def invalid_request(problems: Sequence[Problem]) -> ApiError:
-    """422 for wrong fields of a request; the message names the first."""
+    """The 422 error for wrong fields of a request; its message names the first."""
     first = problems[0]
     hint = f"; {first.hint}" if first.hint else ""
     message = f"{first.where or 'the body'}: {first.what}{hint}"
@@ -57,7 +56,7 @@ def invalid_request(problems: Sequence[Problem]) -> ApiError:
 
 
 def refused(source: str, problems: Sequence[Problem]) -> ApiError:
-    """422 with every wrong field."""
+    """The 422 error of a spec or another document, with every wrong field."""
     first = problems[0]
     count = "" if len(problems) == 1 else f" (and {len(problems) - 1} more)"
     hint = f"; {first.hint}" if first.hint else ""

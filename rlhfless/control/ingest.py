@@ -1,4 +1,4 @@
-"""Takes what drivers deliver into the database, each item once, in the order of its numbers."""
+"""Writes the items that drivers deliver into the database, each item once, in the order of its numbers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, DesiredState, Status
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Drivers of a run that end in a row, by no fault of the run, without a step between them: the sixth would as well."""
+"""Drivers of a run that may end in a row without a step between them, by no fault of the run."""
 
 KEPT_ROLLOUT_STEPS = 50
-"""Steps whose samples can be read: the newest. They are for reading; the trace has all figures of all samples."""
+"""The newest steps whose samples can be read. The samples are for people; the trace has the figures of all samples."""
 
 
 def take(session: Session, run: RunRow, push: Push) -> int:
@@ -48,20 +48,20 @@ def take(session: Session, run: RunRow, push: Push) -> int:
 
 
 def refuse_protocol(session: Session, run: RunRow, protocol: int) -> ApiError:
-    """The driver speaks another protocol: the run is at rest until it has a driver that the service understands."""
+    """Pause a run whose driver has another protocol, until it has a driver of the service's protocol."""
     message = refusal(protocol, PROTOCOL)
     _put_to_rest(session, run, Status.PAUSED, "other_protocol", message)
     return ApiError(409, "other_protocol", message)
 
 
 def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
-    """The driver does not have the run's folder: no driver can work. What has been done already is kept."""
+    """Stop a run whose driver does not have the run's folder, because no other driver would. Its results are kept."""
     _put_to_rest(session, run, _at_rest(run), "not_shared", message)
     return ApiError(409, "not_shared", message)
 
 
 def stop_out_of_memory(session: Session, run: RunRow) -> None:
-    """The driver died of it: another one would, too. What has been done already is kept."""
+    """Stop a run whose driver has died of it, because the next driver would, too. Its results are kept."""
     message = "out of memory: the run's driver needed more than it may have. Ask for fewer samples, or for smaller data"
     _put_to_rest(session, run, _at_rest(run), OUT_OF_MEMORY, message)
 
@@ -77,7 +77,7 @@ def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, messa
 
 
 def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
-    """Take items; those that the database has are left out. Raises ApiError (409) if some are missing before them."""
+    """Take items, but for those that the database has. Raises ApiError (409) if items are missing before them."""
     for item in items:
         if item.seq <= run.pushed:
             continue
@@ -85,7 +85,7 @@ def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
             raise ApiError(409, "gap", f"item {run.pushed + 1} is missing before item {item.seq}; push from there")
         run.pushed = item.seq
         if (taking := TAKES.get(item.kind)) is None:
-            log.info("%s: a driver of another version tells %r, which is left out", run.id, item.kind)
+            log.info("%s: a driver of another version has delivered %r, which is ignored", run.id, item.kind)
         else:
             taking(session, run, item)
     if items:
@@ -107,7 +107,7 @@ def _update_state(session: Session, run: RunRow, now: DriverState) -> None:
 def _update_lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
     row = session.get(LeaseRow, run.id)
     if wanted is None:
-        return  # it does not know yet; what an earlier driver of the run had stays promised
+        return  # the driver does not know yet; the grant of an earlier driver stays
     if row is None:
         row = LeaseRow(run_id=run.id, granted=0, asked_at=time.time())
         session.add(row)
@@ -118,7 +118,7 @@ def _update_lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> 
 
 def _take_status(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt != run.attempt:
-        return  # of a driver that has died meanwhile
+        return  # the item's driver has died meanwhile
     wanted = Status(item.data["status"])
     if run.wish == DesiredState.PAUSE and wanted is Status.RUNNING:
         wanted = Status.PAUSING
@@ -134,8 +134,8 @@ def _take_message(session: Session, run: RunRow, item: Item) -> None:
 
 def _take_metrics(session: Session, run: RunRow, item: Item) -> None:
     step, kind, values = item.data["step"], item.data["kind"], item.data["values"]
-    # A driver that was killed after it had told a step, and before the step's end was in the trace, has a successor
-    # that does the step again, with the same samples.
+    # If a driver is killed after it has reported a step, and before the step's end is in the trace, the next driver
+    # does the step again, with the same samples.
     again = session.get(MetricsRow, (run.id, step, kind)) is not None
     session.merge(MetricsRow(run_id=run.id, step=step, kind=kind, at=item.at, values=values))
     run.latest = run.latest | values
@@ -153,7 +153,7 @@ def _take_metrics(session: Session, run: RunRow, item: Item) -> None:
 
 
 def _take_usage(session: Session, run: RunRow, item: Item) -> None:
-    """All that the run has used so far: a later item replaces an earlier one."""
+    """Replace the run's usage: each item has the whole usage so far."""
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
     known = UsageRow.__table__.columns.keys()
     rows = [
@@ -171,9 +171,9 @@ def _take_resolved(_: Session, run: RunRow, item: Item) -> None:
 
 
 def _take_checkpoints(session: Session, run: RunRow, item: Item) -> None:
-    """All checkpoints that the driver keeps. The new ones become events."""
+    """Replace the list of checkpoints: each item has all that the driver keeps. New checkpoints become events."""
     known, listed = {entry["id"]: entry for entry in run.checkpoints}, item.data["checkpoints"]
-    # A driver that goes on lists the checkpoints of earlier ones, too: their time is the one that is known.
+    # The list has the checkpoints of earlier drivers, too, which keep the time that the database has.
     run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in listed]
     for entry in listed:
         if entry["id"] not in known:
@@ -195,7 +195,8 @@ def _take_ended(session: Session, run: RunRow, item: Item) -> None:
 
 
 def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
-    """The run's driver has ended: what the user has wished for comes about, or the next driver is waited for."""
+    """End the attempt of a driver: the run gets the status that its user has requested, or waits for its next
+    driver."""
     status, reason = ending.status, ending.reason
     if ending.retry:
         run.deaths += 1
@@ -212,7 +213,7 @@ def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
     if status in FOLLOWING[Status(run.status)]:
         run.driver = None
         store.set_status(session, run, status, reason)
-        # A run that waits or was stopped by its user has no error, whatever its driver died of.
+        # A run that waits, or that its user has stopped, has no error, whatever the driver died of.
         reported = status is Status.FAILED or (status is ending.status and status is not Status.QUEUED)
         run.error = ending.error if reported else None
 

@@ -1,7 +1,7 @@
-"""The memory that a process beside the service may have: what needs more ends alone, and says so.
+"""Memory limits of the processes beside the service: a process that needs more ends alone, and says why.
 
-Without a limit the kernel would end any process of the machine that it likes. The limit is RLIMIT_DATA: what a process
-has for itself, without shared memory, mapped files and what it has only reserved.
+Without a limit the kernel would kill any process of the machine. The limit is RLIMIT_DATA: a process's private memory,
+without shared memory, mapped files and address space that is only reserved.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import traceback
 from pathlib import Path
 
 SHARE = 4
-"""A process may have this part of the machine's, or the container's, memory: two jobs and some drivers run beside the
-service, and on one machine beside replicas."""
+"""A process may have one part in so many of the machine's, or container's, memory: two jobs and some drivers run beside
+the service, and on a single machine beside replicas."""
 
 RESERVE = 16
-"""A driver that is out of memory still has to say so: for that it gets this part of its limit."""
+"""One part in so many of a driver's limit is kept back, for its report that it is out of memory."""
 
 DRIVER_LEAST_BYTES = 4 << 30
-"""Ray's threads reserve 1.5 GiB of it, on two cores, and use little of that."""
+"""The least limit of a driver. Ray's threads reserve 1.5 GiB of it on two cores, and use little of that."""
 
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 SIGNS = (b"MemoryError", b"std::bad_alloc", b"memory allocation of ", b"out of memory")
-"""What Python, C++, Rust and LLVM write when they are out of memory, the last three before they abort."""
+"""Messages of Python, C++, Rust and LLVM that are out of memory; the last three abort after theirs."""
 
 TAIL_BYTES = 16 << 10
 
 
 def memory_bytes(machine: int, container: str, least: int) -> int:
-    """What a process may have, and at least `least`. `container`: the text of CONTAINER, which is `max` or empty where
-    there is no limit."""
+    """The limit of a process in bytes, `least` or more. `container`: the text of CONTAINER; `max` or empty without a
+    limit."""
     present = min(machine, int(container)) if container.strip().isdecimal() else machine
     return max(present // SHARE, least)
 
@@ -42,35 +42,36 @@ def _share_bytes(least: int) -> int:
 
 
 def limit_memory(least: int) -> int:
-    """Limit this process to a share of what there is; returns the bytes."""
+    """Limit this process to its share of the memory; returns the bytes."""
     limit = _share_bytes(least)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return limit
 
 
-def limit_driver(given_gib: float | None) -> None:
-    """Limit this process, which drives a run, to `given_gib` or a share of what there is. What its imports have taken
-    does not count: threads of their libraries reserve some memory for each core, far more than is used."""
-    limit = _share_bytes(DRIVER_LEAST_BYTES) if given_gib is None else int(given_gib * 2**30)
+def limit_driver(limit_gib: float | None) -> None:
+    """Limit this process, a driver, to `limit_gib` or its share of the memory. The memory of its imports does not
+    count: the threads of libraries reserve far more for each core than they use."""
+    limit = _share_bytes(DRIVER_LEAST_BYTES) if limit_gib is None else int(limit_gib * 2**30)
     limit += _data_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (limit - limit // RESERVE, limit))
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts, of this process."""
+    """The bytes of this process that RLIMIT_DATA counts."""
     status = Path("/proc/self/status").read_text("utf-8")
     return int(status.partition("VmData:")[2].split(maxsplit=1)[0]) << 10
 
 
 def use_reserve(error: MemoryError) -> None:
-    """Let go of what filled the memory, which the error's traceback holds, and make room for what is to be said."""
+    """Free the memory that the error's traceback holds, and raise the limit by the reserve."""
     traceback.clear_frames(error.__traceback__)
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def says_out_of_memory(log: Path, start: int) -> bool:
-    """Whether the last that a process has written says so. `start`: where in the log it began to write."""
+    """Whether the end of a process's log says that it was out of memory. `start`: the log's size when the process
+    began."""
     try:
         with log.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)

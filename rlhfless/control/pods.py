@@ -1,4 +1,4 @@
-"""Why nodes of the Ray cluster do not come, and which leave: its pods in Kubernetes, read with this pod's account."""
+"""The pods of the Ray cluster in Kubernetes: why pods are pending, and which leave. Read with this pod's account."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhfless.control.periodic import PeriodicTask
 log = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
-"""How often pods are listed: the cluster's scheduler and autoscaler take as long for a decision."""
+"""How often pods are listed: a decision of the cluster's scheduler or autoscaler takes as long."""
 
 TIMEOUT_S = 5.0
 """Longest wait for the API server."""
@@ -43,11 +43,11 @@ LEAVING_TAINTS = frozenset(
         "remediator.kubernetes.azure.com/unschedulable",
     }
 )
-"""Keys of what is put on a node that is about to go: by kubectl cordon and drain, cluster-autoscaler, Karpenter, and
-by the notices of clouds (aws-node-termination-handler, GKE, AKS)."""
+"""Taints of a node that is about to leave, set by kubectl cordon and drain, cluster-autoscaler, Karpenter, and by the
+notices of clouds (aws-node-termination-handler, GKE, AKS)."""
 
 LONGEST_REASON = 300
-"""Characters of a reason: the scheduler's has a clause for each kind of node that does not fit."""
+"""Most characters of a reason: the scheduler's has a clause for each kind of node that does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PendingPod:
 
 
 def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
-    """Pods that do not run yet, of the client's V1Pod objects: the one that waits longest first."""
+    """The pods that do not run yet, of V1Pod objects; the longest waiting first."""
     pending = [
         PendingPod(
             pod.metadata.name,
@@ -76,16 +76,14 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
 
 
 def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, float]:
-    """Addresses of the worker pods that end, or whose node is about to go; and when (unix time; 0: not known).
-
-    `nodes` are the client's V1Node objects.
-    """
-    going = {node.metadata.name for node in nodes if _is_leaving(node)}
+    """The addresses of worker pods that end, or whose node (V1Node objects) is about to leave, with the unix time of
+    that; 0 if it is not known."""
+    leaving_nodes = {node.metadata.name for node in nodes if _is_leaving(node)}
     leaving = {}
     for pod in pods:
         ends, address = pod.metadata.deletion_timestamp, pod.status.pod_ip
         label, head = HEAD
-        if address and (pod.metadata.labels or {}).get(label) != head and (ends or pod.spec.node_name in going):
+        if address and (pod.metadata.labels or {}).get(label) != head and (ends or pod.spec.node_name in leaving_nodes):
             leaving[str(address)] = ends.timestamp() if ends else 0.0
     return leaving
 
@@ -95,7 +93,8 @@ def _is_leaving(node: Any) -> bool:
 
 
 def status_clause(pending: list[PendingPod], now: float) -> str:
-    """In one clause of a status: the pod that waits longest, and how many others do. Empty if none does."""
+    """A clause for the status of a run: the longest pending pod, and the number of others. Empty without pending
+    pods."""
     if not pending:
         return ""
     first = pending[0]
@@ -125,8 +124,8 @@ def _pending_reason(pod: Any) -> str:
 
 
 def pod_lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list[Any]]]:
-    """A function that lists the pods of a RayCluster in this pod's namespace, and the cluster's nodes if they are
-    wanted, which needs a ClusterRole."""
+    """A function that lists the pods of a RayCluster in this pod's namespace, and `with_nodes` the cluster's nodes,
+    which needs a ClusterRole."""
     from kubernetes import client, config
 
     config.load_incluster_config()

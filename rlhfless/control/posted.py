@@ -1,4 +1,4 @@
-"""What is checked of a spec when it is POSTed, before any file is looked at."""
+"""The checks of a spec when it is POSTed, before any file is opened."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ OWN = {
     ("scoring", "http_hosts"): "the service says which hosts rewards may reach",
     ("logging", "metrics_port"): "the service serves the metrics of all runs under /metrics",
 }
-"""Keys of a spec that are the service's own, and why."""
+"""Keys of a spec that only the service sets, and why."""
 
 RESOLVE_S = 0.8
-"""Longest wait for the addresses of names: what must be refused is refused within a second of the POST."""
+"""Longest wait for the resolver: a POST is answered within a second."""
 
 _RESOLVERS = ThreadPoolExecutor(8, "resolve")
-"""Threads of their own for names: the system's resolver may take half a minute, and nothing else of the service waits
-for it."""
-
+"""Threads for the system's resolver, which may take half a minute; no other work waits for them."""
 
 MOST_PLACE = 200
-"""Characters of a field's name that are told."""
+"""Most characters of a field's name in an error."""
 
 
 def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """The spec. Raises ApiError (422) with every wrong field."""
+    """The spec of a POST. Raises ApiError (422) with every wrong field."""
     if problems := list(unstorable(values)):
         raise refused("the spec", problems)
     if problems := code_problems(values, settings):  # before anything that it names is imported
@@ -64,8 +62,8 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
 
 
 async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """As `posted_spec`; the addresses of HTTP rewards are looked at, too. A name without an answer in time is looked at
-    by the driver, and every address again where the connection is made."""
+    """As `posted_spec`, and the addresses of HTTP rewards are checked. A name that is not resolved in time is checked
+    by the driver, and every address again when its connection is made."""
     from rlhfless.rewards.guard import refusal
 
     spec = posted_spec(values, settings)
@@ -84,7 +82,7 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
 
 
 def unstorable(values: Any, place: str = "", depth: int = 0) -> Iterator[Problem]:
-    """Texts and integers that no database keeps as they are, and what is nested too deeply to be walked through."""
+    """Texts and integers that a database cannot store, and values that are nested too deeply."""
     if depth > MOST_DEPTH:
         yield Problem(place[:MOST_PLACE], f"nested more than {MOST_DEPTH} deep", "write it flat")
     elif isinstance(values, Mapping):

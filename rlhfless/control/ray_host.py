@@ -1,7 +1,7 @@
-"""The process that holds the service's Ray: it starts a private one, or joins one, and says which devices are there.
+"""The process that hosts the service's Ray: it starts a private cluster, or joins one, and reports its devices.
 
-It is a process of its own, which outlives the service: what runs on Ray goes on while the service is away. It writes
-what it sees into a file of the data folder, every second. As a job of a cluster (see ray_jobs) it tells the service.
+The host is a process of its own, which outlives the service: what runs on Ray goes on while the service is away. It
+reports every second, into a file of the data folder, or, as a job of a cluster (see ray_jobs), to the service.
 
     python -m rlhfless.control.ray_host DATA_FOLDER [RAY_ADDRESS]
     python -m rlhfless.control.ray_host --tell SERVICE_URL
@@ -32,9 +32,9 @@ from rlhfless.control.settings import environment_of_runs
 from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.folders import OTHERS, lock, replace_text
 
-BEHIND = ("nice", "-n", "5")
-"""Runs leave the machine's cores to the service for the milliseconds that an answer takes, and lose nothing by it: all
-their processes are alike, and the service is idle otherwise."""
+LOW_PRIORITY = ("nice", "-n", "5")
+"""Prefix of commands that start runs' processes: at a lower priority they leave the cores to the service for the
+milliseconds that an answer takes, and lose nothing, because all their processes have the same priority."""
 
 RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
@@ -43,25 +43,25 @@ REPORT_S = 1.0
 """How often a host reports what its Ray has."""
 
 HOST_TOKEN = "RLHFLESS_HOST_TOKEN"
-"""The variable with what a host shows to the service that it tells."""
+"""The environment variable with the host's secret, which the service checks."""
 
-TELL_S = 5.0
-"""Longest wait for the service to take what the host tells."""
+REPORT_TIMEOUT_S = 5.0
+"""Longest wait for the service to take a report."""
 
 LOCK_FILE = "ray-host.lock"
-"""Held by the host: a data folder has one."""
+"""Locked by the host, so that a data folder has one host."""
 
-AGAIN_S = 10.0
-"""Between two starts of a host that ends at once, because Ray cannot start or be joined."""
+RESTART_S = 10.0
+"""Time between two starts of a host that ends at once, because Ray cannot start or be joined."""
 
 STALE_S = 15.0
-"""A file that is older is of a host that hangs or has died: it writes every second, and reading the nodes of a large
-cluster takes less than ten."""
+"""A report that is older comes from a host that hangs or has died: hosts report every second, and reading the nodes of
+a large cluster takes less than ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayReport:
-    """The service's Ray."""
+    """What a host reports of the service's Ray."""
 
     address: str
     pid: int
@@ -74,7 +74,7 @@ class RayReport:
 
 
 def read_ray(file: Path) -> RayReport | None:
-    """What the host has written last; None if there is none, or it hangs. It may be of another version: the host
+    """The host's last report; None if there is no host, or it hangs. The host may be of another version, because it
     outlives the service."""
     try:
         values = json.loads(file.read_text("utf-8"))
@@ -95,10 +95,10 @@ class HostKeeper(PeriodicTask):
         self._started_s = 0.0
 
     async def end(self, timeout_s: float) -> None:
-        """End the host, and keep none alive from here on."""
+        """End the host, and start no other."""
         await self.__aexit__()
         await asyncio.to_thread(stop_host, self._folder, timeout_s)
-        if self._process is not None and self._process.poll() is None:  # it has not said yet that it is there
+        if self._process is not None and self._process.poll() is None:  # it has not reported yet
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, timeout_s)
@@ -107,12 +107,12 @@ class HostKeeper(PeriodicTask):
         """Start a host if there is none."""
         running = self._process is not None and self._process.poll() is None
         present = running or read_ray(self._folder / RAY_FILE) is not None
-        if not present and time.monotonic() - self._started_s > AGAIN_S:
+        if not present and time.monotonic() - self._started_s > RESTART_S:
             self._start()
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        command = [*BEHIND, sys.executable, "-m", "rlhfless.control.ray_host", str(self._folder)]
+        command = [*LOW_PRIORITY, sys.executable, "-m", "rlhfless.control.ray_host", str(self._folder)]
         with (self._folder / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *([self._address] if self._address else [])],
@@ -125,8 +125,8 @@ class HostKeeper(PeriodicTask):
 
 
 def stop_host(folder: Path, timeout_s: float) -> bool:
-    """End the host, and a private Ray with it, and remove what that has left; returns whether the host has ended in
-    order, or there was none."""
+    """End the host with its private Ray, and remove the files of that; returns whether the host has ended in order, or
+    there was none."""
     ended = _end_host(folder, timeout_s)
     if (folder / FOLDER).is_dir() and (held := lock(folder / LOCK_FILE)) is not None:
         with held:
@@ -150,13 +150,13 @@ def _end_host(folder: Path, timeout_s: float) -> bool:
     return True
 
 
-class NotWanted(Exception):
-    """The service has another host."""
+class HostReplaced(Exception):
+    """The service has another host, so this one ends."""
 
 
-async def host(ray_address: str | None, folder: Path, say: Callable[[RayReport], Awaitable[None]]) -> None:
-    """Start or join Ray, and say what is there until SIGTERM, until Ray has ended, or until `say` raises. The files of
-    a private Ray are in `folder`."""
+async def host(ray_address: str | None, folder: Path, send: Callable[[RayReport], Awaitable[None]]) -> None:
+    """Start or join Ray, and send reports until SIGTERM, until Ray has ended, or until `send` raises. The files of a
+    private Ray are in `folder`."""
     from rlhfless.fleet.cluster import Cluster
     from rlhfless.scaling.prices import load_price_book
     from rlhfless.spec import PlacementSpec
@@ -168,7 +168,7 @@ async def host(ray_address: str | None, folder: Path, say: Callable[[RayReport],
     cluster = await Cluster.start(spec, folder, load_price_book(None).kinds)
     try:
         while not stop.is_set() and not cluster.lost:
-            await say(await _report_of(cluster, ray_address))
+            await send(await _report_of(cluster, ray_address))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), REPORT_S)
     finally:
@@ -192,8 +192,8 @@ async def _report_of(cluster: Any, ray_address: str | None) -> RayReport:
 async def report_to_file(folder: Path, ray_address: str | None) -> None:
     """Host a Ray for the service of a data folder."""
 
-    async def write(now: RayReport) -> None:
-        replace_text(folder / RAY_FILE, json.dumps(asdict(now)))
+    async def write(report: RayReport) -> None:
+        replace_text(folder / RAY_FILE, json.dumps(asdict(report)))
 
     try:
         await host(ray_address, folder, write)
@@ -202,27 +202,29 @@ async def report_to_file(folder: Path, ray_address: str | None) -> None:
 
 
 async def report_to_service(service_url: str, token: str) -> None:
-    """Tell a service what the cluster has that this process is a job of."""
-    client = httpx.AsyncClient(base_url=service_url, timeout=TELL_S, headers={"Authorization": f"Bearer {token}"})
+    """Report to a service the cluster that this process is a job of."""
+    client = httpx.AsyncClient(
+        base_url=service_url, timeout=REPORT_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"}
+    )
 
-    async def tell(now: RayReport) -> None:
+    async def send(report: RayReport) -> None:
         try:
-            answer = await client.post("/internal/ray", json=asdict(now))
+            answer = await client.post("/internal/ray", json=asdict(report))
         except httpx.HTTPError as error:
-            print(f"the service does not answer: {error}", flush=True)  # it is back some time, or has another host
+            print(f"the service does not answer: {error}", flush=True)  # it comes back, or has another host by then
             return
         if answer.status_code in (401, 404):
-            raise NotWanted
+            raise HostReplaced
         if answer.is_error:
-            print(f"the service does not take what this host tells: {answer.text[:500]}", flush=True)
+            print(f"the service refuses the report of this host: {answer.text[:500]}", flush=True)
         elif leaving := HostAnswer.model_validate_json(answer.content).leaving:
             from rlhfless.fleet.leaving import drain_nodes
 
             await asyncio.to_thread(drain_nodes, leaving)
 
     async with client:
-        with contextlib.suppress(NotWanted):
-            await host("auto", Path(), tell)
+        with contextlib.suppress(HostReplaced):
+            await host("auto", Path(), send)
 
 
 def main() -> None:

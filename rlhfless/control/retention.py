@@ -1,4 +1,4 @@
-"""Removes runs, with their folders, when they have been over for long enough."""
+"""Removes runs with their folders, when they have ended long enough ago."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rlhfless.control.settings import ServiceSettings
 log = logging.getLogger(__name__)
 
 PERIOD_S = 600.0
-"""How often: days are what is waited for."""
+"""How often runs are removed: their time is counted in days."""
 
 SECONDS_PER_DAY = 86_400.0
 
 
 class RetentionSweep(PeriodicTask):
-    """Sweeps again and again."""
+    """The periodic removal of runs."""
 
     def __init__(self, database: Database, settings: ServiceSettings) -> None:
         super().__init__(PERIOD_S)
@@ -35,12 +35,12 @@ class RetentionSweep(PeriodicTask):
         self._settings = settings
 
     async def tick(self) -> None:
-        """Sweep once."""
+        """Remove runs once."""
         await sweep(self._database, self._settings, time.time())
 
 
 async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> list[str]:
-    """Remove what is over since `retention.days`; returns the ids of the runs."""
+    """Remove the runs that ended more than `retention.days` ago; returns their ids."""
     if settings.retention.days is None:
         return []
     before_s = now_s - settings.retention.days * SECONDS_PER_DAY
@@ -53,14 +53,14 @@ async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> 
             store.touch(session, row)
         return [(row.id, row.folder) for row in rows]
 
-    gone = await database.write(forget)
-    for run_id, folder in gone:
+    removed = await database.write(forget)
+    for run_id, folder in removed:
         await asyncio.to_thread(remove_folder, Path(folder), settings)
         log.info("removed %s, which has been over for %g days", run_id, settings.retention.days)
-    return [run_id for run_id, _ in gone]
+    return [run_id for run_id, _ in removed]
 
 
 def remove_folder(folder: Path, settings: ServiceSettings) -> None:
-    """Remove a run's folder; nothing that is not one of the service's."""
+    """Remove a run's folder, if it is below the service's folder of runs."""
     if folder.parent == settings.runs:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the service reads of a run's folder, and whether the run's driver has the same folder."""
+"""A run's folder as the service reads it, and the check that the run's driver has the same folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rlhfless.folders import replace_text
 from rlhfless.records.run_folder import TRACE_FOLDER
 
 FIND_S = 5.0
-"""Longest wait until a file that one machine has written is there on another: file systems of a network keep what they
-know of a folder for a few seconds."""
+"""Longest wait until a file that one machine has written is visible on another: network file systems cache the content
+of a folder for a few seconds."""
 
-LOOK_S = 0.25
+CHECK_S = 0.25
 
 
 def trace_of(run_folder: str) -> str | None:
@@ -22,12 +22,12 @@ def trace_of(run_folder: str) -> str | None:
 
 
 def leave_mark(folder: Path, attempt: int, text: str) -> None:
-    """A driver's mark, for the service to find. Raises OSError if the folder cannot be written."""
+    """Write a driver's mark, which the service looks for. Raises OSError if the folder cannot be written."""
     replace_text(_mark(folder, attempt), text)
 
 
 def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) -> bool:
-    """Whether the driver of an attempt has left its mark in this very folder. A mark that is found is removed."""
+    """Whether the driver of an attempt has left its mark in this folder. Removes the mark."""
     end_s = time.monotonic() + wait_s
     while True:
         try:
@@ -35,19 +35,19 @@ def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) ->
                 _mark(folder, attempt).unlink(missing_ok=True)
                 return True
         except OSError:
-            pass  # not there yet
+            pass  # it is not visible yet
         if time.monotonic() > end_s:
             return False
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
 
 
 def _mark(folder: Path, attempt: int) -> Path:
-    """A name of its own for each attempt: a file system may remember that a name was not there."""
+    """The mark's file. Each attempt has its own name: a file system may cache that a name did not exist."""
     return folder / f"driver-{attempt}.mark"
 
 
 def not_shared(folder: Path, what: str) -> str:
-    """Why a run cannot work, and the hint. `what`: which side does not see what."""
+    """The message for a run whose folder is not shared, with the hint. `what`: which side does not see what."""
     return (
         f"the folder of the run, {folder}, must be one folder for the service and the Ray cluster, because journal, "
         f"outbox and checkpoints outlive both: {what}. The service's operator mounts one volume at "

@@ -1,6 +1,6 @@
 """`rlhfless up`: the service of a data folder, and its end.
 
-SIGTERM, and a service that is killed, leave drivers and Ray at work: the next service of the folder finds them again.
+SIGTERM, or a killed service, leaves drivers and Ray running: the next service of the folder takes them over.
 Ctrl-C and `rlhfless down` stop runs in order, and then Ray; the runs go on at the next `up`.
 """
 
@@ -31,18 +31,17 @@ from rlhfless.spec.errors import InputError, Problem
 log = logging.getLogger(__name__)
 
 GRACE_S = 2
-"""How long open streams are waited for when the service ends."""
+"""Seconds that open streams have to end when the service ends."""
 
 DRIVERS_S = 45.0
-"""Longest wait for drivers that stop in order: `timeouts.stop_s` is 25 s, and they deliver what they have."""
+"""Longest wait for drivers that stop in order: `timeouts.stop_s` is 25 s, and they deliver their outboxes."""
 
 HOST_S = 30.0
 """Longest wait for Ray to end."""
 
 
 async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
-    """Serve until a signal; unless other drivers are given, they are jobs of the cluster if that is elsewhere, and
-    otherwise processes of this machine.
+    """Serve until a signal. By default drivers are jobs of a cluster elsewhere, or else processes of this machine.
 
     Raises DataInUse, NotPrivate, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
@@ -77,7 +76,7 @@ def _drivers(settings: ServiceSettings) -> Drivers:
 
 @contextlib.asynccontextmanager
 async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Within the block there is a host of the service's Ray; gives what ends it, and a private Ray with it."""
+    """Keeps a host of the service's Ray alive within the block; yields a function that ends it, with a private Ray."""
     settings = service.settings
     if settings.elsewhere:
         jobs = RayJobs(settings.ray_address or "")
@@ -91,12 +90,12 @@ async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
-        """Signals are handled by `_signals`."""
+        """Do nothing: `_signals` handles signals."""
         yield
 
 
 def _bound(settings: ServiceSettings) -> socket.socket:
-    """The socket to listen on. Raises InputError if that is not possible."""
+    """The socket to listen on. Raises InputError if the address cannot be used."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
@@ -121,7 +120,7 @@ async def _signals(
         server.should_exit = True
 
     def wind_down() -> None:
-        if ending:  # the second one: at once
+        if ending:  # a second Ctrl-C ends at once
             server.should_exit = server.force_exit = True
         ending.append(asyncio.create_task(_wind_down(service, server, end_host, say)))
 
@@ -157,7 +156,8 @@ async def _wind_down(
 
 
 def stop_service(settings: ServiceSettings) -> bool:
-    """End the service of a data folder with its runs and its Ray, in order; returns whether there was any."""
+    """End the service of a data folder with its runs and its Ray, in order; returns whether there was a service or
+    Ray."""
     service, running = read_announcement(settings.folder), False
     with contextlib.suppress(psutil.Error):
         if service is not None:
@@ -167,5 +167,5 @@ def stop_service(settings: ServiceSettings) -> bool:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(psutil.TimeoutExpired):
             process.wait(DRIVERS_S + HOST_S + GRACE_S)
-    gone = stop_host(settings.folder, HOST_S)
-    return running or not gone
+    stopped = stop_host(settings.folder, HOST_S)
+    return running or not stopped

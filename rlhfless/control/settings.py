@@ -1,4 +1,4 @@
-"""What a service is started with."""
+"""The settings of a service, and its data folder."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ from rlhfless.spec.sizes import MOST_SIZES
 DATA_FOLDER = "rlhfless-data"
 DATABASE_FILE = "service.sqlite"
 SERVICE_FILE = "service.json"
-"""Where the service of a data folder answers: its drivers and the command line find it there."""
-
+"""The file with the service's address, for its drivers and the command line."""
 
 DATABASE_VARIABLE = "RLHFLESS_DATABASE"
-"""The database's URL, which has a password, in place of --database."""
+"""The environment variable with the database's URL, which has a password; in place of --database."""
 
 SECRETS = (DATABASE_VARIABLE, "PGPASSWORD", "PGPASSFILE", "RLHFLESS_API_KEY")
-"""Variables of the service alone."""
+"""Environment variables that only the service gets."""
 
 
 def environment_of_runs() -> dict[str, str]:
-    """The environment for what the service starts: drivers, and its Ray with all that runs there."""
+    """The environment of the processes that the service starts: drivers, and its Ray."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
 class LimitsOfRequests(SpecModel):
-    """Bounds on what clients send."""
+    """Bounds on the requests of clients."""
 
     body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     """Largest body of a request. A spec with its prompts by path is a few KiB; rewards may be tested on some MiB."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 60_000
-    """By one key, or one address: far above what a page and its streams need, and below what would starve runs."""
+    """Requests of one key, or one address: far more than a page and its streams need, and too few to starve runs."""
     streams: Annotated[int, Field(ge=1)] = 1_000
-    """Event streams open at a time."""
+    """Most open event streams."""
 
 
 class Retention(SpecModel):
-    """What ended runs leave, and for how long."""
+    """How long ended runs are kept."""
 
     days: Annotated[float, Field(gt=0)] | None = None
     """An ended run, with its folder, is removed so long after its end. By default only DELETE removes it."""
 
 
 class ServiceSettings(SpecModel):
-    """One service. It keeps everything in its data folder, but for the database if that has a URL of its own."""
+    """The settings of one service. All its files are in its data folder, but for a database with a URL of its own."""
 
     data: str = DATA_FOLDER
     host: str = "127.0.0.1"
@@ -115,12 +114,12 @@ class ServiceSettings(SpecModel):
 
 
 OF_A_SERVICE = frozenset({DATABASE_FILE, SERVICE_FILE, "service.lock", "service.log", "ray.json", "runs"})
-"""What is in the data folder of a service, also of one that ran before data folders were for their user alone."""
+"""Names in the data folder of a service, also from before data folders were private."""
 
 
 def open_data(settings: ServiceSettings) -> Path:
-    """The data folder, made if it is missing, for its user alone. Raises NotPrivate if it cannot be, or is no folder of
-    a service, whose mode is left as it is."""
+    """The data folder, made if it is missing, and private. Raises NotPrivate if it cannot be private, or if it is a
+    shared folder with other files, whose mode is left as it is."""
     folder = settings.folder
     require_safe_place(folder)
     if folder.is_dir():
@@ -137,7 +136,7 @@ def open_data(settings: ServiceSettings) -> Path:
 
 
 def read_announcement(data: str | Path) -> dict[str, Any] | None:
-    """What the service of a data folder has written down (url, pid); None if none has begun there."""
+    """The `url` and `pid` that the service of a data folder has announced; None if no service has started there."""
     try:
         values: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -146,11 +145,11 @@ def read_announcement(data: str | Path) -> dict[str, Any] | None:
 
 
 def address_of(settings: ServiceSettings) -> str | None:
-    """Where the service of a data folder answers; None if none runs."""
+    """The address of the service of a data folder; None if no service runs."""
     service = read_announcement(settings.folder)
     return str(service["url"]) if service is not None and psutil.pid_exists(service["pid"]) else None
 
 
 def default_roots() -> tuple[str, ...]:
-    """The current folder, and where the bundled models are made."""
+    """The current folder, and the folder of bundled models."""
     return (str(Path.cwd()), str(home()))

@@ -285,7 +285,7 @@ class GenerationStage:
         """A request is lost with its actor. The first lost request of an actor also makes its slot Lost."""
         actor = self._requests[request]
         slot = self._slot_of(actor)
-        gone = self._table.lost_with(request)
+        gone = self._table.restart_lost(request)
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
             self._table.lose(slot)

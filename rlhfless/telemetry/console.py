@@ -103,7 +103,7 @@ class Console:
             yield
 
     def set_activity(self, what: str) -> None:
-        """Shows what is done or waited for, until this is called again; of a run that is somewhere else."""
+        """Shows what a run on another machine does or waits for, until the next call."""
         what = legible(what)
         with self._lock:
             self._waiting = [_Wait(what, self._now(), Spinner("dots"))] if what else []
@@ -245,7 +245,7 @@ class Console:
 
 
 def _prompts(values: Mapping[str, float]) -> str:
-    """Prompt tokens that each function computed, by those that there are: `1.1/1.0/1.0`."""
+    """Computed prompt tokens of each function, as a ratio to the unique ones: `1.1/1.0/1.0`."""
     unique = {name.removeprefix(_UNIQUE): values[name] for name in values if name.startswith(_UNIQUE) and values[name]}
     shares = (values[f"{PROMPT_TOKENS_COMPUTED}/{function}"] / unique[function] for function in in_order(unique))
     return "/".join(f"{share:.1f}" for share in shares)

@@ -1,4 +1,4 @@
-"""Numbers formatted for people. A value that was not measured (None) is a dash."""
+"""Numbers, formatted for people. A value that was not measured (None) is a dash."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ _DASH = "-"
 
 
 def count(value: float | None) -> str:
-    """`1,234`."""
+    """A count: `1,234`."""
     return _DASH if value is None else f"{value:,.0f}"
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
-    """`0.412`."""
+    """A decimal: `0.412`."""
     return _DASH if value is None else f"{value:,.{digits}f}"
 
 
@@ -23,7 +23,7 @@ def money(usd: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`31 s`, `4:31`, `1:12:05`."""
+    """A duration: `31 s`, `4:31`, `1:12:05`."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""How a run shows what it does and waits for."""
+"""The progress display of a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 FOR_DEVICES = "waiting for devices"
-"""How a wait for devices that a run was promised begins; a service that knows why they do not come adds it."""
+"""First words of a wait for granted devices; a service that knows why the devices do not come adds the reason."""
 
 
 class RunProgress(Protocol):
-    """A terminal, or a service that is told."""
+    """The progress display of a run: a terminal or a service."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Shows what is being waited for as long as the block lasts; for long waits, such as a start."""

@@ -84,7 +84,7 @@ def emission(step: int, names: Container[str]) -> tuple[int, bool]:
 
 
 def _emissions_in(lines: str) -> set[tuple[int, bool]]:
-    """The emissions that earlier attempts of a run have written. A line that was cut off does not count."""
+    """The emissions in the lines of earlier attempts of a run. A line that was cut off does not count."""
     emissions = set()
     for text in lines.splitlines():
         with suppress(ValueError):

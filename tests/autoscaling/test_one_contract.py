@@ -107,7 +107,7 @@ class Live:
         items = [SampleItem(f"p{group}", index, (1,), seed=0) for group in range(GROUPS) for index in range(SIBLINGS)]
         self.table = SampleTable(1, items, PLACES)
         self.runner = PolicyRunner(self.policy, self.fleet, lambda _: None)
-        self.runner._faulted = lambda event, fault: self.faults.append(fault)  # type: ignore[method-assign]
+        self.runner._count_fault = lambda event, fault: self.faults.append(fault)  # type: ignore[method-assign]
 
     def ask(self, event: Event, answer: Sequence[Action]) -> Exception | None:
         """The fault of an answer, or None."""

@@ -91,7 +91,7 @@ async def test_every_policy_draws_steps_without_a_fault(tmp_path: Path, policy: 
     for step in (1, 2, 3):
         reader = await life.draw(step)
         assert sorted(reader.names) == ["p", "q", "r", "s"]
-        figures = life.scaler.figures(step)
+        figures = life.scaler.runner.figures(step)
         assert figures["policy_faults"] == 0.0
         assert 1.0 <= figures["actors_wanted"] <= 2.0
 
@@ -103,7 +103,7 @@ async def test_a_step_of_two_thousand_samples_on_sixteen_sequences_is_no_fault(t
     for step in range(1, 8):
         reader = await life.draw(step, names)
         assert sorted(reader.names) == sorted(names)
-        figures = life.scaler.figures(step)
+        figures = life.scaler.runner.figures(step)
         assert figures["policy_faults"] == 0.0
         assert math.isfinite(figures["planned_generation_s"])
 
@@ -111,7 +111,7 @@ async def test_a_step_of_two_thousand_samples_on_sixteen_sequences_is_no_fault(t
 async def test_our_policy_plans_each_step_and_the_ledger_has_its_reasons(tmp_path: Path) -> None:
     life = Life(tmp_path, "cost_aware")
     await life.draw(1)
-    assert life.scaler.figures(1)["planned_generation_s"] > 0
+    assert life.scaler.runner.figures(1)["planned_generation_s"] > 0
     life.scene.ledger.write([])
     plans = [decision for decision in read_trace(tmp_path).decisions if decision.kind == "plan"]
     assert [(plan.step, plan.inputs["samples"]) for plan in plans] == [(1, 8)]
@@ -127,7 +127,7 @@ async def test_a_step_that_failed_is_begun_again(tmp_path: Path) -> None:
     for actor in life.actors:
         actor.running.clear()
     await life.draw(1)
-    assert life.scaler.figures(1)["policy_faults"] == 0.0
+    assert life.scaler.runner.figures(1)["policy_faults"] == 0.0
 
 
 async def test_evaluations_and_known_steps_are_dealt_out_evenly(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ async def test_evaluations_and_known_steps_are_dealt_out_evenly(tmp_path: Path) 
         for actor in life.actors:
             actor.finish()
         await reader.task
-    assert life.scaler.figures(2) == {}
+    assert life.scaler.runner.figures(2) == {}
 
 
 # -- resuming

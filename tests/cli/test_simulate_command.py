@@ -54,7 +54,7 @@ def test_the_time_that_is_left_is_said_soon_and_again_when_it_has_doubled() -> N
     estimates.progress(1, 101)
     assert said == []
     now_s = 3.0
-    estimates.due()  # by the clock: the second step takes longer
+    estimates.show_if_new()  # by the clock: the second step takes longer
     now_s = 4.0
     estimates.progress(2, 101)
     estimates.progress(2, 101)

@@ -1,4 +1,4 @@
-"""The application: its routes, its errors, and its life."""
+"""The web application: its routes, its error handlers, and its lifespan."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 
 PLACES = ("body", "query", "path", "header")
-"""Where a field of a request may be."""
+"""Parts of a request that have fields."""
 
 RETRY_AFTER_S = 2.0
-"""After which a client asks again when the database is away."""
+"""Seconds after which a client may try again while the database does not answer."""
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application of a service."""
+    """The web application of a service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,7 +48,7 @@ def make_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.asked_for)
+    app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.are_required)
     of_all = [Depends(known_query), Depends(requires("read"))]
     for router in (runs.router, events.router, series.router, compute.router, downloads.router):
         app.include_router(router, prefix="/v1", responses=ERRORS, dependencies=of_all)
@@ -72,7 +72,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 
 def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:
-    """One of the errors of a RequestValidationError, with the value that is wrong."""
+    """One error of a RequestValidationError, with the wrong value."""
     source, *rest = error["loc"]
     if error["type"] == "json_invalid":
         return Problem("", f"is no JSON: {error['ctx']['error']} at character {rest[0]}")

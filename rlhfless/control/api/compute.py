@@ -1,4 +1,4 @@
-"""What is computed when it is asked for: plans, trials of rewards, simulations, timelines."""
+"""Computations on request: plans, trials of rewards, simulations, timelines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ async def plan_run(
 
 
 def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:
-    """What names no devices. The job would say so only after its turn, and after a plan of the run's own devices."""
+    """The texts that name no devices. The job would refuse them only after its turn, and after a plan of the run's own
+    devices."""
     for index, text in enumerate(devices):
         try:
             parsed_devices(text)
@@ -76,7 +77,7 @@ def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:
 
 
 async def plan_question(service: Service, question: PlanQuestion) -> dict[str, Any]:
-    """The question as the job takes it. Raises ApiError (404)."""
+    """The question for the job. Raises ApiError (404)."""
     asked = question.model_dump(exclude={"lengths_of"})
     trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
     return asked | {"present": service.device_counts() or {"cpu-core": 1}, "trace": trace}

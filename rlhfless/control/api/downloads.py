@@ -1,4 +1,4 @@
-"""Folders of a run, as tar files that are made while they are sent."""
+"""Downloads of a run's folders, as tar files that are made while they are sent."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def download_checkpoint(service: OfService, run_id: str, checkpoint_id: st
     checkpoint = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
     if checkpoint is None:
         raise not_found("checkpoint", checkpoint_id)
-    if not await asyncio.to_thread(_is_there, checkpoint["location"]):
+    if not await asyncio.to_thread(_has_files, checkpoint["location"]):
         message = f"checkpoint {checkpoint_id} of run {run_id} is not in {checkpoint['location']} any more"
         raise ApiError(404, "not_found", message)
     return _answer(checkpoint["location"], f"{run_id}-{checkpoint_id}")
 
 
-def _is_there(location: str) -> bool:
+def _has_files(location: str) -> bool:
     files, root = files_of(location)
     return bool(files.find(root))
 
@@ -69,8 +69,8 @@ async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _tar(location: str, name: str) -> Iterator[bytes]:
-    """The files below a folder or URL. A file has the size that it has when it is reached: what is appended meanwhile
-    is left out, and one that has gone is, too."""
+    """A tar file of a folder or URL, in pieces. A file has the size that it has when it is reached: later appends are
+    left out, and so are files that were removed."""
     files, root = files_of(location)
     for path in sorted(files.find(root)):
         try:
@@ -79,10 +79,10 @@ def _tar(location: str, name: str) -> Iterator[bytes]:
                 entry = tarfile.TarInfo(f"{name}/{Path(path).relative_to(root)}")
                 entry.size = size
                 yield entry.tobuf(tarfile.GNU_FORMAT)
-                left = size
-                while left:
-                    chunk = stream.read(min(left, CHUNK_BYTES)) or bytes(left)
-                    left -= len(chunk)
+                rest = size
+                while rest:
+                    chunk = stream.read(min(rest, CHUNK_BYTES)) or bytes(rest)
+                    rest -= len(chunk)
                     yield chunk
         except FileNotFoundError:
             continue

@@ -1,4 +1,4 @@
-"""Where drivers deliver, and the host of a cluster elsewhere. Not part of the public interface."""
+"""Routes for drivers, and for the host of a cluster elsewhere. They are not part of the public interface."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 @router.post("/ray")
-async def tell(service: OfService, now: RayReport, authorization: Annotated[str, Header()] = "") -> HostAnswer:
-    """Take what the host of a cluster says that it has, and say which of its nodes are about to leave."""
+async def take_ray_report(
+    service: OfService, report: RayReport, authorization: Annotated[str, Header()] = ""
+) -> HostAnswer:
+    """Take the report of a cluster's host, and answer with the nodes that are about to leave."""
     if not hmac.compare_digest(authorization.removeprefix("Bearer "), service.host_token):
         raise ApiError(401, "unauthorized", "this is not the host of this service's cluster")
-    service.update_ray_report(now)
+    service.update_ray_report(report)
     return HostAnswer(leaving={} if service.pods is None else service.pods.leaving)
 
 
@@ -43,17 +45,17 @@ async def tell(service: OfService, now: RayReport, authorization: Annotated[str,
 async def deliver(
     service: OfService, run_id: str, body: dict[str, Any], authorization: Annotated[str, Header()] = ""
 ) -> PushAnswer:
-    """Take what a driver delivers, and say what is wanted of it. Idempotent."""
+    """Take a push of a driver, and answer with the service's requests. Idempotent."""
     token = authorization.removeprefix("Bearer ")
-    known = _parsed(Introduction, body)
-    if known.protocol != PROTOCOL:
-        raise await service.database.write(lambda session: _refuse(session, run_id, known, token))
+    introduction = _parsed(Introduction, body)
+    if introduction.protocol != PROTOCOL:
+        raise await service.database.write(lambda session: _refuse(session, run_id, introduction, token))
     push = _parsed(Push, body)
     if push.marked:
-        await _require_one_folder(service, run_id, known, token)
+        await _require_one_folder(service, run_id, introduction, token)
 
     def take(session: Session) -> PushAnswer:
-        run = _driven_by(session, run_id, known, token)
+        run = _driven_by(session, run_id, introduction, token)
         waits = run.status == Status.PROVISIONING or push.now.reason.startswith(FOR_DEVICES)
         pods = service.pods.status_clause if service.pods is not None and waits else ""
         if pods and push.now.reason:
@@ -80,32 +82,32 @@ async def deliver(
 
 
 def _parsed(message: type[M], body: dict[str, Any]) -> M:
-    """Raises RequestValidationError."""
+    """A message of a driver. Raises RequestValidationError."""
     try:
         return message.model_validate(body)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
 
 
-def _driven_by(session: Session, run_id: str, known: Introduction, token: str) -> RunRow:
+def _driven_by(session: Session, run_id: str, introduction: Introduction, token: str) -> RunRow:
     """The run, if this is its driver's secret. Raises ApiError."""
     run = store.run_of(session, run_id)
     if not hmac.compare_digest(hashed(token), run.driver_token):
-        status, code = (409, "stale_attempt") if known.attempt < run.attempt else (401, "unauthorized")
+        status, code = (409, "stale_attempt") if introduction.attempt < run.attempt else (401, "unauthorized")
         raise ApiError(status, code, f"this is not the secret of attempt {run.attempt} of {run_id}")
     return run
 
 
-async def _require_one_folder(service: Service, run_id: str, known: Introduction, token: str) -> None:
+async def _require_one_folder(service: Service, run_id: str, introduction: Introduction, token: str) -> None:
     """Raises ApiError if the driver's folder of the run is another one than the service's."""
-    run = await service.database.read(lambda session: _driven_by(session, run_id, known, token))
+    run = await service.database.read(lambda session: _driven_by(session, run_id, introduction, token))
     folder = Path(run.folder)
-    if not await asyncio.to_thread(finds_mark, folder, known.attempt, run.driver_token):
+    if not await asyncio.to_thread(finds_mark, folder, introduction.attempt, run.driver_token):
         message = not_shared(folder, "the service does not find there what the driver has written")
         raise await service.database.write(
-            lambda session: ingest.refuse_folder(session, _driven_by(session, run_id, known, token), message)
+            lambda session: ingest.refuse_folder(session, _driven_by(session, run_id, introduction, token), message)
         )
 
 
-def _refuse(session: Session, run_id: str, known: Introduction, token: str) -> ApiError:
-    return ingest.refuse_protocol(session, _driven_by(session, run_id, known, token), known.protocol)
+def _refuse(session: Session, run_id: str, introduction: Introduction, token: str) -> ApiError:
+    return ingest.refuse_protocol(session, _driven_by(session, run_id, introduction, token), introduction.protocol)

@@ -25,7 +25,7 @@ router = APIRouter(tags=["events"])
 SSE = "text/event-stream"
 
 KEEP_ALIVE_S = 15.0
-"""A stream without events sends a comment so often: proxies close connections that are silent for a minute."""
+"""Seconds between comments on a stream without events: proxies close connections that are silent for a minute."""
 
 PER_READ = 500
 
@@ -68,7 +68,7 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
             yield _encoded(event)
             after = event.seq
             if event.type == "status" and event.data.get("status") in ENDED:
-                return  # nothing follows it
+                return  # it is the run's last event
         if events or await service.bus.more(run.id, after, KEEP_ALIVE_S):
             continue
         run = await read(functools.partial(store.run_of, run_id=run.id))

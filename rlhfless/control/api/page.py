@@ -1,4 +1,4 @@
-"""The page at `/`: plain files, which need nothing from elsewhere."""
+"""The page at `/`: plain files, which load nothing from other sites."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ router = APIRouter(include_in_schema=False)
 FOLDER = Path(__file__).parents[1] / "page"
 
 ASK = "no-cache"
-"""Kept, but asked for each time whether it is still the same (ETag)."""
+"""Clients keep a file, and ask each time whether it has changed (ETag)."""
 
 MIN_BYTES = 1024
-"""Smaller files are not worth compressing."""
+"""Smallest file that is compressed."""
 
 HEADERS = {
     "Content-Security-Policy": "; ".join(

@@ -1,4 +1,4 @@
-"""Runs: POST, list, look, cancel, pause, resume, delete."""
+"""Runs: create, list, get, cancel, pause, resume, delete."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ async def create_run(
     row = new_run(service, caller.owner, spec, checked)
 
     def create(session: Session) -> RunObject:
-        if idempotency_key is not None and (known := answered(session)) is not None:  # by a request at the same time
+        if idempotency_key is not None and (known := answered(session)) is not None:  # a concurrent request has made it
             return known
         session.add(row)
-        session.flush()  # what follows refers to it
+        session.flush()  # the rows below refer to it
         if idempotency_key is not None:
             made = {"owner": caller.owner, "key": idempotency_key, "body_hash": body_hash}
             session.add(IdempotencyRow(run_id=row.id, created_at=row.created_at, **made))
@@ -91,7 +91,7 @@ async def create_run(
 
 
 def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec) -> RunRow:
-    """The row of a new run."""
+    """The row of a new, queued run."""
     now = time.time()
     run_id = f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
     return RunRow(
@@ -155,19 +155,19 @@ async def get_run(service: OfService, run_id: str) -> Response:
         run = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
         return run.model_dump_json().encode()
 
-    return Response(await service.bus.look(run_id, read), media_type="application/json")
+    return Response(await service.bus.json_of(run_id, read), media_type="application/json")
 
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")
 async def cancel_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
     """Stop it for good; what it has saved stays. Idempotent."""
-    return await _ask(service, caller, run_id, DesiredState.CANCEL)
+    return await _request_state(service, caller, run_id, DesiredState.CANCEL)
 
 
 @router.post("/runs/{run_id}/pause", summary="Pause a run")
 async def pause_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
     """Stop it after its step, with a checkpoint, and give every device back. Idempotent."""
-    return await _ask(service, caller, run_id, DesiredState.PAUSE)
+    return await _request_state(service, caller, run_id, DesiredState.PAUSE)
 
 
 @router.post("/runs/{run_id}/resume", summary="Resume a paused run")
@@ -187,7 +187,7 @@ async def resume_run(
             posted_spec(changed, service.settings)
         limits = LimitsSpec.model_validate(changed.get("limits") or {})
         if row.status == Status.PAUSED:
-            require_room(row, limits, changed != row.spec)
+            require_below_limits(row, limits, changed != row.spec)
         if changed == row.spec:
             return
         if row.status not in (Status.PAUSED, Status.QUEUED):
@@ -196,12 +196,12 @@ async def resume_run(
         row.spec = changed
         row.resolved = row.resolved and row.resolved | {"limits": limits.model_dump(mode="json")}
 
-    return await _ask(service, caller, run_id, DesiredState.RUN, change)
+    return await _request_state(service, caller, run_id, DesiredState.RUN, change)
 
 
-def require_room(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
-    """A run that has reached a limit would start all its functions only to stop again. Raises ApiError (409)."""
-    # Of the time in which it held devices only its driver knows.
+def require_below_limits(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
+    """Raises ApiError (409) for a run that has reached a limit: it would start all its functions only to stop again."""
+    # Only the run's driver knows the time in which it held devices.
     what = reached(limits, Spent(run.cost_usd, run.device_s, 0.0))
     if not what and not changed and run.error is not None and run.error["code"] == "limit_reached":
         what = run.error["message"]
@@ -211,7 +211,7 @@ def require_room(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
 
 
 def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """What of a spec changes when its run is resumed. Raises ApiError (422)."""
+    """The keys of a spec that change when its run is resumed. Raises ApiError (422)."""
     for name in changes:
         if name != "limits":
             raise ApiError(422, "invalid_request", f"{name!r} cannot change when a run is resumed; `limits` can", name)
@@ -222,25 +222,30 @@ def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_own(caller: Caller, run: RunRow) -> None:
-    """All may look at all runs; only the key that made a run, and admins, may steer it. Raises ApiError (403)."""
+    """Raises ApiError (403) for a caller who may not steer the run: its own key and admins may; every caller may read
+    it."""
     if run.owner != caller.owner and "admin" not in caller.scopes:
         raise ApiError(403, "forbidden", f"run {run.id} belongs to {run.owner}; ask with its key, or an admin's")
 
 
-async def _ask(
-    service: Service, caller: Caller, run_id: str, wish: DesiredState, before: Callable[[Session], None] | None = None
+async def _request_state(
+    service: Service,
+    caller: Caller,
+    run_id: str,
+    desired: DesiredState,
+    change: Callable[[Session], None] | None = None,
 ) -> RunObject:
     words = {DesiredState.RUN: "resumed", DesiredState.PAUSE: "paused", DesiredState.CANCEL: "cancelled"}
 
-    def ask(session: Session) -> RunObject:
+    def request(session: Session) -> RunObject:
         row = store.run_of(session, run_id)
         require_own(caller, row)
         try:
-            status, wanted = apply_request(Status(row.status), DesiredState(row.wish), wish)
+            status, wanted = apply_request(Status(row.status), DesiredState(row.wish), desired)
         except NotPossible as error:
             raise ApiError(409, "not_possible", f"run {run_id}: {error}") from error
-        if before is not None:
-            before(session)
+        if change is not None:
+            change(session)
         if row.wish != wanted:
             row.wish, row.wished_at = wanted, time.time()
         if status != row.status:
@@ -249,10 +254,10 @@ async def _ask(
                 Status.QUEUED: "waiting for its turn again",
                 Status.CANCELLING: "cancelled; its driver stops in order, and gives its devices back",
             }
-            store.set_status(session, row, status, reason.get(status, words[wish]))
+            store.set_status(session, row, status, reason.get(status, words[desired]))
         return run_object(row)
 
-    answer = await service.database.write(ask)
+    answer = await service.database.write(request)
     service.supervisor.wake()
     return answer
 

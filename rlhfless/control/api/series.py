@@ -1,4 +1,4 @@
-"""What a run has measured, used, saved and said, and what replicas and devices do now: reads of the database."""
+"""Reads of a run's metrics, checkpoints, samples, usage and logs, and of replicas and devices now."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ router = APIRouter(tags=["runs"])
 LOGS_DOC = answers("text/plain", {"type": "string"}, "The ends of the logs.")
 
 MOST_POINTS = 5_000
-"""Per metric in one answer: four times the pixels of a wide chart."""
+"""Most points of a metric in one answer: four times the pixels of a wide chart."""
 
 
 @router.get("/runs/{run_id}/metrics", summary="Metrics over the steps")
@@ -58,16 +58,16 @@ async def get_metrics(
 
     def read(session: Session) -> Sequence[Measured]:
         store.run_of(session, run_id)
-        return measured(session, run_id, after_step, until_step)
+        return metrics_texts(session, run_id, after_step, until_step)
 
     rows = await service.database.read(read)
-    # Ten thousand steps take a tenth of a second: not in the loop, which other requests wait for.
+    # Ten thousand steps take a tenth of a second, too long for the event loop.
     series = await asyncio.to_thread(curves, rows, names, points)
     return MetricsObject(run_id=run_id, step=rows[-1][0] if rows else max(after_step, 0), series=series)
 
 
-def measured(session: Session, run_id: str, after_step: int, until_step: int | None) -> Sequence[Measured]:
-    """Metrics by step as JSON texts: to make an object of each row would take longer than all the rest."""
+def metrics_texts(session: Session, run_id: str, after_step: int, until_step: int | None) -> Sequence[Measured]:
+    """The metrics by step, as JSON texts: an object for each row would take longer than all other work."""
     query = (
         select(MetricsRow.step, MetricsRow.at, cast(MetricsRow.values, Text))
         .where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)

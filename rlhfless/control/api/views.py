@@ -1,4 +1,4 @@
-"""From rows of the database to the objects of the API."""
+"""The objects of the API, made from rows of the database."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def object_of(kind: type[T], row: Base, **others: Any) -> T:
 
 
 def run_object(row: RunRow) -> RunObject:
-    """One run."""
+    """A run."""
     checkpoints = checkpoint_objects(row)
     return object_of(
         RunObject,
@@ -35,18 +35,18 @@ def run_object(row: RunRow) -> RunObject:
 
 
 def checkpoint_objects(row: RunRow) -> list[CheckpointObject]:
-    """The newest first."""
+    """The checkpoints of a run, newest first."""
     checkpoints = [CheckpointObject.model_validate(_known(CheckpointObject, entry)) for entry in row.checkpoints]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
 def event_object(row: EventRow) -> EventObject:
-    """One event."""
+    """An event of a run."""
     return object_of(EventObject, row, id=row.seq, message=redacted_text(row.message), data=redacted(row.data))
 
 
 def rollout_object(row: RolloutRow) -> RolloutObject:
-    """One sample."""
+    """A sample of a run to read."""
     values = _known(RolloutObject, row.data)
     return RolloutObject(
         run_id=row.run_id, step=row.step, **values | {"failures": redacted(values.get("failures", {}))}
@@ -54,5 +54,5 @@ def rollout_object(row: RolloutRow) -> RolloutObject:
 
 
 def _known(kind: type[ApiObject], values: dict[str, Any]) -> dict[str, Any]:
-    """What a driver has told, without fields that this version does not know (rlhfless.control.delivery.PROTOCOL)."""
+    """The values that a driver has reported, without fields that this version does not know (delivery.PROTOCOL)."""
     return {name: value for name, value in values.items() if name in kind.model_fields}

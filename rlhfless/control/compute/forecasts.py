@@ -1,6 +1,4 @@
-"""What the service computes by itself, in the background: the plan of each run, the best static fleet for what it has
-done, and the simulations that were asked for.
-"""
+"""Background computations of the service: the plan of each run, its best static fleet, and queued simulations."""
 
 from __future__ import annotations
 
@@ -26,17 +24,17 @@ log = logging.getLogger(__name__)
 PERIOD_S = 5.0
 
 PLAN_S, STATIC_S, SIMULATION_S = 120.0, 600.0, 1800.0
-"""Longest times of the jobs."""
+"""Longest times of the jobs, in seconds."""
 
 FIRST_STEPS = 20
-"""A run is simulated again when it has done so many steps, twice as many, and so on; and at its end."""
+"""A run's static fleet is computed after this many steps, after twice as many, and so on; and at its end."""
 
 NOTHING: dict[str, Any] = {}
-"""What is kept where nothing could be computed: it is not tried again."""
+"""The stored result of a failed computation, which is not repeated."""
 
 
 class Forecasts(PeriodicTask):
-    """The forecasts of one service's runs."""
+    """Computes the missing plans and static fleets of the service's runs, one after the other."""
 
     def __init__(self, database: Database, runner: Runner, devices: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(PERIOD_S)
@@ -45,14 +43,14 @@ class Forecasts(PeriodicTask):
         self._devices = devices
 
     async def tick(self) -> None:
-        """Compute what is missing, one after the other."""
+        """Compute what is missing now."""
         for row in await self._database.read(_without_plan):
             await self._plan(row)
         for row in await self._database.read(_worth_simulating):
             await self._static(row)
 
     async def _plan(self, run: RunRow) -> None:
-        trace = await self._database.read(lambda session: _alike(session, run))
+        trace = await self._database.read(lambda session: _similar_trace(session, run))
         devices = dict(self._devices()) or {"cpu-core": 1}
         # Only the run's own devices: other kinds are for `runs:plan`.
         question: dict[str, Any] = {"spec": run.spec, "present": devices, "trace": trace, "devices": [], "alone": True}
@@ -67,7 +65,7 @@ class Forecasts(PeriodicTask):
         await self._database.write(lambda session: _set(session, RunRow, run.id, **values))
 
     async def _answer(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Nothing if the job refuses or fails: a run does not depend on it."""
+        """The answer of a job; NOTHING if it refuses or fails, because runs do not depend on it."""
         try:
             return await self._runner.run(job, question, timeout_s)
         except ApiError as error:
@@ -76,7 +74,8 @@ class Forecasts(PeriodicTask):
 
 
 class Simulations(PeriodicTask):
-    """Those that were asked for, one after the other; beside the forecasts, because one may take half an hour."""
+    """Runs the queued simulations, one after the other, apart from the forecasts: a simulation may take half an
+    hour."""
 
     def __init__(self, database: Database, runner: Runner) -> None:
         super().__init__(PERIOD_S)
@@ -84,7 +83,7 @@ class Simulations(PeriodicTask):
         self._runner = runner
 
     async def tick(self) -> None:
-        """Do all that wait."""
+        """Run all queued simulations."""
         for simulation in await self._database.read(_waiting):
             await self._simulate(simulation)
 
@@ -113,14 +112,14 @@ def _without_plan(session: Session) -> list[RunRow]:
 
 
 def _worth_simulating(session: Session) -> list[RunRow]:
-    """Runs that have done twice the steps that were simulated last; or have ended since."""
+    """The runs that have done twice the steps of their last simulation, or have ended since."""
     query = select(RunRow).where(RunRow.step > RunRow.simulated_step, RunRow.step >= 2)
     rows = session.scalars(query)
     return [row for row in rows if row.status in ENDED or row.step >= max(2 * row.simulated_step, FIRST_STEPS)]
 
 
-def _alike(session: Session, run: RunRow) -> str | None:
-    """The trace of the newest run of the same model and prompts that has ended well."""
+def _similar_trace(session: Session, run: RunRow) -> str | None:
+    """The trace of the newest succeeded run with the same model and prompts."""
     query = select(RunRow).where(RunRow.status == Status.SUCCEEDED).order_by(RunRow.created_at.desc()).limit(100)
     for row in session.scalars(query):
         same = row.spec.get("model") == run.spec.get("model") and row.spec.get("prompts") == run.spec.get("prompts")
@@ -130,7 +129,7 @@ def _alike(session: Session, run: RunRow) -> str | None:
 
 
 def _waiting(session: Session) -> list[SimulationRow]:
-    """In order; those that an earlier service was at when it ended are done again."""
+    """The queued simulations in order, with those that the end of an earlier service has interrupted."""
     query = select(SimulationRow).where(SimulationRow.status.in_(["queued", "running"]))
     return list(session.scalars(query.order_by(SimulationRow.created_at)))
 

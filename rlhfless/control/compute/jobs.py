@@ -1,4 +1,4 @@
-"""The jobs, by name; each takes and returns what JSON can hold. Only preload imports this module: its imports take
+"""The jobs, by name; each takes and returns JSON values. Only preload imports this module, whose imports take
 seconds."""
 
 from __future__ import annotations

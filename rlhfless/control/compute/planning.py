@@ -1,4 +1,4 @@
-"""What a run would need, take and cost: on the devices that are there, and on others of the price book."""
+"""The memory, time and cost of a run: on the service's devices, and on other devices of the price book."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, UserError
 
 COUNTS = (1, 2, 4, 8, 16, 32)
-"""Numbers of other devices that are tried."""
+"""Numbers of devices that are tried of each other kind."""
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     """The plan, as JSON. Raises InputError.
 
-    `question`: spec, there (devices by kind), devices (of the user's choice), trace (folder of an earlier run, for its
-    lengths and latencies), deadline_s, alone (only the run's own devices).
-    """
+    `question`: spec, present (devices by kind), devices (of the user's choice), trace (folder of an earlier run, for
+    its lengths and latencies), deadline_s, alone (only the run's own devices)."""
     spec = RunSpec.model_validate(question["spec"])
     trace = read_trace(question["trace"], tokens=False) if question.get("trace") else None
     lengths, config = lengths_of(spec, trace), _config(spec)
@@ -41,7 +40,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             rows.append(_row(question_of(spec, name, number), config, lengths, trace))
         except (InputError, PlacementError) as error:
-            if asked:  # a user is told why; of the price book's kinds only what is possible is of interest
+            if asked:  # devices of the user's choice get an error; impossible kinds of the price book are left out
                 rows.append(_empty_row(name, number, spec.placement.mode, [str(error)]))
     return {
         "spec": main.spec.model_dump(mode="json"),
@@ -177,7 +176,7 @@ def _in_order(rows: Sequence[dict[str, Any]], deadline_s: float | None) -> list[
 
 
 def _missing(lengths: Lengths, trace: Trace | None, kind: str, devices: Mapping[str, int]) -> list[str]:
-    """What would make a better answer."""
+    """The missing inputs of a better answer."""
     missing = []
     if not lengths.known:
         missing.append("response lengths: name an earlier run of these prompts with `lengths_of`")

@@ -175,7 +175,7 @@ def _scenario(
         "placement": {"mode": spec.placement.mode}
         | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
         "learner": {"mini_batches": spec.mini_batches} | measured.get("learner", {}),
-        # On CPU cores scoring sits beside the others, and holds no core of its own.
+        # On CPU cores scoring shares the cores of the other functions.
         "scoring": {"cores": 1 if asked.sheet.kind == CPU_KIND else spec.scoring.workers} | measured.get("scoring", {}),
         "contract": spec.scaling.contract.model_dump(mode="json"),
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],

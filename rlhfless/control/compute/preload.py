@@ -1,12 +1,12 @@
-"""Imported once, by the process that the service forks its jobs from: a job begins with all of this in memory.
+"""The imports of the process that the service forks its jobs from: a job begins with all of them in memory.
 
-A job as a new interpreter took over a second to refuse a question that it answers in milliseconds.
+As a new interpreter, a job took over a second to refuse a question that it answers in milliseconds.
 """
 
 import os
 
 NICE = 10
-"""Runs come first."""
+"""Niceness of jobs: runs come first."""
 
 os.nice(NICE)
 # Jobs leave the other cores to runs, and each thread of these libraries would count towards a job's memory. Arrow's

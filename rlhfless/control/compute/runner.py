@@ -1,7 +1,7 @@
-"""Runs jobs in processes of their own: the service's loop waits for none of their imports, and none can bring it down.
+"""Runs jobs in processes of their own, so that their imports do not block the service, and their faults do not end it.
 
-A job gets JSON and answers JSON. It is forked from a process that has its imports already, runs at low priority, and is
-killed when it takes too long or its client has gone.
+A job takes and returns JSON. It is forked from a process that has its imports already, runs at low priority, and is
+killed when it takes too long or its caller is cancelled.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rlhfless.spec.errors import InputError, Problem, SpecError, UserError
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Jobs at a time: they take cores from runs."""
+"""Most jobs at a time: they take cores from runs."""
 
 MOST_BYTES = 64 << 20
-"""Largest answer of a job."""
+"""Largest answer of a job, in bytes."""
 
 PRELOAD = ["rlhfless.control.compute.preload", "__main__"]
-"""What the process that jobs are forked from imports. Each job would import `__main__` otherwise."""
+"""Modules that the process imports from which jobs are forked. Without `__main__` each job would import that."""
 
 END_S = 5.0
-"""Longest wait for a process that has answered, or was killed, to be gone."""
+"""Longest wait for the end of a process that has answered, or was killed."""
 
 LEAST_BYTES = 1 << 30
 """Memory that a job may have at least; the imports alone may take a third of it."""
@@ -48,8 +48,8 @@ class Runner:
     """The jobs of one service."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._check_room = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._check_slots = asyncio.Semaphore(AT_ONCE)
         FORKS.set_forkserver_preload(PRELOAD)
 
     async def prepare(self) -> None:
@@ -62,20 +62,20 @@ class Runner:
         Raises ApiError: 422 for what the job refuses, 503 if it waits too long for its turn, 504 if it takes too long.
         """
         # A check refuses in milliseconds: it does not wait until a simulation of minutes has ended.
-        room = self._check_room if job.startswith("check_") else self._room
+        slots = self._check_slots if job.startswith("check_") else self._slots
         try:
-            async with asyncio.timeout(timeout_s), room:
+            async with asyncio.timeout(timeout_s), slots:
                 return await self._run(job, question)
         except TimeoutError:
             message = f"{job} took longer than {timeout_s:.0f} s; ask for less, or again later"
             raise ApiError(504, "timeout", message) from None
 
     async def _run(self, job: str, question: dict[str, Any]) -> dict[str, Any]:
-        talk = _Talk(job)
+        exchange = _Exchange(job)
         try:
-            answer = await asyncio.to_thread(talk.answer, json.dumps(question).encode())
+            answer = await asyncio.to_thread(exchange.answer, json.dumps(question).encode())
         except asyncio.CancelledError:
-            talk.end()
+            exchange.end()
             raise
         if "problems" in answer:
             raise refused(answer["source"], [Problem(**problem) for problem in answer["problems"]])
@@ -86,8 +86,8 @@ class Runner:
         return result
 
 
-class _Talk:
-    """A question to a job's process, and its answer."""
+class _Exchange:
+    """The exchange with a job's process: a question and its answer."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -97,7 +97,7 @@ class _Talk:
         self._called_off = False
 
     def answer(self, question: bytes) -> dict[str, Any]:
-        """The job's answer; blocks its thread. Raises ApiError (500) if the process ends without one."""
+        """The job's answer; blocks the calling thread. Raises ApiError (500) if the process ends without one."""
         with self._ours:
             try:
                 with self._starting, self._theirs:
@@ -114,14 +114,14 @@ class _Talk:
         return answer
 
     def end(self) -> None:
-        """Kill the process with all that it has started, if it is there; otherwise it never starts. Idempotent."""
+        """Kill the process with its children; a process that has not started never will. Idempotent."""
         with self._starting:
             self._called_off = True
         if self._process.pid is None or not self._process.is_alive():
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # also where it has no group of its own yet
+        self._process.kill()  # it may have no group of its own yet
         self._process.join(END_S)
 
 

@@ -1,8 +1,8 @@
-"""How the service reads and writes its database: SQLite by default, PostgreSQL by URL.
+"""The service's access to its database: SQLite by default, PostgreSQL by URL.
 
-The API process alone writes, through one thread, so writes are in the order in which they were asked for, and what is
-read afterwards has them. Reads go through a few threads. A database that is away for a while raises `Unavailable`;
-drivers keep what they have until it is back.
+Only the API process writes, through one thread: writes are done in the order of their requests, and later reads see
+them. Reads go through a few threads. A database that does not answer raises `Unavailable`; drivers keep their items
+until it is back.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 READERS = 4
-"""Threads that read: a read takes a millisecond."""
+"""Number of threads that read; a read takes a millisecond."""
 
 CONNECT_S = 5
 """Longest wait for a connection."""
 
 STATEMENT_S = 30
-"""Longest statement."""
+"""Longest time of a statement."""
 
 CHANGED = "changed"
-"""Key of a session's info: the runs that a transaction has changed, with their new events."""
+"""Key of a session's info with the runs that its transaction has changed, and their new events."""
 
 ADVISORY_LOCK = 0x726C6866
-"""PostgreSQL's lock of the one service that writes ("rlhf")."""
+"""Number of PostgreSQL's lock ("rlhf"), which the one service that writes holds."""
 
 
 class SecondService(UserError):
@@ -52,7 +52,7 @@ class SecondService(UserError):
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A change that is waited for."""
+    """A change in the queue of the writer, and its caller's future."""
 
     change: Callable[[Session], Any]
     loop: asyncio.AbstractEventLoop
@@ -61,42 +61,42 @@ class _Change:
     def answer(
         self, result: Any, fault: Exception | None, changed: Any, on_commit: Callable[[Any], None] | None
     ) -> None:
-        """After the commit: first those that watch are told, then the one that asked."""
+        """Answer after the commit: first the watchers, then the caller."""
         if fault is not None:
             self.fail(fault)
             return
         if changed and on_commit is not None:
             on_commit(changed)
-        self._tell(self.done.set_result, result)
+        self._settle(self.done.set_result, result)
 
     def fail(self, fault: Exception) -> None:
-        """Nothing was changed."""
-        self._tell(self.done.set_exception, fault)
+        """Answer with a fault; nothing was changed."""
+        self._settle(self.done.set_exception, fault)
 
-    def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
+    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
         def once() -> None:
-            if not self.done.done():  # its client may have gone
-                tell(value)
+            if not self.done.done():  # its caller may have been cancelled
+                settle(value)
 
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(once)
 
 
 class Database:
-    """One database."""
+    """The engine, the writing thread and the reading threads of a database."""
 
     def __init__(self, url: str) -> None:
-        """Raises InputError if the URL is none."""
+        """Raises InputError for a malformed URL."""
         self.engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "database-writer", initializer=raise_priority)
         self._readers = ThreadPoolExecutor(READERS, "database-reader", initializer=raise_priority)
         self._queue: deque[_Change] = deque()
         self._lock: Any = None
         self.on_commit: Callable[[Any], None] | None = None
-        """Told, from the writer's thread, which runs a transaction has changed (store.CHANGED)."""
+        """Called in the writer's thread, with the runs that a transaction has changed (CHANGED)."""
 
     async def write(self, change: Callable[[Session], T]) -> T:
-        """Do `change` in one transaction; it may be done again. What it returns must not need the session.
+        """Do a change in one transaction, maybe more than once; its result must not need the session.
 
         Raises Unavailable, or what `change` raises; nothing is changed then.
         """
@@ -107,14 +107,14 @@ class Database:
         return await done
 
     def _write_all(self) -> None:
-        """All changes that are asked for by now, in one transaction: a commit waits for the disk, which they can do
-        together. One that fails is undone alone, and is as if it had not been asked for."""
+        """Do all queued changes in one transaction, because a commit waits for the disk. A change that fails is undone
+        alone."""
         changes = [self._queue.popleft() for _ in range(len(self._queue))]
         if not changes:
-            return  # an earlier one has taken them along
+            return  # an earlier call has done them
         try:
             with self._reachable(), Session(self.engine, expire_on_commit=False) as session:
-                answers = [self._one(session, change) for change in changes]
+                answers = [self._do(session, change) for change in changes]
                 session.commit()
         except Exception as error:
             for change in changes:
@@ -123,8 +123,8 @@ class Database:
         for change, answer in zip(changes, answers, strict=True):
             change.answer(*answer, self.on_commit)
 
-    def _one(self, session: Session, change: _Change) -> tuple[Any, Exception | None, Any]:
-        """What a change returns, or its fault; and the runs that it has changed."""
+    def _do(self, session: Session, change: _Change) -> tuple[Any, Exception | None, Any]:
+        """Do one change; returns its result or its fault, and the runs that it has changed."""
         session.info.clear()
         try:
             with session.begin_nested():
@@ -138,7 +138,7 @@ class Database:
             return None, error, None
 
     async def read(self, query: Callable[[Session], T]) -> T:
-        """Raises Unavailable."""
+        """The result of a query. Raises Unavailable."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_transaction, query)
 
     def _in_transaction(self, query: Callable[[Session], T]) -> T:
@@ -165,7 +165,7 @@ class Database:
             raise SecondService("another rlhfless service uses this database; stop it, or name another with --database")
 
     def close(self) -> None:
-        """Waits for what was asked for."""
+        """Close the database after all queued work."""
         self._writer.shutdown()
         self._readers.shutdown()
         if self._lock is not None:
@@ -174,14 +174,14 @@ class Database:
 
 
 def _is_away(error: DBAPIError | PoolTimeout) -> bool:
-    """The server, or the file, cannot be reached: nothing is wrong with the statement."""
+    """Whether the server, or the file, cannot be reached; the statement itself is right."""
     if isinstance(error, PoolTimeout) or error.connection_invalidated:
         return True
     return type(error).__name__ in {"OperationalError", "InterfaceError"}
 
 
 def database_of(settings: ServiceSettings) -> Database:
-    """The database of a service's settings: SQLite in the data folder, unless they name another. Raises InputError or
+    """The database of a service: SQLite in the data folder, unless the settings name another. Raises InputError or
     NotPrivate."""
     return Database(settings.database or f"sqlite:///{open_data(settings) / DATABASE_FILE}")
 

@@ -1,4 +1,4 @@
-"""Bring a database to the present tables, with alembic."""
+"""Migrations of the database to the current tables, with alembic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NewerDatabase(UserError):
 
 
 def config_of(engine: Engine | None = None) -> Config:
-    """Alembic's configuration, which no file holds."""
+    """Alembic's configuration; there is no file for it."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
     config.attributes["engine"] = engine
@@ -26,7 +26,7 @@ def config_of(engine: Engine | None = None) -> Config:
 
 
 def migrate(engine: Engine) -> None:
-    """To the newest version; all tables are made in an empty database. Raises NewerDatabase."""
+    """Migrate to the newest version; an empty database gets all tables. Raises NewerDatabase."""
     known = {script.revision for script in ScriptDirectory.from_config(config_of()).walk_revisions()}
     with engine.connect() as connection:
         stored = MigrationContext.configure(connection).get_current_revision()

@@ -1,6 +1,6 @@
-"""The tables. Only the API process writes them (docs/control.md); times are unix seconds.
+"""The tables of the database. Only the API process writes them (docs/control.md); times are unix seconds.
 
-A change here needs a migration beside it (database/migrations); a test compares the two.
+A change here needs a migration (database/migrations); a test compares the two.
 """
 
 from __future__ import annotations
@@ -35,58 +35,58 @@ class RunRow(Base):
     id: Mapped[str] = mapped_column(RUN_ID, primary_key=True)
     name: Mapped[str]
     owner: Mapped[str] = mapped_column(String(80))
-    """Id of the API key that made it; `local` where the service asks for none."""
+    """Id of the API key that made the run; `local` where the service needs no key."""
     created_at: Mapped[float]
     started_at: Mapped[float | None]
-    """When the first step started."""
+    """Start of the first step."""
     finished_at: Mapped[float | None]
     status: Mapped[str] = mapped_column(String(16))
     status_reason: Mapped[str]
     status_since: Mapped[float]
     wish: Mapped[str] = mapped_column(String(8))
-    """What the user wants of it (lifecycle.DesiredState)."""
+    """The state that the user has requested (lifecycle.DesiredState)."""
     wished_at: Mapped[float]
     priority: Mapped[int]
     spec: Mapped[Json]
-    """As it was POSTed."""
+    """The spec as it was POSTed."""
     resolved: Mapped[Json | None]
-    """With every default, and what the devices have settled; from the driver."""
+    """The spec with every default, settled for the run's devices; from the driver."""
     run_metadata: Mapped[Json] = mapped_column("metadata")
     folder: Mapped[str]
     steps: Mapped[int]
     step: Mapped[int] = mapped_column(default=0)
-    """The last step that is done."""
+    """The last finished step."""
     latest: Mapped[Json] = mapped_column(default=dict)
-    """The metrics that were measured last, by name."""
+    """The newest value of each metric, by name."""
     checkpoints: Mapped[list[Any]] = mapped_column(default=list)
     error: Mapped[Json | None]
     """code, message, param."""
     plan: Mapped[Json | None]
-    """What was predicted before it began."""
+    """The prediction from before the run began (objects.PlannedCost)."""
     best_static: Mapped[Json | None]
-    """What the best static fleet would have cost for the same steps."""
+    """The best static fleet for the same steps (objects.StaticFleet)."""
     simulated_step: Mapped[int] = mapped_column(default=0)
-    """The last step that `best_static` is about."""
+    """The last step of the simulation behind `best_static`."""
     cost_usd: Mapped[float] = mapped_column(default=0.0)
     device_s: Mapped[float] = mapped_column(default=0.0)
     left_s: Mapped[float | None]
-    """Predicted time to its end."""
+    """Predicted time until the run ends."""
     attempt: Mapped[int] = mapped_column(default=0)
-    """Number of its drivers so far."""
+    """Number of the run's drivers so far."""
     deaths: Mapped[int] = mapped_column(default=0)
-    """Drivers in a row that died without a step."""
+    """Number of drivers in a row that died without a step."""
     driver: Mapped[Json | None]
-    """How the driver at work is found again."""
+    """The handle of the driver (drivers.Handle)."""
     driver_token: Mapped[str] = mapped_column(default="")
-    """Hash of the secret by which its drivers are known."""
+    """Hash of the secret of the run's driver."""
     pushed: Mapped[int] = mapped_column(default=0)
-    """Sequence number of the last item that a driver has delivered."""
+    """Number of the last item that a driver has delivered."""
     last_event: Mapped[int] = mapped_column(default=0)
-    """Sequence number of the run's newest event."""
+    """Number of the run's newest event."""
 
 
 class EventRow(Base):
-    """What a user is told, in order. `seq` counts from 1 in each run, without gaps."""
+    """Events of runs, for their users. `seq` counts from 1 in each run, without gaps."""
 
     __tablename__ = "events"
 
@@ -115,14 +115,14 @@ class MetricsRow(Base):
 
 
 class UsageRow(Base):
-    """Devices that a function of a run has held, of all its attempts together."""
+    """Device time of each function of a run, over all its attempts."""
 
     __tablename__ = "usage"
 
     run_id: Mapped[str] = _of_run()
     function: Mapped[str] = mapped_column(String(24), primary_key=True)
     kind: Mapped[str] = mapped_column(String(40), primary_key=True)
-    """The kind of the devices."""
+    """Kind of the devices."""
     busy_device_s: Mapped[float]
     idle_device_s: Mapped[float]
     cold_device_s: Mapped[float]
@@ -132,7 +132,7 @@ class UsageRow(Base):
 
 
 class RolloutRow(Base):
-    """Samples to read: a few of each step, of the newest steps."""
+    """A few samples of each of the newest steps, for people to read."""
 
     __tablename__ = "rollouts"
 
@@ -143,7 +143,7 @@ class RolloutRow(Base):
 
 
 class LeaseRow(Base):
-    """Devices that the broker has promised to a run, or that the run waits for."""
+    """Devices that the broker has granted to a run, or that the run waits for."""
 
     __tablename__ = "leases"
 
@@ -152,18 +152,18 @@ class LeaseRow(Base):
     minimum: Mapped[int]
     maximum: Mapped[int]
     unit: Mapped[int]
-    """Devices of one actor: what is above the minimum comes and goes in these."""
+    """Devices of one actor: grants above the minimum grow and shrink by this number."""
     granted: Mapped[int]
     """0 while the run waits."""
     held: Mapped[int]
-    """What the driver says that it uses: at most what was ever granted and not given back."""
+    """Devices that the run uses, as its driver reports: at most those that were granted and not given back."""
     asked_at: Mapped[float]
     tenants: Mapped[int] = mapped_column(default=1, server_default="1")
-    """Most runs on a device, this one included."""
+    """Most runs on a device, this run included."""
 
 
 class IdempotencyRow(Base):
-    """POSTs that were answered, by the key that the client chose."""
+    """Answered POSTs, by the key that their client chose."""
 
     __tablename__ = "idempotency"
 
@@ -175,7 +175,7 @@ class IdempotencyRow(Base):
 
 
 class KeyRow(Base):
-    """API keys. The secret is not here, only its hash."""
+    """API keys, with hashes in place of their secrets."""
 
     __tablename__ = "api_keys"
 
@@ -188,7 +188,7 @@ class KeyRow(Base):
 
 
 class SimulationRow(Base):
-    """Simulations that were POSTed."""
+    """POSTed simulations and their results."""
 
     __tablename__ = "simulations"
 

@@ -1,4 +1,4 @@
-"""What all objects of the API are made of: envelopes and errors."""
+"""The base of all objects of the API, lists and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProblemObject(ApiObject):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_versions(cls, values: Any) -> Any:
-        """Errors that were stored, or that a driver of then sends, call the hint `mend`."""
+        """Accept stored errors, and errors of older drivers, whose hint is named `mend`."""
         if isinstance(values, dict) and "mend" in values:
             values = {key: value for key, value in values.items() if key != "mend"} | {"hint": values["mend"]}
         return values

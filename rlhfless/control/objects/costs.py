@@ -1,4 +1,4 @@
-"""What runs cost, or would cost, and the answers of computations."""
+"""Objects of usage, cost and computations."""
 
 from __future__ import annotations
 

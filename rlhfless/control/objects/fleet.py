@@ -1,4 +1,4 @@
-"""Replicas and devices, now and over a run."""
+"""Objects of replicas and devices, now and over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs, and what they leave: events, metrics, checkpoints, rollouts."""
+"""Objects of runs, and of their events, metrics, checkpoints and rollouts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is looked at before a request reaches the application: where it comes from, how large and how frequent it is.
+"""Checks before a request reaches the application: its origin, its size, and how many requests its sender makes.
 
-ASGI middleware, because it must not hold streams back.
+This is ASGI middleware, because it must not delay streams.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.loopback import is_loopback
 
 REFUSALS_PER_MINUTE = 60
-"""Requests of one address that were refused for their key; after that, all of its requests wait for the next minute."""
+"""Requests of one address with a wrong key; further requests of the address are refused until the next minute."""
 
 FREE = ("/healthz", "/readyz", "/internal/")
-"""Paths that are not counted: probes, and drivers, which are as many as the service has started."""
+"""Paths without a limit of requests: probes, and drivers, whose number the service limits."""
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -34,15 +34,15 @@ STREAM = b"text/event-stream"
 
 
 class Gate:
-    """In front of the application."""
+    """The middleware in front of the application."""
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings, open_to_all: Callable[[], bool]) -> None:
-        """`open_to_all`: the service asks for no key, so it must make sure that no page of another site speaks."""
+        """`open_to_all`: whether the service needs no key, so that it must refuse requests of other sites' pages."""
         self._app = app
         self._settings = settings
         self._open_to_all = open_to_all
-        # The storage that is not asyncio's starts a thread for each request, and waits until it runs: a third of a
-        # second where all cores are busy.
+        # The synchronous storage would start a thread for each request, which takes a third of a second where all cores
+        # are busy.
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
         self._requests = RateLimitItemPerMinute(settings.requests.requests_per_minute)
         self._refusals = RateLimitItemPerMinute(REFUSALS_PER_MINUTE)
@@ -94,8 +94,8 @@ class Gate:
             raise ApiError(429, "too_many_streams", f"{self._streams} streams are open", retry_after_s=5.0)
 
     def _check_origin(self, port: int | None, headers: Mapping[bytes, bytes]) -> None:
-        """A page of another site may send requests to loopback, under a name of its own that resolves to it. `port`:
-        where this connection has arrived."""
+        """Refuse requests of other sites' pages, which may reach loopback by a name that resolves to it. `port`: the
+        connection's own. Raises ApiError (403)."""
         host = headers.get(b"host", b"").decode("latin-1")
         if not any(self._is_own(f"{scheme}://{host}", port) for scheme in _PORTS):
             hint = "ask it under its own address; behind a tunnel or a proxy, start it with --public-url"
@@ -105,18 +105,18 @@ class Gate:
             raise ApiError(403, "wrong_origin", f"requests of pages of {origin!r} are refused", "Origin")
 
     def _is_own(self, origin: str, port: int | None) -> bool:
-        end = _host_and_port(origin)
-        if end is None:
+        address = _host_and_port(origin)
+        if address is None:
             return False
-        here = end[1] == port and (is_loopback(end[0]) or end[0] == self._settings.host)
-        return here or end == _host_and_port((self._settings.public_url or "").rstrip("/"))
+        local = address[1] == port and (is_loopback(address[0]) or address[0] == self._settings.host)
+        return local or address == _host_and_port((self._settings.public_url or "").rstrip("/"))
 
     def _too_large(self) -> ApiError:
         most = self._settings.requests.body_bytes
         return ApiError(413, "too_large", f"a body may have {most:,} bytes; name prompts and models by path")
 
     async def _count_refusals(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count refusals as they go."""
+        """Pass a request on, and count its answer if that is a 401."""
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 401:
@@ -126,7 +126,7 @@ class Gate:
         await self._app(scope, receive, send_counted)
 
     async def _read_first(self, receive: Receive) -> Receive:
-        """A body that does not say its length is read before the application sees it. Raises ApiError."""
+        """Read a body without a declared length before the application does. Raises ApiError (413)."""
         parts, left, more = list[Message](), self._settings.requests.body_bytes, True
         while more:
             message = await receive()
@@ -137,15 +137,15 @@ class Gate:
                 raise self._too_large()
         buffered = iter(parts)
 
-        async def again() -> Message:
+        async def receive_again() -> Message:
             return next(buffered, None) or await receive()
 
-        return again
+        return receive_again
 
 
 def _host_and_port(origin: str) -> tuple[str, int] | None:
-    """Host and port of `http://host:port`; None of any other text. Stricter than a parser of URLs, which finds a host
-    in `http://127.0.0.1:80.evil.example` and in `http://evil.example@127.0.0.1`."""
+    """Host and port of `http://host:port`; None for any other text. A parser of URLs would be too lenient: it finds a
+    host in `http://127.0.0.1:80.evil.example` and in `http://evil.example@127.0.0.1`."""
     match = _ORIGIN.fullmatch(origin)
     if match is None:
         return None

@@ -23,16 +23,16 @@ from rlhfless.spec.errors import UserError
 Scope = Literal["read", "run", "admin"]
 
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")
-"""Each has all that those before it have."""
+"""The scopes of keys; each includes the scopes before it."""
 
 PREFIX = "rlk_"
 
 LOCAL = "local"
-"""The owner of what is done without a key, on loopback."""
+"""The owner of runs that are made without a key, on loopback."""
 
 
 KEPT_S = 5.0
-"""The keys are read again after this time: a key that the command line has revoked is refused from then on."""
+"""Seconds after which the keys are read again, so that keys revoked by the command line are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,13 @@ class Caller:
 
 
 def hashed(secret: str) -> str:
-    """What is kept of a secret of 256 random bits: such a one cannot be guessed, so a slow hash would gain nothing."""
+    """The hash of a secret, which is stored. Secrets have 256 random bits and cannot be guessed, so a slow hash would
+    gain nothing."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def make_key(session: Session, name: str, scope: Scope) -> tuple[KeyRow, str]:
-    """A new key, and its secret, which is told this once."""
+    """A new key and its secret, which is not stored."""
     secret = PREFIX + secrets.token_urlsafe(32)
     return put_key(session, name, scope, secret, replace=False), secret
 
@@ -73,15 +74,15 @@ def put_key(session: Session, name: str, scope: Scope, secret: str, *, replace: 
 
 
 def has_keys(session: Session) -> bool:
-    """Whether any key can be used."""
+    """Whether there is a key that was not revoked."""
     return bool(session.scalar(select(func.count()).select_from(KeyRow).where(KeyRow.revoked_at.is_(None))))
 
 
 class Keys:
-    """Reads the table of keys now and then."""
+    """The keys of a service, read again every few seconds."""
 
     def __init__(self, database: Database, *, required: bool) -> None:
-        """`required`: ask for a key even when none was ever made, because others reach the service."""
+        """`required`: requests need a key even if none was ever made, because other machines reach the service."""
         self._database = database
         self._required = required
         self._known: dict[str, Caller] = {}
@@ -89,13 +90,13 @@ class Keys:
         self._read_s = 0.0
 
     @property
-    def asked_for(self) -> bool:
-        """Whether requests need a key, as far as is known. Once one was made they do: to revoke the last key must not
+    def are_required(self) -> bool:
+        """Whether requests need a key, by the last reading. They do once a key was made: revoking the last key must not
         open the service to all."""
         return self._required or self._any_was_made
 
     async def read(self) -> None:
-        """Read the table. Raises Unavailable."""
+        """Read the keys. Raises Unavailable."""
         rows = await self._database.read(lambda session: list(session.scalars(select(KeyRow))))
         self._any_was_made = bool(rows)
         self._known = {row.hash: Caller(row.id, frozenset(row.scopes)) for row in rows if row.revoked_at is None}
@@ -105,7 +106,7 @@ class Keys:
         """The sender of a request with this header. Raises ApiError (401); Unavailable if the keys cannot be read."""
         if time.monotonic() - self._read_s > KEPT_S:
             await self.read()
-        if not self.asked_for:
+        if not self.are_required:
             return Caller(LOCAL, frozenset(SCOPES))
         scheme, _, secret = (authorization or "").partition(" ")
         key = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None
@@ -117,7 +118,7 @@ class Keys:
 
 
 def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
-    """A dependency: the caller, who has this scope. Raises ApiError (401, 403)."""
+    """A dependency of routes: the caller, if its key has this scope. Raises ApiError (401, 403)."""
 
     async def caller(request: Request) -> Caller:
         service = request.app.state.service
@@ -130,11 +131,11 @@ def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
 
 
 class NotSafe(UserError):
-    """The service would let anyone in."""
+    """The service would accept requests of anyone."""
 
 
 def require_safe(settings: ServiceSettings, database: Database) -> None:
-    """Raises NotSafe if others reach the service and it would ask them for no key."""
+    """Raises NotSafe if other machines reach the service, and it has no key."""
     if is_loopback(settings.host):
         return
     with Session(database.engine) as session:

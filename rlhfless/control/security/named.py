@@ -1,7 +1,7 @@
-"""What a spec may name: files below the service's roots, code of its packages, no secrets of its environment.
+"""Checks of what a spec names: files below the service's roots, code of its packages, no secrets of its environment.
 
-Checked before anything is imported or opened: a class that a spec names is imported when the spec is validated, so the
-names of classes are looked at in the raw values.
+The checks come before anything is imported or opened: validation imports the classes that a spec names, so their names
+are checked in the raw values.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ FILES = (
 """Fields that name files or folders."""
 
 FROM_HUB = frozenset({"model.path", "model.tokenizer", "prompts.path", "prompts.held_out.path", "rewards.*.path"})
-"""The keys that may name something of the hub instead."""
+"""Fields that may name a repository of the hub instead."""
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
         "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip
 """Fields that may name the user's own code."""
 
-
 SCENARIO_FILES = frozenset({"path", "prices", "devices"})
-"""Keys of a scenario that name a file where their value is a text."""
+"""Keys of a scenario that name a file if their value is a text."""
 
 
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
-    """Classes and functions that a spec names and the service does not allow. `values` are not validated yet."""
+    """The classes and functions in a spec that the service does not allow. `values` are not validated yet."""
     places = [position for field in CODE for position in values_at(values, field.split("."))]
     return [problem for place, value in places for problem in _code(place, value, settings)]
 
@@ -62,8 +61,8 @@ def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem
 
 
 def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
-    """Code and files that a scenario names. `values` are not validated yet; any text that looks like an import path
-    counts as one, wherever a policy is named."""
+    """The code and files that a scenario names. `values` are not validated yet; the name of a policy that looks like an
+    import path counts as one."""
     places = [*values_at(values, ["policies", "*", "name"]), *values_at(values, ["policies", "*"])]
     problems = [problem for place, value in places for problem in _code(place, value, settings)]
     for place, key, value in _texts(values):
@@ -73,7 +72,7 @@ def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) ->
 
 
 def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Each text with its dotted place and its key."""
+    """Each text in nested values, with its dotted place and its key."""
     if isinstance(values, Mapping):
         for name, inner in values.items():
             yield from _texts(inner, f"{place}.{name}" if place else str(name), str(name))
@@ -85,7 +84,8 @@ def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, s
 
 
 def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
-    """Files, folders and URLs that a spec names outside the roots; and what else a service does not leave to a spec."""
+    """The files, folders and URLs in a spec that are outside the roots, and other keys that the service does not
+    allow."""
     values = spec.model_dump(mode="json")
     problems = location_problems(values, settings.roots, str(settings.runs), hub=settings.allow_hub)
     return [*problems, *_other_problems(values, settings)]
@@ -94,9 +94,9 @@ def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
 def location_problems(
     values: Mapping[str, Any], roots: Sequence[str], runs: str, *, hub: bool, inside: bool = False
 ) -> list[Problem]:
-    """Files, folders and URLs that a spec names below no root, nor among the checkpoints of `runs`.
+    """The files, folders and URLs in a spec that are below no root, and no checkpoint of `runs`.
 
-    `hub`: names of the hub are allowed. `inside`: look for links out of the roots in the folders that are named, too.
+    `hub`: names of the hub are allowed. `inside`: also search the named folders for links out of the roots.
     """
     hint = f"name one below {', '.join(roots)}" if roots else "ask its operator for a root"
     allowed = _Allowed(roots, runs)
@@ -132,7 +132,8 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
 
 
 def _no_name(value: str, hub: bool) -> str:
-    """Why what is no path cannot be a name of the hub. What is there on the client's machine, it has made absolute."""
+    """Why a value that is not a path cannot be a name of the hub; empty if it can. Clients make paths of their machine
+    absolute."""
     if not hub:
         return f"{value!r} is no absolute path, and this service uses no hub"
     plain = not value.startswith(("~", ".")) and ".." not in value.split("/")
@@ -140,7 +141,7 @@ def _no_name(value: str, hub: bool) -> str:
 
 
 class _Allowed:
-    """Where files may be."""
+    """The locations that a spec may name."""
 
     def __init__(self, roots: Sequence[str], runs: str) -> None:
         self._urls = [f"{root.rstrip('/')}/" for root in roots if "://" in root]
@@ -163,21 +164,21 @@ class _Allowed:
 
     def _has(self, path: str) -> bool:
         resolved = Path(os.path.realpath(path))
-        of_runs = resolved.is_relative_to(self._runs)
-        if of_runs and resolved.relative_to(self._runs).parts[1:2] == (CHECKPOINTS_FOLDER,):
+        in_runs = resolved.is_relative_to(self._runs)
+        if in_runs and resolved.relative_to(self._runs).parts[1:2] == (CHECKPOINTS_FOLDER,):
             return True
-        # Keys, specs of others and the secrets of drivers are in the data folder, which may be below a root.
-        of_service = resolved.is_relative_to(self._data)
+        # The data folder has keys, other users' specs and drivers' secrets, and may be below a root.
+        in_data = resolved.is_relative_to(self._data)
         return any(
-            resolved.is_relative_to(folder) and (not of_service or folder.is_relative_to(self._data))
+            resolved.is_relative_to(folder) and (not in_data or folder.is_relative_to(self._data))
             for folder in self._folders
         )
 
     def link_out_of(self, value: str) -> str:
-        """Names the first link in a folder, or below it, that leads out of what is allowed; empty if none does."""
-        left, seen = [os.path.realpath(value)], set[str]()
-        while left:
-            folder = left.pop()
+        """An error with the first link in a folder, or below it, that leads out of the roots; empty without one."""
+        folders, seen = [os.path.realpath(value)], set[str]()
+        while folders:
+            folder = folders.pop()
             if folder in seen or not os.path.isdir(folder):
                 continue
             seen.add(folder)
@@ -185,12 +186,12 @@ class _Allowed:
                 for entry in entries:
                     if entry.is_symlink() and not self._has(entry.path):
                         return f"{entry.path!r} is a link out of the service's roots"
-                    left.append(os.path.realpath(entry.path))
+                    folders.append(os.path.realpath(entry.path))
         return ""
 
 
 def values_at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
-    """What is at a path in raw values, with its dotted place; `*` is every item of a list or mapping."""
+    """The values at a path in raw values, each with its dotted place; `*` is every item of a list or mapping."""
     if not path:
         yield place, values
         return
