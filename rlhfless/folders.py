@@ -1,4 +1,4 @@
-"""Folders that one user alone can enter: made so, corrected, or refused.
+"""Folders that one user alone can enter: made so, corrected, or refused; and files that are written whole, or locked.
 
 A folder with a name that another user can guess, below a folder that all users may write to, may be the other user's:
 what is in it is not trusted before its owner is checked.

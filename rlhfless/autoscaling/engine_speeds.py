@@ -1,4 +1,4 @@
-"""How fast the run's own engines are, learned from its ledger while it runs: one fit per kind of device.
+"""The speeds of the run's own engines, learned from its ledger while it runs: one fit per kind of device.
 
 A fit begins with a prior: the device's data sheet, and the engine's own overhead. It decides one step, and terms that
 the run's batches cannot tell apart. On a CPU core the engine's scheduler and sampler share the core with the model, and

@@ -1,4 +1,4 @@
-"""What the trace of a run says: the report at its end, and `rlhfless trace`."""
+"""Reports from the trace of a run: at its end, and of `rlhfless trace`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def runs_table(runs: Sequence[RunObject], width: int) -> Table:
 
 
 def run_lines(run: RunObject) -> RenderableType:
-    """One run, in a few lines."""
+    """A run, in a few lines."""
     head = Text.assemble((run.id, "bold"), f"  {run.status}")
     parts: list[RenderableType] = [head, Text(legible(run.status_reason), style="dim")]
     figures = f"step {count(run.step)} of {count(run.steps)}   reward {decimal(run.latest.get('reward_mean'))}"

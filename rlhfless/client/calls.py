@@ -47,7 +47,7 @@ RETRIED = frozenset({429, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class ClientCall(Generic[T]):
-    """One request."""
+    """A request of the API."""
 
     method: str
     path: str
@@ -129,7 +129,7 @@ def create_run(spec: Mapping[str, Any], idempotency_key: str | None = None) -> C
 
 
 def get_run(run_id: str) -> ClientCall[RunObject]:
-    """One run."""
+    """A run."""
     return ClientCall("GET", f"/v1/runs/{run_id}", RunObject)
 
 
@@ -211,7 +211,7 @@ def functions() -> ClientCall[ListObject[ReplicaObject]]:
 
 
 def plan(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
-    """What a run would need, take and cost. `question`: devices, lengths_of, deadline_s."""
+    """The memory, time and cost of a run, before it is started. `question`: devices, lengths_of, deadline_s."""
     body = {"spec": dict(spec)} | question
     return ClientCall("POST", "/v1/runs:plan", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 
@@ -234,7 +234,7 @@ def simulate(
 
 
 def get_simulation(simulation_id: str) -> ClientCall[SimulationObject]:
-    """One simulation."""
+    """A simulation."""
     return ClientCall("GET", f"/v1/simulations/{simulation_id}", SimulationObject)
 
 

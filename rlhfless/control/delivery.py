@@ -115,7 +115,7 @@ class Introduction(_Message):
 
 
 class Push(Introduction):
-    """One delivery."""
+    """A delivery of items, with the driver's state."""
 
     items: list[Item] = Field(max_length=ITEMS_PER_PUSH)
     now: DriverState
@@ -151,9 +151,9 @@ class DriverOrder(_Message):
     attempt: int
     token: str
     service_file: str
-    """Where the service's address is found, also after it has started again."""
+    """The file with the service's address, also after a restart."""
     service_url: str | None
-    """The address itself, for a driver elsewhere."""
+    """The service's address, for a driver elsewhere."""
     ray_address: str
     one_machine: bool
     """The Ray cluster is this machine alone."""

@@ -68,7 +68,7 @@ class RayReport:
     """The id of the host's process."""
     at: float
     devices: dict[str, int]
-    """By kind."""
+    """Devices by kind."""
     free: dict[str, int]
     nodes: int
 

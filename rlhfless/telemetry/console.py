@@ -201,39 +201,25 @@ class Console:
         return line
 
     def _table(self) -> Table:
+        columns: dict[str, Callable[[Mapping[str, float]], str]] = {
+            "reward": lambda values: decimal(values.get("reward_mean")),
+            "response": lambda values: count(values.get("response_tokens_mean")),
+            "longest": lambda values: count(values.get("response_tokens_max")),
+            "tokens/s": lambda values: count(values.get("generation_tokens_per_s")),
+            "step s": lambda values: decimal(values.get("step_s"), 1),
+            "outside s": lambda values: decimal(values.get("outside_s"), 1),
+        }
+        if any(_recovered(values) for _, values in self._recent):
+            columns["recovery s"] = lambda values: decimal(values.get("recovery_s"), 1)
+        if self._terminal.width >= _WIDE and any(_prompts(values) for _, values in self._recent):
+            columns["prompts computed"] = _prompts
+        columns["cost"] = lambda values: money(values.get("cost_usd"))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        faults = any(_recovered(values) for _, values in self._recent)
-        recovery = ["recovery s"] if faults else []
-        prompts = self._terminal.width >= _WIDE and any(_prompts(values) for _, values in self._recent)
-        shared = ["prompts computed"] if prompts else []
-        for title in (
-            "step",
-            "reward",
-            "response",
-            "longest",
-            "tokens/s",
-            "step s",
-            "outside s",
-            *recovery,
-            *shared,
-            "cost",
-        ):
+        for title in ("step", *columns):
             table.add_column(title, justify="right")
-        newest = self._recent[-1][0]
         for step, values in self._recent:
-            table.add_row(
-                str(step),
-                decimal(values.get("reward_mean")),
-                count(values.get("response_tokens_mean")),
-                count(values.get("response_tokens_max")),
-                count(values.get("generation_tokens_per_s")),
-                decimal(values.get("step_s"), 1),
-                decimal(values.get("outside_s"), 1),
-                *([decimal(values.get("recovery_s"), 1)] if faults else []),
-                *([_prompts(values)] if prompts else []),
-                money(values.get("cost_usd")),
-                style="" if step == newest else "dim",
-            )
+            cells = [cell(values) for cell in columns.values()]
+            table.add_row(str(step), *cells, style="" if step == self.done else "dim")
         return table
 
     def _held_out(self) -> Text:

@@ -32,9 +32,7 @@ class PrometheusSink:
 
     def __init__(self, port: int, run_id: str) -> None:
         self._registry = CollectorRegistry()
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._collectors: dict[str, Counter | Gauge | Histogram] = {}
         self._totals: dict[str, float] = {}
         run = Gauge("rlhfless_run_info", "The run these metrics are of", ["run_id"], registry=self._registry)
         run.labels(run_id).set(1)
@@ -53,16 +51,19 @@ class PrometheusSink:
         self._step.set(step)
         for name, value in values.items():
             metric, label = resolve(name)
-            if metric.kind is Kind.COUNTER:
-                self._count(metric, value)
-            else:
-                gauge = self._gauge(metric)
-                (gauge.labels(label) if metric.label else gauge).set(value)
+            collector = self._collector(metric)
+            if isinstance(collector, Counter):
+                # Prometheus counts by increments; a total that does not grow adds nothing.
+                before = self._totals.get(metric.name, 0.0)
+                collector.inc(max(value - before, 0.0))
+                self._totals[metric.name] = max(value, before)
+            elif isinstance(collector, Gauge):
+                (collector.labels(label) if metric.label else collector).set(value)
         for name, many in samples.items():
-            metric, _ = resolve(name)
-            histogram = self._histogram(metric)
-            for value in many:
-                histogram.observe(value)
+            histogram = self._collector(resolve(name)[0])
+            if isinstance(histogram, Histogram):
+                for value in many:
+                    histogram.observe(value)
 
     def close(self) -> None:
         """Frees the port."""
@@ -70,24 +71,16 @@ class PrometheusSink:
         self._server.server_close()
         self._thread.join(_STOP_S)
 
-    def _count(self, metric: Metric, total: float) -> None:
-        """Prometheus counts by increments; a total that does not grow adds nothing."""
-        if metric.name not in self._counters:
-            counter = Counter(metric.prometheus_name, metric.help, registry=self._registry)
-            self._counters[metric.name] = counter
-        before = self._totals.get(metric.name, 0.0)
-        self._counters[metric.name].inc(max(total - before, 0.0))
-        self._totals[metric.name] = max(total, before)
-
-    def _gauge(self, metric: Metric) -> Gauge:
-        if metric.name not in self._gauges:
-            labels = [metric.label] if metric.label else []
-            gauge = Gauge(metric.prometheus_name, metric.help, labels, registry=self._registry)
-            self._gauges[metric.name] = gauge
-        return self._gauges[metric.name]
-
-    def _histogram(self, metric: Metric) -> Histogram:
-        if metric.name not in self._histograms:
-            histogram = Histogram(metric.prometheus_name, metric.help, buckets=_BUCKETS, registry=self._registry)
-            self._histograms[metric.name] = histogram
-        return self._histograms[metric.name]
+    def _collector(self, metric: Metric) -> Counter | Gauge | Histogram:
+        """Prometheus's counterpart of a metric, made when the metric is first emitted."""
+        if metric.name not in self._collectors:
+            name, text, registry = metric.prometheus_name, metric.help, self._registry
+            match metric.kind:
+                case Kind.COUNTER:
+                    collector: Counter | Gauge | Histogram = Counter(name, text, registry=registry)
+                case Kind.HISTOGRAM:
+                    collector = Histogram(name, text, buckets=_BUCKETS, registry=registry)
+                case Kind.GAUGE:
+                    collector = Gauge(name, text, [metric.label] if metric.label else [], registry=registry)
+            self._collectors[metric.name] = collector
+        return self._collectors[metric.name]

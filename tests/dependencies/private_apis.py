@@ -230,7 +230,7 @@ TRANSFORMERS_NAMES = (
 )  # fmt: skip
 
 OTHER_NAMES = (
-    PrivateName("fastapi.dependencies.utils.get_flat_dependant", ("rlhfless/control/api/known_query.py",),
+    PrivateName("fastapi.dependencies.utils.get_flat_dependant", ("rlhfless/control/api/routes.py",),
                 "the query parameters that a route takes", takes=("dependant",)),
     PrivateName("kubernetes.client.CoreV1Api.list_namespaced_pod", (PODS,),
                 "no call waits for ever", takes=("namespace", "label_selector", "_request_timeout")),

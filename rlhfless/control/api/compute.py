@@ -31,7 +31,7 @@ from rlhfless.spec.errors import InputError, Problem
 router = APIRouter(tags=["compute"])
 
 PLAN_S, REWARDS_S, TIMELINE_S, CHECK_S = 120.0, 120.0, 60.0, 60.0
-"""Longest waits. A plan of all kinds of the price book takes some ten seconds."""
+"""Longest times of jobs. A plan for all kinds of the price book takes some ten seconds."""
 
 
 class _Question(BaseModel):
@@ -39,17 +39,17 @@ class _Question(BaseModel):
 
 
 class PlanQuestion(_Question):
-    """Which run, on which devices."""
+    """A run, and the devices to plan it for."""
 
     spec: dict[str, Any]
     devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
-    """Such as `8xh100`; by default kinds and counts of the price book."""
+    """Devices such as `8xh100`; by default kinds and counts of the price book."""
     lengths_of: str | None = None
     """Id of an earlier run, for its response lengths and, on the same devices, its latencies."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     """The deadline of the whole run: plans that keep it come first."""
     alone: bool = False
-    """Only on the run's own devices: it takes a moment, not the ten seconds of all other ones."""
+    """Plan only for the run's own devices, which takes a moment; other devices take ten seconds."""
 
 
 @router.post("/runs:plan", summary="What a run would need, take and cost")
@@ -112,7 +112,7 @@ async def try_rewards(
     _: Runs,
     question: Annotated[RewardsQuestion, Body(openapi_examples={"small": {"value": REWARDS_EXAMPLE}})],
 ) -> RewardTrialObject:
-    """Every part of the reward of every sample, and why parts have failed."""
+    """Score every sample: each part of its reward, and why parts have failed."""
     spec = {"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question.rewards}
     await accepted_spec(spec, service.settings)
     asked = question.model_dump() | {"http_hosts": list(service.settings.http_hosts)}
@@ -131,7 +131,7 @@ class SimulationQuestion(_Question):
 
 @router.post("/simulations", status_code=202, summary="Compare policies")
 async def create_simulation(service: OfService, caller: Runs, question: SimulationQuestion) -> SimulationObject:
-    """Queue a simulation; ask for it until it has ended."""
+    """Queue a simulation. Ask for it until it has ended."""
     if (question.scenario is None) == (question.run is None):
         raise ApiError(422, "invalid_request", "give `scenario` or `run`, one of the two", "scenario")
     asked = question.model_dump()
@@ -158,7 +158,7 @@ async def create_simulation(service: OfService, caller: Runs, question: Simulati
 async def list_simulations(
     service: OfService, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> ListObject[SimulationObject]:
-    """Newest first."""
+    """Simulations, newest first."""
     query = select(SimulationRow).order_by(SimulationRow.created_at.desc()).limit(limit + 1)
     rows = await service.database.read(lambda session: list(session.scalars(query)))
     return ListObject(data=[object_of(SimulationObject, row) for row in rows[:limit]], has_more=len(rows) > limit)
@@ -166,7 +166,7 @@ async def list_simulations(
 
 @router.get("/simulations/{simulation_id}", summary="One simulation")
 async def get_simulation(service: OfService, simulation_id: str) -> SimulationObject:
-    """Its status, and its result when it has ended."""
+    """The status of a simulation, and its result when it has ended."""
     row = await service.database.read(lambda session: session.get(SimulationRow, simulation_id))
     if row is None:
         raise not_found("simulation", simulation_id)
@@ -177,7 +177,7 @@ async def get_simulation(service: OfService, simulation_id: str) -> SimulationOb
 async def get_timeline(
     service: OfService, run_id: str, steps: Annotated[int, Query(ge=1, le=50)] = 5
 ) -> TimelineObject:
-    """What each device did in the last steps of the run's trace, which is written about once a step."""
+    """The work of each device in the last steps of the run's trace, which is written about once a step."""
     folder = await trace_folder(service, run_id)
     timeline = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
     return TimelineObject.model_validate({"run_id": run_id} | timeline)

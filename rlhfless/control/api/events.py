@@ -47,8 +47,8 @@ async def list_events(
         int | None, Header(ge=0, le=MOST_INTEGER, description="As `after`, from a stream that broke.")
     ] = None,
 ) -> ListObject[EventObject] | StreamingResponse:
-    """Oldest first. With `Accept: text/event-stream` a stream: what is there, then what comes, until the run has
-    ended. `Last-Event-ID` goes on after an event without loss or repeat."""
+    """Events, oldest first. With `Accept: text/event-stream` a stream of past and future events until the run has
+    ended; `Last-Event-ID` goes on after an event without loss or repeat."""
     run = await service.run(run_id)
     if SSE in request.headers.get("accept", ""):
         start = after if last_event_id is None else last_event_id

@@ -31,13 +31,13 @@ RUN = ["run_id", "run"]
 
 @router.get("/healthz", summary="The service lives")
 async def healthz() -> dict[str, str]:
-    """Says nothing of the database or Ray: a service that waits for them must not be restarted."""
+    """Answers without a check of database or Ray: a service that waits for them must not be restarted."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", summary="Runs can start", responses={503: {"description": "What is waited for."}})
 async def readyz(service: OfService) -> JSONResponse:
-    """200 when database and Ray are there; 503 says what is waited for."""
+    """200 when database and Ray answer; 503 says what the service waits for."""
     waiting = []
     try:
         await service.database.read(lambda session: session.execute(sql("SELECT 1")).scalar())

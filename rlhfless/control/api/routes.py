@@ -52,16 +52,16 @@ async def known_query(request: Request) -> None:
 
 
 _TEXTS = {
-    401: "No API key, or none that is known.",
-    403: "The key's scopes do not reach so far.",
+    401: "There is no API key, or the service does not know it.",
+    403: "The API key lacks the required scope.",
     404: "There is no such object.",
-    409: "Not possible in this state.",
+    409: "The request is not possible in this state.",
     413: "The body is too large.",
     422: "Fields of the request are wrong; each is named.",
     429: "Too many requests; `Retry-After` says when to ask again.",
     500: "A fault of the service; its log has more.",
-    503: "The database, or Ray, is away; ask again.",
-    504: "What was to be computed took too long.",
+    503: "The database, or Ray, does not answer; ask again.",
+    504: "The computation took too long.",
 }
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ _SCHEMA = {"application/json": {"schema": {"$ref": f"#/components/schemas/{Error
 
 
 def answers(content_type: str, schema: dict[str, Any], description: str) -> dict[int | str, dict[str, Any]]:
-    """The documented answers of a route that does not answer in JSON; its errors are JSON all the same."""
+    """The documented answers of a route that does not answer in JSON; its errors are in JSON."""
     errors: dict[int | str, dict[str, Any]] = {
         code: {"description": text, "content": _SCHEMA} for code, text in _TEXTS.items()
     }

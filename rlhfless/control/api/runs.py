@@ -135,7 +135,7 @@ async def list_runs(
     ),
     order: Annotated[Literal["asc", "desc"], Query(description="Which comes first.")] = "desc",
 ) -> ListObject[RunObject]:
-    """Newest first, or by `sort`. `metadata[name]=value` finds runs by their labels."""
+    """Runs, newest first or by `sort`. `metadata[name]=value` finds runs by their labels."""
     labels = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
@@ -149,7 +149,7 @@ async def list_runs(
 
 @router.get("/runs/{run_id}", response_model=RunObject, summary="One run")
 async def get_run(service: OfService, run_id: str) -> Response:
-    """Its status, progress, cost, and spec."""
+    """The status, progress, cost and spec of a run."""
 
     async def read() -> bytes:
         run = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
@@ -160,13 +160,13 @@ async def get_run(service: OfService, run_id: str) -> Response:
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")
 async def cancel_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
-    """Stop it for good; what it has saved stays. Idempotent."""
+    """Stop a run for good; its checkpoints stay. Idempotent."""
     return await _request_state(service, caller, run_id, DesiredState.CANCEL)
 
 
 @router.post("/runs/{run_id}/pause", summary="Pause a run")
 async def pause_run(service: OfService, caller: Runs, run_id: str) -> RunObject:
-    """Stop it after its step, with a checkpoint, and give every device back. Idempotent."""
+    """Stop a run after its step, with a checkpoint, and free its devices. Idempotent."""
     return await _request_state(service, caller, run_id, DesiredState.PAUSE)
 
 
@@ -177,8 +177,8 @@ async def resume_run(
     run_id: str,
     changes: Annotated[dict[str, Any] | None, Body(description="`limits`, to raise the one that was reached.")] = None,
 ) -> RunObject:
-    """Queue it again; it goes on after its newest checkpoint. `limits` are put over those that it has; null takes one
-    away. Idempotent."""
+    """Queue a run again; it goes on after its newest checkpoint. `limits` replace those of its spec, and null removes
+    one. Idempotent."""
 
     def change(session: Session) -> None:
         row = store.run_of(session, run_id)

@@ -80,7 +80,7 @@ def metrics_texts(session: Session, run_id: str, after_step: int, until_step: in
 
 @router.get("/runs/{run_id}/checkpoints", summary="Checkpoints")
 async def list_checkpoints(service: OfService, run_id: str) -> ListObject[CheckpointObject]:
-    """Those that are kept, newest first."""
+    """The kept checkpoints, newest first."""
     run = await service.run(run_id)
     return ListObject(data=checkpoint_objects(run), has_more=False)
 
@@ -92,8 +92,8 @@ async def list_rollouts(
     step: Annotated[int | None, Query(ge=0, le=MOST_INTEGER, description="By default the newest steps.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> ListObject[RolloutObject]:
-    """A few samples of each step, the newest step first, of the newest steps: of four prompts each the samples with
-    the lowest and the highest reward."""
+    """A few samples of each of the newest steps, the newest first: of four prompts each the samples with the lowest and
+    the highest reward."""
 
     def read(session: Session) -> ListObject[RolloutObject]:
         store.run_of(session, run_id)
@@ -105,7 +105,7 @@ async def list_rollouts(
 
 @router.get("/runs/{run_id}/usage", summary="Devices and cost")
 async def get_usage(service: OfService, run_id: str) -> UsageObject:
-    """By function, of all attempts together; beside it what was planned, and the best static fleet."""
+    """The usage by function over all attempts, with the plan and the best static fleet for comparison."""
 
     def read(session: Session) -> UsageObject:
         run = store.run_of(session, run_id)
@@ -140,7 +140,7 @@ async def get_logs(
 async def list_functions(
     service: OfService, run_id: Annotated[str | None, Query(description="Of one run.")] = None
 ) -> ListObject[ReplicaObject]:
-    """Replicas of all runs that are at work, as their drivers said last."""
+    """Replicas of all running runs, as their drivers reported last."""
     query = select(RunRow.id).where(RunRow.status.in_(list(DRIVEN))).order_by(RunRow.created_at.desc())
     driven = await service.database.read(lambda session: list(session.scalars(query)))
     functions = [
@@ -154,7 +154,7 @@ async def list_functions(
 
 @router.get("/devices", tags=["fleet"], summary="Devices now")
 async def list_devices(service: OfService) -> ListObject[DeviceKindObject]:
-    """By kind: how many there are, how many are free, which runs hold them, and which wait."""
+    """Devices by kind: their number, the free ones, and the runs that hold or wait for them."""
     leases = await service.database.read(store.leases)
     counts = service.device_counts()
     kinds = sorted({*counts, *(lease.kind for lease, _ in leases)})
@@ -166,7 +166,7 @@ async def list_devices(service: OfService) -> ListObject[DeviceKindObject]:
 async def get_devices_timeline(
     service: OfService, minutes: Annotated[float, Query(gt=0, le=60)] = 15
 ) -> DevicesTimelineObject:
-    """Which run did what on each device of the cluster, lately."""
+    """The recent work of runs on each device of the cluster."""
     return service.device_history.since(time.time() - 60 * minutes)
 
 

@@ -1,1 +1,1 @@
-"""What takes seconds of a core: plans, simulations, trials of rewards. Each in a process of its own."""
+"""Computations that take seconds of a core: plans, simulations, trials of rewards, each in a process of its own."""

@@ -71,7 +71,7 @@ def _config(spec: RunSpec) -> dict[str, Any] | None:
 
 
 def _chosen(spec: RunSpec, devices: Mapping[str, int]) -> tuple[str, int]:
-    """Kind and number of the run's devices: what its spec says, or what the service has."""
+    """Kind and number of the run's devices, from its spec or else from the service."""
     gpus = [kind for kind in devices if kind != CPU_KIND]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
     return kind, spec.placement.devices or devices.get(kind, 0) or 1
@@ -99,7 +99,7 @@ def _row(
     trace: Trace | None,
     measured: LatencyFile | None = None,
 ) -> dict[str, Any]:
-    """One kind and number of devices: whether the run fits, and its time and cost if it does."""
+    """The plan for a kind and number of devices: whether the run fits, and its time and cost if it does."""
     plan = asked.plan()
     problems = plan_problems(asked, plan)
     row = _empty_row(asked.sheet.kind, asked.count, asked.spec.placement.mode, problems)
@@ -163,7 +163,8 @@ def _memory(asked: Question) -> dict[str, Any]:
 
 
 def _in_order(rows: Sequence[dict[str, Any]], deadline_s: float | None) -> list[dict[str, Any]]:
-    """The cheapest that keeps the deadline first; then what misses it, the fastest first; then what does not fit."""
+    """Rows in order: devices that keep the deadline, the cheapest first; those that miss it, the fastest first;
+    others."""
 
     def rank(row: dict[str, Any]) -> tuple[int, float]:
         predicted = row["predicted"]

@@ -29,14 +29,14 @@ MOST_RESPONSES = 200_000_000
 has half an hour."""
 
 SLOWER = 1.01
-"""A fleet counts as no slower within this factor: the simulation is no better than that."""
+"""A fleet counts as no slower within this factor, the precision of the simulation."""
 
 STATIC_STEPS = 100
-"""The newest steps are simulated, at most so many."""
+"""Most steps of a simulated static fleet: the newest ones."""
 
 
 def check(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Empty if the simulation can begin. Raises InputError for a scenario that is none, or an unknown policy."""
+    """Check that a simulation can begin; returns an empty answer. Raises InputError for a wrong scenario or policy."""
     if question["run"] is None:
         scenario_of(question)
         return {}
@@ -49,7 +49,7 @@ def check(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scenario_of(question: Mapping[str, Any]) -> Scenario:
-    """The scenario of a question. Raises InputError if it is none, or too large."""
+    """The scenario of a question. Raises InputError for a wrong or too large scenario."""
     values = question["scenario"]
     try:
         scenario = Scenario.model_validate(values)
@@ -94,7 +94,7 @@ def _replayed(folder: str, policies: list[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: other values as texts, numbers that are none as null."""
+    """A value for JSON: NaN and infinity as null, other types as texts."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ def _of_run() -> Mapped[str]:
 
 
 class RunRow(Base):
-    """One run."""
+    """Runs."""
 
     __tablename__ = "runs"
     __table_args__ = (Index("runs_by_creation", "created_at", "id"), Index("runs_by_status", "status"))

@@ -100,7 +100,7 @@ def _pause(outbox: Outbox, code: str, text: str) -> int:
 
 
 class _Attempt:
-    """One attempt of a run."""
+    """An attempt of a run, in progress."""
 
     def __init__(self, order: DriverOrder, folder: Path, outbox: Outbox) -> None:
         self._order = order

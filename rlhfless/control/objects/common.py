@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 MOST_INTEGER = 2**63 - 1
-"""Largest integer that a database keeps."""
+"""Largest integer that a database stores."""
 
 
 class ApiObject(BaseModel):
@@ -20,7 +20,7 @@ class ApiObject(BaseModel):
 
 
 class ProblemObject(ApiObject):
-    """One wrong field."""
+    """A wrong field of a request."""
 
     param: str | None
     message: str
@@ -36,19 +36,19 @@ class ProblemObject(ApiObject):
 
 
 class ErrorObject(ApiObject):
-    """Why something failed."""
+    """An error: why a request or a run has failed."""
 
     code: str
-    """For programs; does not change."""
+    """The kind of error, for programs; never changes."""
     message: str
     param: str | None = None
-    """Dotted field of the request."""
+    """The dotted field of the request."""
     problems: list[ProblemObject] = []
-    """All of them; empty if there is only the message."""
+    """All wrong fields; empty if there is only the message."""
 
 
 class ErrorBody(ApiObject):
-    """The body of every answer that is no success."""
+    """The body of every answer with an error."""
 
     error: ErrorObject
 
@@ -59,4 +59,4 @@ class ListObject(ApiObject, Generic[T]):
     object: Literal["list"] = "list"
     data: list[T]
     has_more: bool
-    """There are further ones: ask with `after` set to the last one's id."""
+    """There is a next page: ask with `after` set to the id of the last object."""

@@ -8,7 +8,7 @@ from rlhfless.control.objects.common import ApiObject, ErrorObject
 
 
 class FunctionUsage(ApiObject):
-    """Devices held by a function of a run."""
+    """Device time and cost of a function of a run."""
 
     function: str
     kind: str
@@ -16,26 +16,26 @@ class FunctionUsage(ApiObject):
     busy_device_s: float
     idle_device_s: float
     cold_device_s: float
-    """While it started."""
+    """Device time while replicas started."""
     cost_usd: float
     cold_starts: int
     invocations: int
 
 
 class StaticFleet(ApiObject):
-    """The best fleet that never changes, for the same steps: simulated on this run's own trace."""
+    """The best fleet of fixed size for the same steps, simulated on the run's own trace."""
 
     actors: int
     cost_usd: float
     wall_s: float
     same_cost_usd: float
-    """This run's own fleet in the same simulation: what the static fleet is to be compared with."""
+    """Cost of the run's own fleet in the same simulation, for a comparison with the static fleet."""
     steps: int
-    """Steps that were simulated."""
+    """Number of simulated steps."""
 
 
 class PlannedCost(ApiObject):
-    """What was predicted of a run before it began: means, each between the two ends of its band."""
+    """The time and cost of a run as predicted before it began: means, each with the low and high end of its band."""
 
     steps: int
     step_s: float
@@ -48,7 +48,7 @@ class PlannedCost(ApiObject):
 
 
 class MeasuredCost(ApiObject):
-    """What was measured of what is planned: means of the steps after the first one, which has the starts."""
+    """The measured time and cost of a step: means of the steps after the first, which has the starts."""
 
     steps: int
     step_s: float
@@ -56,44 +56,44 @@ class MeasuredCost(ApiObject):
 
 
 class PlannedDevices(ApiObject):
-    """A run on so many devices of a kind."""
+    """The plan of a run on a number of devices of a kind."""
 
     kind: str
     count: int
     placement: str
     fits: bool
     problems: list[str]
-    """Why it does not fit."""
+    """Why the run does not fit."""
     nearest_change: str | None
-    """After which it fits."""
+    """The change of the spec after which the run fits."""
     predicted: PlannedCost | None
     reason: str | None
-    """Why nothing is predicted although it fits."""
+    """Why nothing is predicted although the run fits."""
 
 
 class PlanObject(ApiObject):
-    """What a run would need, take and cost."""
+    """The memory, time and cost of a run, before it is started."""
 
     object: Literal["plan"] = "plan"
     spec: dict[str, Any]
-    """With every default, and what the devices decide."""
+    """The spec with every default, settled for the chosen devices."""
     steps: int
     sequence_tokens: int
     parameters: int
     chosen: PlannedDevices
-    """On the devices that the spec names, or that the service has."""
+    """The plan on the devices that the spec names, or that the service has."""
     memory: dict[str, Any]
     """The memory of the chosen devices, by function and phase, in bytes."""
     alternatives: list[PlannedDevices]
-    """The cheapest that keeps the deadline first."""
+    """Other devices: the cheapest that keeps the deadline first."""
     lengths: str
-    """Where the response lengths come from."""
+    """The source of the response lengths."""
     missing: list[str]
-    """What would make a better answer."""
+    """The missing inputs of a better plan."""
 
 
 class UsageObject(ApiObject):
-    """What a run has used so far."""
+    """The usage and cost of a run so far."""
 
     object: Literal["usage"] = "usage"
     run_id: str
@@ -118,16 +118,16 @@ class SampleScore(ApiObject):
 
 
 class RewardTrialObject(ApiObject):
-    """Rewards of given samples."""
+    """The rewards of a request's samples."""
 
     object: Literal["reward_trial"] = "reward_trial"
     data: list[SampleScore]
-    """In the order of the samples."""
+    """The scores, in the order of the samples."""
     wall_s: float
 
 
 class SimulationObject(ApiObject):
-    """A simulation that was asked for."""
+    """A queued, running or ended simulation."""
 
     object: Literal["simulation"] = "simulation"
     id: str
@@ -135,5 +135,5 @@ class SimulationObject(ApiObject):
     created_at: float
     finished_at: float | None
     result: dict[str, Any] | None
-    """`rows` by policy."""
+    """The result, with `rows` by policy."""
     error: ErrorObject | None

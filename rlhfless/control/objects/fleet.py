@@ -10,11 +10,11 @@ from rlhfless.control.objects.common import ApiObject
 
 
 class Bar(ApiObject):
-    """What a device did for a while."""
+    """A time span in which a device was held or worked."""
 
     function: str
     work: str | None
-    """None: it was held."""
+    """The kind of work; None while the device was only held."""
     step: int | None
     state: str
     start_s: float
@@ -22,14 +22,14 @@ class Bar(ApiObject):
 
 
 class DeviceRow(ApiObject):
-    """One device of a run."""
+    """A device of a run over time."""
 
     device: str
     bars: list[Bar]
 
 
 class TimelineObject(ApiObject):
-    """Devices over the last steps."""
+    """The devices of a run over its last steps."""
 
     object: Literal["timeline"] = "timeline"
     run_id: str
@@ -37,19 +37,19 @@ class TimelineObject(ApiObject):
 
 
 class DeviceWork(ApiObject):
-    """What a function of a run has done on its devices."""
+    """A call of a run's function on its devices, as its driver reports it."""
 
     function: str
     work: str
     step: int
     devices: list[str]
-    """What they are called in the cluster, whichever run is on them."""
+    """Names of the devices in the cluster, the same for all runs."""
     start_s: float
     end_s: float
 
 
 class RunBar(ApiObject):
-    """What a function of a run did on a device."""
+    """A time span in which a run's function worked on a device."""
 
     run_id: str
     function: str
@@ -60,21 +60,21 @@ class RunBar(ApiObject):
 
 
 class SharedDeviceRow(ApiObject):
-    """One device of the cluster."""
+    """A device of the cluster over time."""
 
     device: str
     bars: list[RunBar]
 
 
 class DevicesTimelineObject(ApiObject):
-    """Which runs worked on which devices lately, as their drivers have said since the service started."""
+    """The recent work of runs on devices, as their drivers have reported since the service started."""
 
     object: Literal["devices_timeline"] = "devices_timeline"
     rows: list[SharedDeviceRow]
 
 
 class ReplicaNow(ApiObject):
-    """What a driver says of a replica of its run."""
+    """A replica of a run, as its driver reports it."""
 
     model_config = ConfigDict(extra="ignore")  # see rlhfless.control.delivery.PROTOCOL
 
@@ -83,7 +83,7 @@ class ReplicaNow(ApiObject):
     state: str
     since: float
     weights: str | None
-    """Version that it serves."""
+    """The weight version that the replica serves."""
     devices: list[str]
     kind: str
     node: str
@@ -103,23 +103,23 @@ class HolderObject(ApiObject):
     run_id: str
     name: str
     granted: int
-    """Devices that it may hold; 0 while it waits."""
+    """Devices that the run may hold; 0 while it waits."""
     held: int
-    """Devices that it uses: more than granted only until its step ends."""
+    """Devices that the run uses: more than granted only until its step ends."""
     minimum: int
     maximum: int
     asked_at: float
     tenants: int = 1
-    """Most runs that share its devices in turns, itself included."""
+    """Most runs that share the run's devices in turns, itself included."""
 
 
 class DeviceKindObject(ApiObject):
-    """Devices of one kind, now."""
+    """The devices of a kind, now."""
 
     object: Literal["devices"] = "devices"
     kind: str
     total: int
     free: int
-    """Neither promised to a run nor held by one."""
+    """Devices that are neither granted to a run nor held by one."""
     runs: list[HolderObject]
-    """In the order in which they asked."""
+    """Runs that hold or wait for devices, in the order of their requests."""

@@ -11,61 +11,61 @@ from rlhfless.control.objects.common import ApiObject, ErrorObject
 
 
 class CheckpointObject(ApiObject):
-    """A saved model in Hugging Face format, with what a resumed run needs."""
+    """A saved model in Hugging Face format, with the state that a resumed run needs."""
 
     object: Literal["checkpoint"] = "checkpoint"
     id: str
-    """Such as step-000020."""
+    """The id, such as step-000020."""
     step: int
     location: str
-    """Folder or URL."""
+    """Folder or URL of the checkpoint."""
     best: bool
-    """By `checkpoint.best_by`."""
+    """Whether the checkpoint is the best by `checkpoint.best_by`."""
     score: float | None
     created_at: float
 
 
 class RunObject(ApiObject):
-    """One run."""
+    """A run."""
 
     object: Literal["run"] = "run"
     id: str
     name: str
     status: Status
     status_reason: str
-    """What it does or waits for, in words."""
+    """What the run does or waits for, in words."""
     status_since: float
     created_at: float
     started_at: float | None
-    """Its first step began."""
+    """Start of the first step."""
     finished_at: float | None
     step: int
-    """The last step that is done."""
+    """The last finished step."""
     steps: int
     latest: dict[str, float | None]
-    """The metrics that were measured last, by name."""
+    """The newest value of each metric, by name."""
     cost_usd: float
     device_hours: float
-    left_s: Annotated[float | None, Field(description="Predicted time to its end, at the pace of the last steps.")]
+    left_s: Annotated[float | None, Field(description="Predicted seconds to its end, at the pace of the last steps.")]
     attempt: int
-    """Drivers that have worked on it: 1 unless it was paused, or its driver died."""
+    """Number of drivers that have worked on the run: 1 unless it was paused, or a driver died."""
     priority: int
     metadata: dict[str, str]
     owner: str
     latest_checkpoint: CheckpointObject | None
     last_event: int
-    """Id of its newest event; 0 before the first."""
+    """Id of the run's newest event; 0 before the first."""
     error: ErrorObject | None
     spec: dict[str, Any]
-    """With every default, once it is validated."""
+    """The spec; with every default once it is validated."""
 
 
 class EventObject(ApiObject):
-    """What happened in a run."""
+    """An event of a run."""
 
     object: Literal["event"] = "event"
     id: int
-    """Counts from 1 in each run, without gaps: what `after` and `Last-Event-ID` name."""
+    """Number of the event, from 1 in each run, without gaps; `after` and `Last-Event-ID` refer to it."""
     run_id: str
     created_at: float
     level: Literal["info", "warning", "error"]
@@ -76,7 +76,7 @@ class EventObject(ApiObject):
 
 
 class Series(ApiObject):
-    """One metric over the steps."""
+    """A metric over the steps."""
 
     name: str
     unit: str
@@ -87,17 +87,17 @@ class Series(ApiObject):
 
 
 class MetricsObject(ApiObject):
-    """Time series of a run."""
+    """The metrics of a run over time."""
 
     object: Literal["metrics"] = "metrics"
     run_id: str
     step: int
-    """The last step that is in it: ask with `after_step` for what follows."""
+    """The last step of the series: ask with `after_step` for later steps."""
     series: list[Series]
 
 
 class RolloutObject(ApiObject):
-    """A sample to read."""
+    """A sample of a run, for people to read."""
 
     object: Literal["rollout"] = "rollout"
     run_id: str
@@ -109,10 +109,10 @@ class RolloutObject(ApiObject):
     finish_reason: str
     response_tokens: int
     weights: str
-    """Version that drew it."""
+    """The weight version that drew the sample."""
     rewards: dict[str, float | None]
-    """By part."""
+    """The reward of each part."""
     reward: float | None
-    """The reward of all parts together."""
+    """The weighted sum of the parts."""
     failures: dict[str, str]
-    """Parts that could not be computed, and why; empty as a rule."""
+    """The parts that could not be computed, with the reasons."""

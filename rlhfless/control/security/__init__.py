@@ -1,1 +1,1 @@
-"""What a caller may do, and what a request may name."""
+"""Keys of callers, checks of requests, and checks of the files and code that they name."""
