@@ -16,12 +16,13 @@ export RLHFLESS_SKIPPED="$logs/skipped"
 names=() pids=() failed=() showing=
 
 # beside NAME MINUTES ARGUMENT...   starts tests in the background. They have an end even if pytest has none: pytest-xdist
-# waits for ever for a worker that was lost. A shell lets what it starts in the background ignore Ctrl-C, and tests press it.
+# waits for ever for a worker that was lost. It is an interrupt, at which pytest says what has failed and what it was at.
+# A shell lets what it starts in the background ignore interrupts, and tests make some, too.
 beside() {
     local name=$1 minutes=$2
     shift 2
     : >"$logs/$name"
-    env --default-signal=INT timeout --kill-after=30 "${minutes}m" "$pytest" "$@" >"$logs/$name" 2>&1 &
+    env --default-signal=INT timeout --signal=INT --kill-after=60 "${minutes}m" "$pytest" "$@" >"$logs/$name" 2>&1 &
     names+=("$name") pids+=($!)
 }
 
@@ -35,6 +36,7 @@ finish() {
         wait $showing || true # a shell that waits, unlike one that runs a program, hears signals at once
         code=0
         wait "${pids[index]}" || code=$?
+        unset "pids[index]"
         [ $code = 0 ] || failed+=("${names[index]}")
         if [ $code = 124 ] || [ $code = 137 ]; then
             echo "These tests were ended after the time that they have at most (scripts/test.sh): one hangs, or a worker of pytest was lost."
@@ -44,7 +46,11 @@ finish() {
 }
 
 report() {
-    [ ${#pids[@]} = 0 ] || kill "${pids[@]}" $showing 2>/dev/null || true
+    if [ ${#pids[@]} -gt 0 ]; then # this script was ended
+        kill -INT "${pids[@]}" 2>/dev/null || true
+        kill $showing 2>/dev/null || true
+        finish
+    fi
     [ "$part" = short ] || [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
     [ "$part" != ci ] || echo "the benchmarks that start engines are not run in CI (make test-all)" >>"$RLHFLESS_SKIPPED"
     if [ -s "$RLHFLESS_SKIPPED" ]; then
