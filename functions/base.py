@@ -238,14 +238,5 @@ class DeviceBinding:
             wanted = set(map(int, self.ids)) & available
             if wanted:
                 for thread in os.listdir("/proc/self/task"):
-                    with _gone_threads_are_fine():
+                    with contextlib.suppress(ProcessLookupError):  # it may have ended since it was listed
                         os.sched_setaffinity(int(thread), wanted)
-
-
-@contextmanager
-def _gone_threads_are_fine() -> Iterator[None]:
-    """A thread may end between being listed and being pinned."""
-    try:
-        yield
-    except ProcessLookupError:
-        return

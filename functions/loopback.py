@@ -91,7 +91,7 @@ def bind_replica_to_loopback() -> None:
     replica.add_port_to_grpc_server = on_loopback
 
 
-def prefer(environment: dict[str, str]) -> None:
+def set_default_environment(environment: dict[str, str]) -> None:
     """Set variables of this process that the user has not set."""
     for name, value in environment.items():
         os.environ.setdefault(name, value)

@@ -216,12 +216,12 @@ def whole_on_first(tensor: torch.Tensor, device: torch.device, dtype: torch.dtyp
         return part
     group = mesh.get_group(split[0])
     if place[split[0]]:
-        _together([dist.P2POp(dist.isend, part.contiguous(), group=group, group_peer=0)] if part.numel() else [])
+        _transfer([dist.P2POp(dist.isend, part.contiguous(), group=group, group_peer=0)] if part.numel() else [])
         return None
     everything = torch.empty(tensor.shape, dtype=part.dtype, device=device)
     parts = everything.chunk(mesh.size(split[0]))
     parts[0].copy_(part)
-    _together(
+    _transfer(
         [
             dist.P2POp(dist.irecv, other, group=group, group_peer=rank)
             for rank, other in enumerate(parts)
@@ -231,6 +231,6 @@ def whole_on_first(tensor: torch.Tensor, device: torch.device, dtype: torch.dtyp
     return everything
 
 
-def _together(transfers: list[dist.P2POp]) -> None:
+def _transfer(transfers: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()

@@ -164,9 +164,9 @@ class LearnerActor(RankActor[LearnerSettings]):
             return self._rank.save(location, notes, background=background)
 
     @ray.method(concurrency_group="waits")
-    def written(self) -> None:
-        """See LearnerRank.written."""
-        self._rank.written()
+    def wait_written(self) -> None:
+        """See LearnerRank.wait_written."""
+        self._rank.wait_written()
 
     def restore(self, location: str) -> None:
         """See LearnerRank.restore. *Collective.*"""

@@ -120,7 +120,7 @@ class LearnerFunction(RankedFunction):
         proof that loads reach every tensor.
         """
         self.admit(call)
-        await self._learned(call.step)
+        await self._wait_learned(call.step)
         start_s = time.time()
         ((written,), *_) = await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed)
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
@@ -129,7 +129,7 @@ class LearnerFunction(RankedFunction):
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 
-    async def _learned(self, step: int) -> None:
+    async def _wait_learned(self, step: int) -> None:
         """Wait until the weights have taken a step."""
         while self._step < step:
             if self._learning is not None and self._learning[0].step == step:
@@ -149,11 +149,11 @@ class LearnerFunction(RankedFunction):
         later: list[bool] = await self._group.all("save", location, notes, background)
         return self.reply(all(later), start_s)
 
-    async def written(self, call: Call) -> Reply[None]:
+    async def wait_written(self, call: Call) -> Reply[None]:
         """Wait until the checkpoint that was begun is complete. Raises CheckpointError."""
         self.admit(call)
         start_s = time.time()
-        await self._group.all("written")
+        await self._group.all("wait_written")
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:

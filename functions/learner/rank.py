@@ -197,7 +197,7 @@ class LearnerRank:
     def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:
         """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
         and `notes`. With `background`, and where there is memory for a copy of the state, this returns True at once,
-        and `written` when it is done. *Collective.*"""
+        and `wait_written` when it is done. *Collective.*"""
         state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
         later = background and self._background.fits(state)
         device = self._policy.device
@@ -207,12 +207,12 @@ class LearnerRank:
         write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
         self._background.begin(write)
         if not later:
-            self.written()
+            self.wait_written()
         return later
 
-    def written(self) -> None:
+    def wait_written(self) -> None:
         """Wait until the checkpoint that `save` began is complete. Raises CheckpointError, or TimeoutError."""
-        self._background.written(self._timeout_s)
+        self._background.wait_written(self._timeout_s)
 
     def restore(self, location: str | Path) -> None:
         """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.

@@ -26,7 +26,7 @@ MEMORY_SHARE = 0.5
 
 
 class Background:
-    """Writes one checkpoint at a time in a thread. All methods but `written` are collective."""
+    """Writes one checkpoint at a time in a thread. All methods but `wait_written` are collective."""
 
     def __init__(self, savers: Savers, timeout_s: float, mesh: DeviceMesh) -> None:
         """`timeout_s` bounds the wait for a checkpoint that is written when the next one begins. `mesh`: the ranks, as
@@ -60,12 +60,12 @@ class Background:
 
     def begin(self, write: Callable[[], None]) -> None:
         """Call `write` in a thread. Raises what the one before it raised."""
-        self.written(self._timeout_s)
+        self.wait_written(self._timeout_s)
         threads = ThreadPoolExecutor(1, "checkpoint")
         self._writing = threads.submit(write)
         threads.shutdown(wait=False)
 
-    def written(self, timeout_s: float) -> None:
+    def wait_written(self, timeout_s: float) -> None:
         """Wait for the checkpoint that was begun. Raises what writing it raised, or TimeoutError."""
         writing = self._writing
         if writing is None:

@@ -12,7 +12,12 @@ import ray
 
 from rlhfless.functions.base import RankedSettings
 from rlhfless.functions.cuda import require_cuda
-from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
+from rlhfless.functions.loopback import (
+    LOOPBACK,
+    bind_rendezvous_to_loopback,
+    loopback_environment,
+    set_default_environment,
+)
 from rlhfless.functions.out_of_memory import naming_memory_errors
 from rlhfless.records import SleepTier, Slept
 
@@ -68,7 +73,7 @@ class RankActor(Generic[S]):
         if binding.kind == "cuda":
             require_cuda()
         if on_one_node:
-            prefer(loopback_environment())
+            set_default_environment(loopback_environment())
         bind_rendezvous_to_loopback()
         self._load(address)
 

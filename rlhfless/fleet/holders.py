@@ -25,7 +25,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -65,8 +65,8 @@ class Demand:
     devices: int
     gpu: bool
     """GPUs, or CPU cores."""
-    selectors: tuple[tuple[tuple[str, str], ...], ...] = ()
-    """Labels of the node that are wanted, as pairs; further ones are tried in order if it has no room."""
+    selectors: tuple[Mapping[str, str], ...] = ()
+    """Labels of the wanted node; further ones are tried in order if it has no room."""
 
     def is_met_by(self, other: Demand) -> bool:
         """Whether devices that were taken for the other demand meet this one, wherever they are."""
@@ -75,7 +75,7 @@ class Demand:
     def options(self) -> dict[str, Any]:
         """Ray's options for the holder."""
         amount = {"num_cpus": 0, "num_gpus": self.devices} if self.gpu else {"num_cpus": self.devices}
-        first, *others = [dict(labels) for labels in self.selectors] or [{}]
+        first, *others = self.selectors or ({},)
         options: dict[str, Any] = {**amount, "max_restarts": 0}
         if first:
             options["label_selector"] = first
@@ -208,7 +208,7 @@ class Keeper:
                 self._stand_up(name, run_id)
         self._ends_s.pop(run_id, None)
         self._turns.leave(run_id, time.monotonic())
-        await self._changed()
+        await self._notify_change()
 
     # -- devices
 
@@ -338,7 +338,7 @@ class Keeper:
 
         if is_mine():
             return []
-        await self._changed()  # an owner may wait for word that its devices are wanted
+        await self._notify_change()  # an owner may wait for word that its devices are wanted
         if await self._until(is_mine, wait_s):
             return []
         return self._turns.owners(self._names(tenant.run_id, groups)) or ["another run"]
@@ -353,7 +353,7 @@ class Keeper:
         """Pass the run's turn on these devices on; nothing of it is awake there."""
         await self._admit(tenant)
         self._turns.pass_on(tenant.run_id, self._names(tenant.run_id, groups), time.monotonic())
-        await self._changed()
+        await self._notify_change()
 
     async def _until(self, happens: Callable[[], bool], wait_s: float) -> bool:
         async with self._changes:
@@ -363,7 +363,7 @@ class Keeper:
                 return False
             return True
 
-    async def _changed(self) -> None:
+    async def _notify_change(self) -> None:
         async with self._changes:
             self._changes.notify_all()
 

@@ -62,7 +62,7 @@ class LentDevices:
             except FleetError as error:
                 log.warning("the run's turn was not passed on, and will be: %s", error)
 
-    async def wanted(self) -> None:
+    async def wait_wanted(self) -> None:
         """Wait until another run waits for one of them. Raises StaleCall."""
         while not await self._asked_back():
             pass

@@ -16,14 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from rlhfless.fleet.cluster import Cluster, FleetError
-from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
-from rlhfless.fleet.replicas import Blueprint, Replicas
-from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.fleet.replicas import Replicas
 from rlhfless.functions.base import Call
 from rlhfless.records import FunctionRole, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
-from rlhfless.spec import TimeoutsSpec
 from rlhfless.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
@@ -54,16 +52,8 @@ class Listener(Protocol):
 class ReplicaPool(Replicas):
     """A slot is the number of an allocation; at most one replica is there at a time."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        devices: RunDevices,
-        blueprint: Blueprint,
-        call: Call,
-        timeouts: TimeoutsSpec,
-        recorder: Recorder,
-    ) -> None:
-        super().__init__(cluster, devices, blueprint, call, timeouts, recorder)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.opens: Opens = self._open_own
         """Makes a replica that is up ready to serve."""
         self.wakes: Opens = self._wake_own
@@ -140,7 +130,7 @@ class ReplicaPool(Replicas):
             if 0 in self._leaving:
                 await asyncio.wait([self._leaving[0]])
             elif 0 in self._starts:
-                await self._started_one(self._starts[0])
+                await self._wait_for_start(self._starts[0])
             elif replica is not None:
                 async with self.turn(call):
                     if replica.state is not ReplicaState.SERVING:  # it was opened when it woke for this turn
@@ -151,7 +141,7 @@ class ReplicaPool(Replicas):
                 self.start(0, call)
 
     @staticmethod
-    async def _started_one(start: asyncio.Task[Replica]) -> None:
+    async def _wait_for_start(start: asyncio.Task[Replica]) -> None:
         """Wait for a start. Raises its fault; a start that was called off is not a fault."""
         await asyncio.wait([start])
         if not start.cancelled():
@@ -215,9 +205,9 @@ class ReplicaPool(Replicas):
             self._next[slot] = call
         elif self.state(slot) is None and not self._closed:
             task = self._starts[slot] = asyncio.create_task(self.add(call, slot))
-            task.add_done_callback(lambda done: self._started(slot, done))
+            task.add_done_callback(lambda done: self._on_started(slot, done))
 
-    def _started(self, slot: int, task: asyncio.Task[Replica]) -> None:
+    def _on_started(self, slot: int, task: asyncio.Task[Replica]) -> None:
         del self._starts[slot]
         failure = None if task.cancelled() else task.exception()
         if isinstance(failure, RECOVERABLE):
@@ -234,7 +224,7 @@ class ReplicaPool(Replicas):
         for slot in free[: max(self.bounds.fewest - self.expected, 0)]:
             self.start(slot, call)
 
-    async def any_up(self) -> None:
+    async def wait_any_up(self) -> None:
         """Wait for the first start if no replica is up. Raises why the last start failed if none is left."""
         while self._starts and not self.up():
             done, _ = await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +236,7 @@ class ReplicaPool(Replicas):
         """Open a replica of a function that loads no published weights (scoring, reference, the learner)."""
         version = WeightVersion(call.run_id, call.attempt, 0, "own")
         replica.ask(version)
-        replica.loaded(version)
+        replica.mark_loaded(version)
 
     # -- replicas that sleep and wake, as Turns asks
 
@@ -337,7 +327,7 @@ class ReplicaPool(Replicas):
         replica.drain()
         if slot not in self._leaving:
             task = self._leaving[slot] = asyncio.create_task(self._hand_back_and_stop(replica))
-            task.add_done_callback(lambda done: self._left(slot, replica, done))
+            task.add_done_callback(lambda done: self._on_left(slot, replica, done))
         return self._leaving[slot]
 
     async def _hand_back_and_stop(self, replica: Replica) -> None:
@@ -346,7 +336,7 @@ class ReplicaPool(Replicas):
                 await listener.drain(replica)
         await self.stop(replica)
 
-    def _left(self, slot: int, replica: Replica, task: asyncio.Task[None]) -> None:
+    def _on_left(self, slot: int, replica: Replica, task: asyncio.Task[None]) -> None:
         del self._leaving[slot]
         fault = None if task.cancelled() else task.exception()
         if fault is not None:

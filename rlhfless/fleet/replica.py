@@ -176,7 +176,7 @@ class Replica:
         """Ask for a version: the replica is STALE unless that version is loaded."""
         self._record(self._alive.ask(version, self._clock()))
 
-    def loaded(self, version: WeightVersion) -> None:
+    def mark_loaded(self, version: WeightVersion) -> None:
         """STALE -> SERVING."""
         self._record(self._alive.loaded(version, self._clock()))
 

@@ -43,24 +43,18 @@ TELLS_S = 15.0
 """Added to the limit of a start before the fleet gives up: an engine that takes too long reports what it did last."""
 
 
+@dataclass(eq=False)
 class Replicas:
     """All replicas of a function, by name and by slot, which is the number of their allocation."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        devices: RunDevices,
-        blueprint: Blueprint,
-        call: Call,
-        timeouts: TimeoutsSpec,
-        recorder: Recorder,
-    ) -> None:
-        self._cluster = cluster
-        self._devices = devices
-        self._blueprint = blueprint
-        self._call = call
-        self._timeouts = timeouts
-        self._recorder = recorder
+    _cluster: Cluster
+    _devices: RunDevices
+    _blueprint: Blueprint
+    _call: Call
+    _timeouts: TimeoutsSpec
+    _recorder: Recorder
+
+    def __post_init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
         self._launches = 0
         self._removed: set[str] = set()
@@ -200,7 +194,7 @@ class Replicas:
             if settings_key(self._blueprint.settings(bound)) == info.settings_key:
                 replica = self._replicas[name] = Replica(name, self.function, allocation, self._recorder)
                 replica.mark_adopted(handle, info)
-                self._devices.adopted(allocation, name, replica.give_up)
+                self._devices.add_user(allocation, name, replica.give_up)
                 log.info("%s of an earlier attempt was taken over", name)
                 return
         log.info("%s of an earlier attempt has other settings and is stopped", name)

@@ -292,7 +292,7 @@ class RunDevices:
             if held is not None and _demand(group, ()).is_met_by(demand):
                 self._taken[group.name] = _Taken(held=held)
 
-    def adopted(self, allocation: Allocation, user: str, lost: Lost) -> None:
+    def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
         """Record that a replica of an earlier driver uses these devices, which are bound."""
         for group in self._placement.groups_of(allocation):
             self._taken[group.name].users[user] = lost
@@ -356,15 +356,11 @@ def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
     gpu, count = group.kind != CPU_KIND, len(group.devices)
     anywhere = selector(group.kind) if gpu else {}
     if all(node.name != group.node for node in nodes):
-        return Demand(group.kind, count, gpu, _pairs(anywhere) if gpu else ())
+        return Demand(group.kind, count, gpu, (anywhere,) if gpu else ())
     planned = {NODE_LABEL: group.node}
-    return Demand(group.kind, count, gpu, _pairs(planned, anywhere or {NODE_LABEL: f"!in({group.node})"}))
+    return Demand(group.kind, count, gpu, (planned, anywhere or {NODE_LABEL: f"!in({group.node})"}))
 
 
 def _room(group: DeviceGroup, nodes: Sequence[Node]) -> bool:
     """Whether a node has the devices of a group free."""
     return any(node.free(group.kind) >= len(group.devices) for node in nodes)
-
-
-def _pairs(*selectors: dict[str, str]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    return tuple(tuple(labels.items()) for labels in selectors)

@@ -48,7 +48,7 @@ class Lent(Protocol):
     async def pass_on(self) -> None:
         """Pass it on; all functions on the devices are asleep. Idempotent."""
 
-    async def wanted(self) -> None:
+    async def wait_wanted(self) -> None:
         """Wait until another run waits for it."""
 
 
@@ -81,7 +81,7 @@ class Turns:
         """Within the block `taker` owns the devices. Raises what falling asleep or waking raised."""
         while self._owner is not taker:
             if self._switching or self._calls:
-                await self._change()
+                await self._wait_for_change()
             else:
                 await self._switch(taker, call)
         self._calls += 1
@@ -92,7 +92,7 @@ class Turns:
             yield
         finally:
             self._calls -= 1
-            self._changed()
+            self._notify_change()
 
     async def put_all_to_sleep(self, call: Call) -> None:
         """Put the replicas of all functions to sleep: of those that an earlier driver left it is not known whether they
@@ -109,35 +109,35 @@ class Turns:
             self._owner = taker
         finally:
             self._switching = False
-            self._changed()
+            self._notify_change()
 
     async def lend(self, call: Call) -> None:
         """Pass the run's turn on whenever another run waits for it and its phase is over. Ends with StaleCall."""
         while self._lent is not None:
-            await self._lent.wanted()
-            await self._phase_over()
+            await self._lent.wait_wanted()
+            await self._wait_phase_over()
             self._owner, self._switching = None, True
             try:
                 await self.put_all_to_sleep(call)
                 await self._lent.pass_on()
             finally:
                 self._switching = False
-                self._changed()
+                self._notify_change()
 
-    async def _phase_over(self) -> None:
+    async def _wait_phase_over(self) -> None:
         """Wait until no call has been under way for PAUSE_S."""
         entries = -1
         while self._switching or self._calls or entries != self._entries:
             entries = self._entries
-            await (self._change() if self._switching or self._calls else asyncio.sleep(PAUSE_S))
+            await (self._wait_for_change() if self._switching or self._calls else asyncio.sleep(PAUSE_S))
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for the end of a call or a switch."""
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(change)
         await change
 
-    def _changed(self) -> None:
+    def _notify_change(self) -> None:
         waiting, self._waiting = self._waiting, []
         for change in waiting:
             if not change.done():

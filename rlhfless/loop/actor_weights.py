@@ -65,7 +65,7 @@ class ActorWeights:
 
     async def _sync(self, published: PublishedWeights, call: Call) -> None:
         self._pool.replace_missing(call)
-        await self._pool.any_up()
+        await self._pool.wait_any_up()
         up = self._pool.up()
         for actor in up:
             actor.ask(published.version)  # from here on, an actor gets no work before it has loaded this version
@@ -108,7 +108,7 @@ class ActorWeights:
         actor.record_transport(call, loaded.transport)
         # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
         if actor.state is ReplicaState.STALE:
-            actor.loaded(published.version)
+            actor.mark_loaded(published.version)
 
     async def prove_loading(self, actor: Replica, call: Call) -> None:
         """Check that loads reach every tensor of a new engine."""

@@ -250,7 +250,7 @@ class Run:
         begun.set()
         if later:
             limit_s = self.spec.timeouts.call_s
-            await learner.call("written", call, timeout_s=limit_s, waiting_for=f"the checkpoint of step {step}")
+            await learner.call("wait_written", call, timeout_s=limit_s, waiting_for=f"the checkpoint of step {step}")
         self.checkpoints.prune()
         self.journal.forget(step)
 

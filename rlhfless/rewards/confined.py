@@ -62,7 +62,7 @@ def confine(config: Config) -> dict[str, str]:
     for descriptor in paths.values():
         if f"/proc/self/fd/{descriptor}" not in sys.path:
             os.close(descriptor)
-    _limits(config)
+    _set_limits(config)
     _LIBC.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())
     _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     landlocked = rules is not None and _landlock(rules, folder)
@@ -70,7 +70,7 @@ def confine(config: Config) -> dict[str, str]:
     if not dropped and not rooted and filtered:
         _filter_system_calls(config["filter_of_attributes"])
     if not filtered and (dropped or not root):  # root is not counted
-        _limit(resource.RLIMIT_NPROC, 0)
+        _set_limit(resource.RLIMIT_NPROC, 0)
     die_with(config["parent"])  # a change of user has cleared it
     held = {
         "network": filtered or (bool(spaces & _CLONE_NEWNET) and (apart or foreign)),
@@ -90,7 +90,7 @@ def die_with(parent: int | None) -> None:
         os._exit(1)  # it died before the line above
 
 
-def _limits(config: Config) -> None:
+def _set_limits(config: Config) -> None:
     for kind, most in (
         (resource.RLIMIT_CPU, config["cpu_s"]),
         (resource.RLIMIT_AS, config["memory_bytes"]),
@@ -98,10 +98,10 @@ def _limits(config: Config) -> None:
         (resource.RLIMIT_NOFILE, config["open_files"]),
         (resource.RLIMIT_CORE, 0),
     ):
-        _limit(kind, most)
+        _set_limit(kind, most)
 
 
-def _limit(kind: int, most: int) -> None:
+def _set_limit(kind: int, most: int) -> None:
     hard = resource.getrlimit(kind)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (most, most))

@@ -28,9 +28,6 @@ _MAX_COUNTED = 8
 PROBLEMS_ERROR = "problems"
 """Pydantic's error type for `several` problems that a section's own check has found; its context holds them."""
 
-EXTENSION_ERROR = "extension"
-"""Pydantic's error type for a `type` that names nothing; its context holds `what` and `hint`."""
-
 
 @runtime_checkable
 class ChoosesModel(Protocol):
@@ -52,8 +49,8 @@ def explain(
 
 
 def several(problems: Sequence[Problem]) -> PydanticCustomError:
-    """An error of a section's own check, each problem at a field below the section."""
-    text = "; ".join(f"{problem.where}: {problem.what}; {problem.hint}" for problem in problems)
+    """An error of a field's own check, each problem at a key below the field, or with an empty `where` at the field."""
+    text = "; ".join(f"{problem.where}: {problem.what}; {problem.hint}".removeprefix(": ") for problem in problems)
     return PydanticCustomError(PROBLEMS_ERROR, "{text}", {"text": text, "problems": tuple(problems)})
 
 
@@ -145,7 +142,7 @@ def _problems(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) -
         return
     section, _ = spot.locate()
     for problem in details["ctx"]["problems"]:
-        path = (*section, *problem.where.split("."))
+        path = (*section, *filter(None, problem.where.split(".")))
         yield dataclasses.replace(problem, where=dotted(path), origin=origin_of(path, origins))
 
 
@@ -158,9 +155,6 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
         what, hint = "unknown key", _key_hint(str(path[-1]), spot.model(), spot.root)
     elif kind == "missing":
         what, hint = "missing, and it has no default", _description(path, spot)
-    elif kind == EXTENSION_ERROR:
-        path = (*path, "type") if isinstance(value, Mapping) else path
-        what, hint = context["what"], context["hint"]
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, str(context["discriminator"]).strip("'"))
         what, hint = _tag_message(str(context.get("tag", "")), annotation)

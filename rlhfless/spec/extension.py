@@ -24,7 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem
-from rlhfless.spec.explain import EXTENSION_ERROR, nearest, tag_of
+from rlhfless.spec.explain import nearest, several, tag_of
 from rlhfless.spec.imports import IMPORT_PATH, TargetError, add_import_paths, import_paths, load_target
 
 
@@ -62,18 +62,18 @@ class Seam:
         if name is None and self.built_in:
             return self.built_in[0]
         if name is None:
-            raise _error(f"this {self.noun} has no `type`", "Name it as `package.module:Name`")
+            raise _error(value, f"this {self.noun} has no `type`", "Name it as `package.module:Name`")
         if ":" in name:
             try:
                 return self._own(name)
             except TargetError as error:
-                raise _error(error.what, error.hint) from error
+                raise _error(value, error.what, error.hint) from error
         by_tag = {tag_of(model): model for model in self.built_in}
         if name in by_tag:
             return by_tag[name]
         known = f"Built in: {', '.join(map(repr, by_tag))}. " if by_tag else ""
         hint = f"{nearest(name, by_tag)}{known}One of your own is named as `package.module:Name`"
-        raise _error(f"{name!r} is no {self.noun}", hint)
+        raise _error(value, f"{name!r} is no {self.noun}", hint)
 
     def _own(self, target: str) -> type[OwnSpec]:
         """Raises TargetError."""
@@ -147,8 +147,8 @@ def _name(value: Any) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _error(what: str, hint: str) -> PydanticCustomError:
-    return PydanticCustomError(EXTENSION_ERROR, "{what}. {hint}", {"what": what, "hint": hint})
+def _error(value: Any, what: str, hint: str) -> PydanticCustomError:
+    return several([Problem("type" if isinstance(value, Mapping) else "", what, hint)])
 
 
 def _dumped(value: SpecModel, info: core_schema.SerializationInfo) -> Any:

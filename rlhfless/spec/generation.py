@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 
 from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, SpecModel, Tokens
-from rlhfless.spec.explain import EXTENSION_ERROR
+from rlhfless.spec.errors import Problem
+from rlhfless.spec.explain import several
 from rlhfless.spec.imports import IMPORT_PATH, TargetError, load_target
 
 MOST_SEQUENCES = 65_536
@@ -32,8 +32,7 @@ def _engine(name: str) -> str:
         if lacking:
             raise TargetError(f"{name!r} is no engine: it has no `{lacking[0]}`", "See docs/extending.md")
     except TargetError as error:
-        what = {"what": error.what, "hint": error.hint}
-        raise PydanticCustomError(EXTENSION_ERROR, "{what}. {hint}", what) from error
+        raise several([Problem("", error.what, error.hint)]) from error
     return name
 
 

@@ -121,12 +121,7 @@ class FormatSpec(RewardPart):
     """1 if the response is made of the tags, each once and in this order, with text in each; else 0."""
 
     type: Literal["format"]
-    tags: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], ...], Field(min_length=1, max_length=64)
-    ] = (
-        "think",
-        "answer",
-    )
+    tags: Annotated[tuple[Tag, ...], Field(min_length=1, max_length=64)] = ("think", "answer")
     """`<think>...</think> <answer>...</answer>`, as in the recipes that follow DeepSeek-R1 (arXiv 2501.12948)."""
     opened: bool = False
     """The prompt already ends with the first opening tag, as with many chat templates: the response starts inside

@@ -133,6 +133,6 @@ def pool_of(
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
         replica.mark_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
         replica.ask(OWN)
-        replica.loaded(OWN)
+        replica.mark_loaded(OWN)
         assert replica.state is ReplicaState.SERVING
     return pool

@@ -185,7 +185,7 @@ class Shared:
         self.log.append("turn passed on")
         self.taken = False
 
-    async def wanted(self) -> None:
+    async def wait_wanted(self) -> None:
         await self.asked.wait()
         self.asked.clear()
 

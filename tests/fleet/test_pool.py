@@ -44,7 +44,7 @@ async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptur
     await until(lambda: watcher.heard == [("missed", 1)])
     assert pool.state(1) is None
     assert "no generation replica came up at slot 1, which stays empty for now: no slot" in caplog.text
-    await pool.any_up()  # there is another, so nothing waits
+    await pool.wait_any_up()  # there is another, so nothing waits
 
 
 async def test_a_start_waits_for_its_time_unless_it_is_asked_for_earlier() -> None:

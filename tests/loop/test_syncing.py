@@ -35,7 +35,7 @@ class Actor:
     def ask(self, version: WeightVersion) -> None:
         self.life.ask(version, 1.0)
 
-    def loaded(self, version: WeightVersion) -> None:
+    def mark_loaded(self, version: WeightVersion) -> None:
         self.life.loaded(version, 2.0)
 
     def record_transport(self, *_: Any) -> None: ...

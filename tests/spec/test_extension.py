@@ -220,5 +220,5 @@ def test_another_seam_with_several_built_in():
     assert field.validate_python({"type": "beta", "size": 3}) == BetaSpec(size=3)
     assert field.validate_python("beta") == BetaSpec()
     assert field.dump_python(BetaSpec(size=3), mode="json") == {"type": "beta", "size": 3}
-    with pytest.raises(ValueError, match=r"'bata' is no letter\. did you mean `beta`\? Built in: 'alpha', 'beta'"):
+    with pytest.raises(ValueError, match=r"'bata' is no letter; did you mean `beta`\? Built in: 'alpha', 'beta'"):
         field.validate_python("bata")

@@ -168,7 +168,7 @@ def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: P
     learner.learn(batch, 2)
     there = location.exists()
     learned.set()
-    learner.written()
+    learner.wait_written()
     assert location.exists()
     assert not there
     return saved, arrays(learner.weights())
@@ -215,7 +215,7 @@ def save_to_a_full_disk(learner: LearnerRank, rank: int, location: Path) -> None
 
         torch.save = full
     assert learner.save(location, background=True)
-    learner.written()
+    learner.wait_written()
 
 
 def test_a_rank_that_cannot_write_is_an_error_of_all(tiny_model, tmp_path):
