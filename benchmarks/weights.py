@@ -10,6 +10,7 @@ read      map and digest, no copy              (FolderStore.read)
 load      the same inside a real engine, with packing for its kernels, and the prefix cache's reset
 fetch     by another node, over HTTP and this machine's loopback, with a digest (HttpStore.read): all of a version, and
           what changed since the one before, if a share of its bfloat16 elements has other bits
+two       the same version to two nodes at once: each pulls it, or one broadcast, with gloo in the place of NCCL
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,14 @@ from where import machine
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
-from rlhfless.spec import EngineSpec, TimeoutsSpec
+from rlhfless.spec import EngineSpec, TimeoutsSpec, Transport
 from rlhfless.weights import http
 from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.broadcast import Broadcaster, BroadcastReader
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.http import HttpStore
 from rlhfless.weights.http_server import HttpStoreServer
-from rlhfless.weights.store import FolderStore, StoredWeights
+from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader
 
 ROUNDS = 7
 SHARES = (0.13, 0.05, 0.01)
@@ -128,6 +132,37 @@ def measure_fetch(folder: Path, size_mb: int) -> None:
             print(f"{'':28} {fetched / 1e6:8.1f} MB over the network, {fetched / stored.size_bytes:.3f} of all")
 
 
+def measure_two(folder: Path, size_mb: int) -> None:
+    """A version to two nodes, with a digest on each, by both ways in turn."""
+    tensors = {f"layer.{i}": torch.randn(size_mb * 250_000 // 16) for i in range(16)}
+    copy_s = _copy_s(tensors)
+    join = Broadcaster(folder / "two", "127.0.0.1", 2).join
+    times: dict[str, list[float]] = {"http": [], "nccl": []}
+    with HttpStoreServer(folder / "two", join=join) as server, ThreadPoolExecutor(2) as pool:
+        members = [BroadcastReader(HttpStore(server.token, folder / f"member-{node}")) for node in range(2)]
+        for number in range(2 * ROUNDS):
+            _next_version(tensors, number)
+            stored = server.put("bench", 0, number, tensors)
+            server.retain({stored.version})
+            pulling = [HttpStore(server.token, folder / f"node-{node}") for node in range(2)]
+            readers: Sequence[WeightReader] = members if number % 2 else pulling
+            started = time.perf_counter()
+            ((digest, way),) = set(pool.map(partial(_received, stored=stored), readers))
+            times[way].append(time.perf_counter() - started)
+            assert digest == stored.version.digest
+        for way, seconds in times.items():
+            _row(f"two: {way}", stored.size_bytes, statistics.median(seconds), copy_s)
+
+
+def _received(reader: WeightReader, stored: StoredWeights) -> tuple[str, Transport]:
+    digest = Digest()
+    for _ in digest.passing(reader.read(stored.location), reader.hashes(stored.location)):
+        pass
+    way = reader.transport
+    reader.release()
+    return digest.hexdigest(), way
+
+
 def _changed(tensor: torch.Tensor, share: float, random: torch.Generator) -> torch.Tensor:
     """Another bit in a share of the elements."""
     bits = tensor.view(torch.int16)
@@ -206,6 +241,7 @@ def main() -> None:
         store = FolderStore(Path(folder) / "store")
         measure_store(store, arguments.store_mb)
         measure_fetch(Path(folder), arguments.store_mb)
+        measure_two(Path(folder), arguments.store_mb)
         for name in filter(None, arguments.engines.split(",")):
             asyncio.run(measure_engine(name, store, Path(folder) / name))
 

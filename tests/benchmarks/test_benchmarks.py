@@ -102,7 +102,10 @@ LIVE = (
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
     Smoke("sleep", (rf"learner: given back {NUMBER}", rf"actor: given back {NUMBER}", rf"wake / start {NUMBER}")),
-    Smoke("weights", (r"store: copy", rf"store: publish .* ratio {NUMBER}", rf"tiny: load .* ratio {NUMBER}")),
+    Smoke(
+        "weights",
+        tuple(rf"{row} .* ratio {NUMBER}" for row in ("store: publish", "two: http", "two: nccl", "tiny: load")),
+    ),
 )
 SHARING = (
     Smoke(
