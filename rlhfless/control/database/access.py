@@ -11,9 +11,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy import Engine, create_engine, event, make_url, text
@@ -50,38 +49,6 @@ class SecondService(UserError):
     """Another service writes to this database."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A change in the queue of the writer, and its caller's future."""
-
-    change: Callable[[Session], Any]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[Any]
-
-    def answer(
-        self, result: Any, fault: Exception | None, changed: Any, on_commit: Callable[[Any], None] | None
-    ) -> None:
-        """Answer after the commit: first the watchers, then the caller."""
-        if fault is not None:
-            self.fail(fault)
-            return
-        if changed and on_commit is not None:
-            on_commit(changed)
-        self._settle(self.done.set_result, result)
-
-    def fail(self, fault: Exception) -> None:
-        """Answer with a fault; nothing was changed."""
-        self._settle(self.done.set_exception, fault)
-
-    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
-        def once() -> None:
-            if not self.done.done():  # its caller may have been cancelled
-                settle(value)
-
-        with suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(once)
-
-
 class Database:
     """The engine, the writing thread and the reading threads of a database."""
 
@@ -90,7 +57,7 @@ class Database:
         self.engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "database-writer", initializer=raise_priority)
         self._readers = ThreadPoolExecutor(READERS, "database-reader", initializer=raise_priority)
-        self._queue: deque[_Change] = deque()
+        self._queue: deque[tuple[Callable[[Session], Any], Future[Any]]] = deque()
         self._lock: Any = None
         self.on_commit: Callable[[Any], None] | None = None
         """Called in the writer's thread, with the runs that a transaction has changed (CHANGED)."""
@@ -100,35 +67,40 @@ class Database:
 
         Raises Unavailable, or what `change` raises; nothing is changed then.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-        self._queue.append(_Change(change, loop, done))
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # the change is done even if its caller is cancelled
+        self._queue.append((change, answer))
         self._writer.submit(self._write_all)
-        return await done
+        return await asyncio.wrap_future(answer)
 
     def _write_all(self) -> None:
         """Do all queued changes in one transaction, because a commit waits for the disk. A change that fails is undone
-        alone."""
-        changes = [self._queue.popleft() for _ in range(len(self._queue))]
-        if not changes:
+        alone. After the commit the watchers of changed runs are told first, then the callers."""
+        queued = [self._queue.popleft() for _ in range(len(self._queue))]
+        if not queued:
             return  # an earlier call has done them
         try:
             with self._reachable(), Session(self.engine, expire_on_commit=False) as session:
-                answers = [self._do(session, change) for change in changes]
+                outcomes = [self._do(session, change) for change, _ in queued]
                 session.commit()
         except Exception as error:
-            for change in changes:
-                change.fail(error)
+            for _, answer in queued:
+                answer.set_exception(error)
             return
-        for change, answer in zip(changes, answers, strict=True):
-            change.answer(*answer, self.on_commit)
+        for (_, answer), (result, fault, changed) in zip(queued, outcomes, strict=True):
+            if fault is not None:
+                answer.set_exception(fault)
+                continue
+            if changed and self.on_commit is not None:
+                self.on_commit(changed)
+            answer.set_result(result)
 
-    def _do(self, session: Session, change: _Change) -> tuple[Any, Exception | None, Any]:
+    def _do(self, session: Session, change: Callable[[Session], Any]) -> tuple[Any, Exception | None, Any]:
         """Do one change; returns its result or its fault, and the runs that it has changed."""
         session.info.clear()
         try:
             with session.begin_nested():
-                result = change.change(session)
+                result = change(session)
             return result, None, session.info.pop(CHANGED, None)
         except (DBAPIError, PoolTimeout) as error:
             if _is_away(error):
