@@ -57,7 +57,7 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     whole: Whole, assets: Path, tmp_path: Path
 ) -> None:
     """Against a run with one actor; this one has two, which come and go."""
-    recovery = {"lease_s": 6, "beat_s": 3}
+    recovery = {"lease_s": 12, "beat_s": 6}
     recovered, digest = asyncio.run(
         saboteur.drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery), sabotage)
     )
@@ -87,7 +87,7 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     assert not [name for name in names if "ServeReplica" in name or "vllm.loop" in name]
 
 
-HUNG_S = 20.0
+HUNG_S = 40.0
 """Limit of a learner's call in the run whose rank hangs; a step of it takes a second."""
 
 
