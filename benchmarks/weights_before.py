@@ -16,6 +16,7 @@ load      what an engine does: map, check of the digest, vLLM's loaders with pac
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -71,15 +72,17 @@ def publisher(model: str, folder: Path) -> tuple[Callable[[int], object], int]:
     """A learner's only rank as its actor runs it, without Ray."""
     import torch
 
-    from rlhfless.functions.learner.actor import LearnerActor, StoreHome
+    from rlhfless.functions.learner import actor as actors
     from rlhfless.functions.learner.rank import LearnerRank
     from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
     given = (ModelSpec(path=model), LearnerSpec(), AdamWSpec(), GRPOSpec(), 1.0)
     rank: Any = LearnerRank(*given, rank=0, world_size=1, init_method=f"file://{folder}/rendezvous", timeout_s=60)
     rank.probe_logprobs = lambda _: ()  # a forward pass, which is no part of this
-    home = StoreHome(str(folder / "store"))
-    actor: Any = LearnerActor.__new__(LearnerActor)
+    # Earlier commits have StoreHome in the module of the settings.
+    places = (actors, importlib.import_module(actors.LearnerSettings.__module__))
+    home = next(place.StoreHome for place in places if hasattr(place, "StoreHome"))(str(folder / "store"))
+    actor: Any = actors.LearnerActor.__new__(actors.LearnerActor)
     actor._settings = SimpleNamespace(probe_token_ids=PROBE_TOKENS, read_back=True, planned={}, store=home)
     actor._number, actor._published, actor._rank, actor._store = 0, [], rank, home.open("")
     first = next(rank._model.parameters()).detach().to_local()
