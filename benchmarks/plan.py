@@ -33,7 +33,7 @@ from rlhfless.scaling.plan import (
     responses,
 )
 from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.responses import lists
+from rlhfless.scaling.plan.responses import order_of
 
 SIZES = ((1_024, 32, 2.0), (16_384, 256, 20.0))
 """Responses, actors, and the milliseconds that a plan may take."""
@@ -75,7 +75,7 @@ def offer(actors: int) -> FleetOptions:
 
 def exact(step: Responses, device: DeviceOption, limit_s: float) -> tuple[float, int]:
     """Least cost of contiguous groups that end within the limit, and the least number of them; O(n x group size)."""
-    times, n = GroupTimes(device, step, lists(step)[0]), step.tokens.size
+    times, n = GroupTimes(device, step, order_of(step)), step.tokens.size
     usd, count = np.full(n + 1, np.inf), np.full(n + 1, n + 1)
     usd[n], count[n], reach = 0.0, 0, 1
     for begin in range(n - 1, -1, -1):

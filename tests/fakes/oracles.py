@@ -10,7 +10,7 @@ import numpy as np
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 from rlhfless.scaling.plan import DeviceOption, FleetOptions, Responses, Standby
 from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.responses import lists
+from rlhfless.scaling.plan.responses import order_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def drained_s(engine: EngineModel, tokens: list[int], prompt: list[int], prompt_
 
 def group_times(step: Responses, option: DeviceOption) -> np.ndarray:
     """[samples + 1, samples + 1]: seconds of each group [i, j) of the step's list; infinite where i >= j."""
-    times, n = GroupTimes(option, step, lists(step)[0]), step.tokens.size
+    times, n = GroupTimes(option, step, order_of(step)), step.tokens.size
     begin, end = np.triu_indices(n + 1, 1)
     table = np.full((n + 1, n + 1), np.inf)
     table[begin, end] = times.time_s(begin, end)

@@ -36,14 +36,13 @@ from pathlib import Path
 
 from rlhfless.scaling.lengths import kernel as lengths
 from rlhfless.scaling.plan import kernel as plan
-from rlhfless.scaling.policies.cost_aware import counting, kernel
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import load_scenario
 
 
 def compiled():
-    modules = lengths, plan, counting, kernel
+    modules = lengths, plan
     return {f"{module.__name__}.{name}": len(found.signatures)
             for module in modules for name, found in vars(module).items() if hasattr(found, "signatures")}
 
@@ -63,4 +62,4 @@ def test_nothing_is_compiled_in_a_step() -> None:
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert before == after
     assert {name for name, count in before.items() if count > 1} == set()
-    assert sum(before.values()) > 10
+    assert sum(before.values()) > 5

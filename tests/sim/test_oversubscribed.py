@@ -16,9 +16,6 @@ from fakes.naive_engine import LinearModel
 from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
 from rlhfless.scaling.plan import DeviceOption, RunContract
 from rlhfless.scaling.policies import make_policy
-from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive
-from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
-from rlhfless.scaling.policies.cost_aware.migration import MigrationState
 from rlhfless.scaling.policy import Action, Event, Note, Policy, StepView
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel
 from rlhfless.sim.samples import RolloutBatch, StepProgress
@@ -85,14 +82,14 @@ def test_every_sample_is_drawn_once_and_every_plan_is_finite(run: Run, contract:
 
 
 HEAVY = LinearModel(context_s=1e-5, prefill_fixed_s=0.0, prefill_token_s=0.0)
-"""The context of a full batch takes almost half of its iteration. Prefill takes none: the completion model leaves it
-out."""
+"""The context of a full batch takes almost half of its iteration. Prefill takes none: the closed form of what is
+left has none."""
 
 ROOMY = EngineShape(max_sequences=SLOTS, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
 
 
 @pytest.mark.parametrize("times", [8, 32])
-def test_the_completion_model_foresees_when_an_engine_ends_whose_samples_wait(times: int) -> None:
+def test_the_closed_form_foresees_when_an_engine_ends_whose_samples_wait(times: int) -> None:
     """So many times as many samples as sequences that run at once."""
     (batch,) = batches_of([(40, 1.0), (60, 1.0), (100, 1.0)], times * SLOTS, 1, seed=1)
     order = np.argsort(-batch.response_tokens, kind="stable")
@@ -100,11 +97,6 @@ def test_the_completion_model_foresees_when_an_engine_ends_whose_samples_wait(ti
     engine.submit(order, 0.0)
     engine.advance(math.inf)
     device = DeviceOption("h100", HEAVY, 4000, SLOTS, 0.001, ())
-    slots, everyone = np.zeros(batch.samples, np.int64), np.arange(batch.samples)
-    lengths = RemainingLengths(everyone, np.array([0.5]), everyone, batch.response_tokens[:, None].astype(np.float64))
-    rows = Unfinished(lengths, slots, np.full(batch.samples, PROMPT_TOKENS), np.zeros(batch.samples, np.bool_))
-    engines = EngineTable([device])
-    count = np.array([batch.samples])
-    state = MigrationState(engines, np.ones(1), alive(rows, 1, engines.most), np.zeros(1), np.ones(1), count)
-    state.judge(np.arange(1), 0.5)
-    assert state.hold_s[0] == pytest.approx(engine.now_s, rel=0.03)
+    everyone = np.full(batch.samples, PROMPT_TOKENS)
+    tokens = batch.response_tokens.astype(np.float64)
+    assert device.drain_s(tokens, everyone, float(tokens.max())) == pytest.approx(engine.now_s, rel=0.03)

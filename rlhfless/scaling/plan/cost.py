@@ -39,29 +39,26 @@ class CapacityError(ValueError):
 class GroupTimes:
     """Times of all groups of one list on one kind of device.
 
-    `order` [samples] are the samples from short to long. `actor` [samples], in that order, gives the groups of a list
-    that is already cut: then a prompt is prefilled again in each group, wherever its samples are in the group.
+    `order` [samples] are the samples from short to long.
     """
 
-    def __init__(self, device: DeviceOption, step: Responses, order: Ints, actor: Ints | None = None) -> None:
+    def __init__(self, device: DeviceOption, step: Responses, order: Ints) -> None:
         tokens, prompt = step.tokens[order], step.prompt[order]
         context = step.prompt_tokens[prompt]
         reading_s = device.engine.context_s * tokens * (context + (tokens - 1) / 2)
         self._curve = device.curve
         self._lengths = _sums(tokens)
-        charged_s, again_s = _charges(step.tree, *_prefills_s(device, step), prompt, actor)
+        charged_s, again_s = _charges(step.tree, *_prefills_s(device, step), prompt)
         self._rest = _sums(reading_s + charged_s)
-        longest = np.maximum.accumulate(tokens) if step.longest is None or actor is not None else step.longest
+        longest = np.maximum.accumulate(tokens) if step.longest is None else step.longest
         end_s, start_s = self._pieces(np.concatenate(([0.0], longest)))
         if (most := float((tokens + context).max())) > device.kv_capacity_tokens:
             raise CapacityError(
                 f"{device.kind}: kv_capacity_tokens is {device.kv_capacity_tokens}, too little for a response that has "
                 f"{most:.0f} tokens with its prompt; offer only devices with more memory, or cap the lengths"
             )
-        # In a list that keeps unequal siblings together, a short sample among long ones counts as a long one.
-        as_longest = actor is None and step.order is None
         own, shared = step.prompt_tokens - step.tree.shared_tokens, step.tree.own_tokens.astype(float)
-        held = (longest if as_longest else tokens) + _charges(step.tree, own, shared, prompt, actor)[0]
+        held = tokens + _charges(step.tree, own, shared, prompt)[0]
         floor, waiting_s = self._waves(device, _sums(held), float(context.max()))
         again_s = np.append(again_s, 0.0)
         self.table = Times(end_s, start_s, again_s, waiting_s, floor, np.array(device.curve.knots))
@@ -115,15 +112,10 @@ def _prefills_s(device: DeviceOption, step: Responses) -> tuple[Floats, Floats]:
     return prompts_s - before_s[tree.leaf], prefixes_s - before_s[tree.parent]
 
 
-def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints, actor: Ints | None) -> tuple[Floats, Floats]:
+def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints) -> tuple[Floats, Floats]:
     """What each sample of a list adds to its group, [samples], and what the first one of a group adds beside that,
-    [samples]: of `own`, [prompts], and `shared`, [prefixes]. In a list that is cut already nothing is added twice."""
+    [samples]: of `own`, [prompts], and `shared`, [prefixes]."""
     shared, levels = np.append(shared, 0.0), tree.levels[:, prompt]
-    if actor is not None:
-        charged = np.where(_last_of_group(prompt, actor), own[prompt], 0.0)
-        for level in levels:
-            charged += np.where(_last_of_group(level + 1, actor), shared[level], 0.0)
-        return charged, np.zeros(prompt.size)
     charged, whole = np.where(_first_of_run(prompt), own[prompt], 0.0), own[prompt]
     for level in levels:
         charged += np.where(_first_of_run(level), shared[level], 0.0)
@@ -138,11 +130,3 @@ def _sums(values: Floats) -> Floats:
 
 def _first_of_run(number: Ints) -> NDArray[np.bool_]:
     return np.concatenate(([True], number[1:] != number[:-1]))
-
-
-def _last_of_group(number: Ints, actor: Ints) -> NDArray[np.bool_]:
-    """The longest sample with each number, of a prompt or a prefix, in each group: it runs first, so it is charged."""
-    pairs = actor * (int(number.max()) + 1) + number
-    last = np.zeros(number.size, bool)
-    last[number.size - 1 - np.unique(pairs[::-1], return_index=True)[1]] = True
-    return last

@@ -32,8 +32,6 @@ class IterationCurve:
     knots: tuple[int, ...]
     slopes_s: tuple[float, ...]
     at_zero_s: float
-    merging_pays: bool
-    """a(B) / B never rises: one actor never takes longer for a group than two for its halves, both times added."""
 
     def iteration_s(self, sequences: NDArray[np.float64] | float) -> NDArray[np.float64]:
         """a(B) by the pieces; B may be fractional and anything from 1 to the last knot."""
@@ -57,12 +55,10 @@ def fit_curve(table_s: Sequence[float]) -> IterationCurve:
     while len(knots := _knots(table, tolerance)) > MOST_PIECES + 1:
         tolerance *= 2
     if len(knots) == 1:
-        return IterationCurve((1, 1), (0.0,), float(table[0]), True)
+        return IterationCurve((1, 1), (0.0,), float(table[0]))
     at = np.asarray(knots) - 1
     slopes = np.diff(table[at]) / np.diff(at)
-    per_sequence = table[at] / np.asarray(knots)
-    merging = bool((np.diff(per_sequence) <= 0).all())
-    return IterationCurve(tuple(knots), tuple(slopes.tolist()), float(table[0] - slopes[0]), merging)
+    return IterationCurve(tuple(knots), tuple(slopes.tolist()), float(table[0] - slopes[0]))
 
 
 def _knots(table: NDArray[np.float64], tolerance: float) -> list[int]:

@@ -1,7 +1,5 @@
-"""The inner loops of a plan, compiled: times of groups, the pass that cuts a list, and moving its cuts.
-
-`cost` and `groups` describe them, and are their only callers.
-"""
+"""The inner loops of a plan, compiled: times of groups, and the pass that cuts a list. `cost` and `planner` describe
+them, and are their only callers."""
 
 from __future__ import annotations
 
@@ -22,18 +20,6 @@ class Times(NamedTuple):
     knots: Ints  # [pieces + 1]
 
 
-class Taken(NamedTuple):
-    """The result of a pass of some actors over the long end of a list."""
-
-    actors: int
-    end: int
-    """The samples before this position are left."""
-    sum_s: float
-    """The sum of their work."""
-    most_s: float
-    """The largest work of one of them."""
-
-
 @compiled
 def one_s(times: Times, begin: int, end: int) -> float:
     """Seconds for the group [begin, end), which is not empty."""
@@ -42,75 +28,20 @@ def one_s(times: Times, begin: int, end: int) -> float:
 
 @compiled
 def take(
-    times: Times,
-    run_begins: Ints,
-    limit_s: float,
-    stop: int,
-    actors: int,
-    together: bool,
-    end: int,
-    begins: Ints,
-    work_s: Floats,
-) -> tuple[int, int, float, float]:
+    times: Times, limit_s: float, stop: int, actors: int, end: int, begins: Ints, work_s: Floats
+) -> tuple[int, int]:
     """`begins` and `work_s` [actors]: each of so many actors in turn takes as many of the longest samples before `end`
-    as it can end within the limit, until `stop`. `run_begins` [n + 1] is where siblings stay together, if `together`.
-
-    Returns a `Taken`.
-    """
-    count, sum_s, most_s = 0, 0.0, 0.0
+    as it can end within the limit, until `stop`. Returns how many actors took some, and how many samples are left."""
+    count = 0
     while count < actors and end > stop:
         begin, seconds = _longest_group(times, end, limit_s)
         if begin == end:
             break
-        wanted = max(begin, stop)
-        if together and run_begins[wanted] < end:
-            wanted = run_begins[wanted]
-        if wanted != begin:
-            begin, seconds = wanted, _one_s(times, wanted, end)
+        if begin < stop:
+            begin, seconds = stop, _one_s(times, stop, end)
         begins[count], work_s[count] = begin, seconds
-        sum_s, most_s, end, count = sum_s + seconds, max(most_s, seconds), begin, count + 1
-    return count, end, sum_s, most_s
-
-
-@compiled
-def move_cuts(
-    upper: Times,
-    lower: Times,
-    ready_s: Floats,
-    usd_per_s: Floats,
-    limit_s: float,
-    reach: int,
-    low: Ints,
-    at: Ints,
-    high: Ints,
-    work_s: Floats,
-) -> None:
-    """`at` and `work_s` [pairs, 2]: where the cut between [low, at) and [at, high) costs least; the upper group of each
-    pair comes first in `ready_s` and `usd_per_s` [pairs, 2]. Two rows of cuts are tried, `reach` to each side: a coarse
-    one around the middle, then a fine one around the best."""
-    for pair in range(at.size):
-        best, middle, width = at[pair], (high[pair] + low[pair]) // 2, 2 * reach + 1
-        upper_s, lower_s = _one_s(upper, best, high[pair]), _one_s(lower, low[pair], best)
-        least_usd = _usd(ready_s[pair, 0] + upper_s, ready_s[pair, 1] + lower_s, usd_per_s, pair, limit_s)
-        for divisor in (width, width * width):
-            step = max((high[pair] - low[pair]) // divisor, 1)
-            for index in range(-reach, reach + 1):
-                cut = min(max(middle + step * index, low[pair] + 1), high[pair] - 1)
-                cut_upper_s, cut_lower_s = _one_s(upper, cut, high[pair]), _one_s(lower, low[pair], cut)
-                usd = _usd(ready_s[pair, 0] + cut_upper_s, ready_s[pair, 1] + cut_lower_s, usd_per_s, pair, limit_s)
-                if usd < least_usd:
-                    best, least_usd, upper_s, lower_s = cut, usd, cut_upper_s, cut_lower_s
-            middle = best
-        at[pair], work_s[pair, 0], work_s[pair, 1] = best, upper_s, lower_s
-
-
-@part
-def _usd(upper_s: float, lower_s: float, usd_per_s: Floats, pair: int, limit_s: float) -> float:
-    """The cost of a pair; infinite if one of the two ends too late."""
-    if max(upper_s, lower_s) > limit_s:
-        return float("inf")
-    usd: float = upper_s * usd_per_s[pair, 0] + lower_s * usd_per_s[pair, 1]
-    return usd
+        end, count = begin, count + 1
+    return count, end
 
 
 @part

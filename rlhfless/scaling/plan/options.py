@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan.curve import IterationCurve, fit_curve
@@ -55,12 +56,26 @@ class DeviceOption:
         """a(B) up to `max_sequences`."""
         return fit_curve([self.engine.iteration_s(size) for size in range(1, self.max_sequences + 1)])
 
+    @cached_property
+    def table_s(self) -> NDArray[np.float64]:
+        """[max_sequences]: a(1), a(2), ... by the curve."""
+        return self.curve.iteration_s(np.arange(1, self.max_sequences + 1, dtype=np.float64))
+
+    def drain_s(self, tokens: NDArray[np.float64], context: NDArray[np.int64], longest: float) -> float:
+        """Seconds until an actor has drawn `tokens` [samples] for samples with so much `context` [samples], of which
+        one may take until `longest`: the closed form of `cost` without prefills. Samples that do not fit at once are
+        the shorter ones, and draw at the rate of a full batch."""
+        ordered, most = np.sort(tokens)[::-1], self.max_sequences
+        running = ordered[:most]
+        spans = running - np.append(running[1:], 0.0)
+        seconds = float(spans @ self.table_s[: running.size])
+        seconds += float(self.table_s[-1]) / most * float(ordered[most:].sum())
+        seconds += float(self.table_s[0]) * max(longest - float(ordered[0]), 0.0)
+        return seconds + self.engine.context_s * float(tokens @ (context + (tokens - 1) / 2))
+
     def with_standby(self, standby: tuple[Standby, ...]) -> DeviceOption:
         """The same kind with other actors on it. It keeps the curve, which takes milliseconds to fit."""
-        return self._with(standby=standby)
-
-    def _with(self, **changes: Any) -> DeviceOption:
-        other = replace(self, **changes)
+        other = replace(self, standby=standby)
         vars(other)["curve"] = self.curve
         return other
 
@@ -94,21 +109,3 @@ class FleetOptions:
             raise ValueError(f"weight_sync_s is {self.weight_sync_s}; give a finite number of seconds, 0 or more")
         if not any(device.actors for device in self.devices):
             raise ValueError("the fleet has no actor in any tier; offer at least one `Standby` with actors")
-
-
-def orders(options: FleetOptions, samples: int) -> list[tuple[tuple[int, int], ...]]:
-    """Which kinds take the list from its long end on: (index of the device, where in the list it stops).
-
-    One kind alone; two kinds, where the first stops after 1, 4, 16, ... of the longest samples or when all its actors
-    have work; and all kinds, dearest or cheapest first, so that a fleet of many small kinds is used in full if it
-    must be.
-    """
-    present = [i for i, device in enumerate(options.devices) if device.actors]
-    stops = [0, *(samples - 4**power for power in range(samples.bit_length()) if 4**power < samples)]
-    permutations: list[tuple[tuple[int, int], ...]] = [((i, 0),) for i in present]
-    for first, then in itertools.permutations(present, 2):
-        permutations += [((first, stop), (then, 0)) for stop in stops]
-    if len(present) > 2:
-        by_price = sorted(present, key=lambda i: (options.devices[i].usd_per_s, i))
-        permutations += [tuple((i, 0) for i in way) for way in (by_price, by_price[::-1])]
-    return permutations

@@ -1,4 +1,4 @@
-"""The responses of a step, with their predicted lengths, and the lists that a plan cuts into groups."""
+"""The responses of a step, with their predicted lengths, and the list that a plan cuts into groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Responses:
     prompt_tokens: Floats
     """[prompts]."""
     order: Ints | None = None
-    """[samples]: the only list to cut, from short to long as far as is known, siblings side by side. For lengths that
+    """[samples]: the list to cut, from short to long as far as is known, siblings side by side. For lengths that
     stand for distributions: then it is not known which sibling is the long one, so no group may depend on it."""
     longest: Floats | None = None
     """[samples], in that order, ascending: the assumed length of a group that ends with this sample; by default its
@@ -62,20 +62,6 @@ def responses(
     return Responses(lengths, index, prompts, prefixes=prefixes)
 
 
-def lists(step: Responses) -> list[Ints]:
-    """The orders in which a plan may cut the samples into groups, from short to long.
-
-    The given order, if there is one. Otherwise first the order that keeps siblings side by side, by the longest of
-    them. If their lengths differ, also the order by each sample's own length, which separates siblings: it wins if
-    splitting pays. Equal lengths are in the order of their indices.
-    """
-    if step.order is not None:
-        return [step.order]
-    longest = np.zeros(step.prompt_tokens.size)
-    np.maximum.at(longest, step.prompt, step.tokens)
-    rank = np.empty(longest.size, np.uint16 if longest.size <= 1 << 16 else np.int64)  # 16 bits are sorted by radix
-    rank[np.argsort(longest, kind="stable")] = np.arange(longest.size)
-    if (step.tokens == longest[step.prompt]).all():
-        return [np.argsort(rank[step.prompt], kind="stable")]
-    together = np.lexsort((step.tokens, rank[step.prompt]))
-    return [together, np.lexsort((rank[step.prompt], step.tokens))]
+def order_of(step: Responses) -> Ints:
+    """[samples]: the list that is cut into groups, from short to long; samples of equal lengths by their prompts."""
+    return np.lexsort((step.prompt, step.tokens)) if step.order is None else step.order

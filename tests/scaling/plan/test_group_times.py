@@ -15,13 +15,12 @@ from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.plan import CapacityError, kernel, responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.curve import MOST_PIECES, fit_curve
-from rlhfless.scaling.plan.kernel import Taken
-from rlhfless.scaling.plan.responses import lists
+from rlhfless.scaling.plan.responses import order_of
 
 
 def times_of(engine, tokens, prompt, prompt_tokens, **changes) -> GroupTimes:
     step = responses(tokens, prompt, prompt_tokens)
-    return GroupTimes(device(engine, **changes), step, lists(step)[0])
+    return GroupTimes(device(engine, **changes), step, order_of(step))
 
 
 def test_a_group_drains_as_its_sequences_end():
@@ -48,7 +47,7 @@ def test_a_shared_prefix_is_prefilled_once_in_each_group():
     # Of two prompts of 10 tokens, at 0.1 s a token: 8 + 2 + 2 together, 10 each apart.
     engine = Straight(per_prompt_token_s=0.1)
     step = responses([4, 4, 4], [0, 0, 1], [10, 10], SHARED)
-    times = GroupTimes(device(engine), step, lists(step)[0])
+    times = GroupTimes(device(engine), step, order_of(step))
     assert times.one_s(0, 3) == pytest.approx(4 * 2.5 + 1.2)
     assert times.one_s(0, 2) == pytest.approx(4 * 2 + 1)
     assert times.one_s(2, 3) == pytest.approx(4 * 1.5 + 1)
@@ -59,7 +58,7 @@ def test_a_shared_prefix_is_held_once():
     # Each ends with 4 + 6 tokens, of which 5 are shared: 5 + 5 a sample. One more prompt's room is kept free.
     tree = PrefixTree(np.array([5]), np.array([NONE]), np.zeros(6, np.int64))
     step = responses([4] * 6, range(6), [6] * 6, tree)
-    at_once = GroupTimes(device(Straight(), kv_capacity_tokens=36 + 5), step, lists(step)[0])
+    at_once = GroupTimes(device(Straight(), kv_capacity_tokens=36 + 5), step, order_of(step))
     assert at_once.one_s(0, 6) == pytest.approx(4 * 4), "all six"
     assert times_of(Straight(), [4] * 6, range(6), [6] * 6, kv_capacity_tokens=36 + 5).one_s(0, 6) > 4 * 4
 
@@ -87,11 +86,6 @@ def test_no_group_is_charged_less_than_its_prefixes_take(samples, side_by_side):
                 assert times.one_s(begin, end) == pytest.approx(exact, abs=1e-6)
             else:
                 assert times.one_s(begin, end) >= exact - 1e-9
-    begins = np.arange(0, len(samples), 3)
-    ends = np.append(begins[1:], len(samples))
-    cut_s = GroupTimes(device(engine), step, order, np.arange(len(samples)) // 3).time_s(begins, ends)
-    groups = [set(prompt[order[begin:end]].tolist()) for begin, end in zip(begins, ends, strict=True)]
-    assert cut_s == pytest.approx([prefilled_tokens(tree, prompt_tokens, group) for group in groups])
 
 
 def test_more_than_the_engine_runs_at_once_comes_in_waves():
@@ -123,15 +117,12 @@ def test_the_closed_form_is_the_sum_of_the_phases(samples, prompt_tokens, knee):
 
 
 @given(groups, st.integers(1, 12))
-def test_groups_given_already_are_exact_where_siblings_differ(samples, knee):
+def test_siblings_apart_in_the_list_are_never_foreseen_too_soon(samples, knee):
+    """Each run of siblings is charged for their prompt."""
     tokens, prompt = map(list, zip(*samples, strict=True))
     engine = Roofline(per_sequence_s=5.9e-3 / knee, context_s=1e-5, per_prompt_token_s=1e-3)
-    step, prompt_tokens = responses(tokens, prompt, [9, 1, 5, 30]), [9, 1, 5, 30]
-    order, actor = np.lexsort((prompt, tokens)), np.zeros(len(tokens), np.int64)
-    exact = GroupTimes(device(engine), step, order, actor).time_s(np.array([0]), np.array([len(tokens)]))
-    assert exact[0] == pytest.approx(drained_s(engine, tokens, prompt, prompt_tokens), rel=1.1e-3)
-    for order in lists(step):  # what is planned with is never shorter
-        assert GroupTimes(device(engine), step, order).one_s(0, len(tokens)) >= exact[0] * (1 - 1e-9)
+    exact_s = drained_s(engine, tokens, prompt, [9, 1, 5, 30])
+    assert times_of(engine, tokens, prompt, [9, 1, 5, 30]).one_s(0, len(tokens)) >= exact_s * (1 - 1.1e-3)
 
 
 @given(groups, st.integers(1, 6), st.integers(100, 400), st.floats(0, 2))
@@ -144,10 +135,10 @@ def test_the_longest_group_is_what_a_scan_finds(samples, max_sequences, memory, 
         fits = np.flatnonzero(seconds <= limit_s)
         # One actor takes the longest group.
         room = np.empty(1, np.int64), np.empty(1)
-        taken = Taken(*kernel.take(times.table, np.arange(len(tokens) + 1), limit_s, 0, 1, False, end, *room))
-        begin, found_s = taken.end, taken.sum_s
-        assert begin == (fits[0] if fits.size else end)
-        assert found_s == pytest.approx(seconds[begin] if fits.size else 0.0)
+        took, begin = kernel.take(times.table, limit_s, 0, 1, end, *room)
+        assert (took, begin) == ((1, fits[0]) if fits.size else (0, end))
+        if took:
+            assert room[1][0] == pytest.approx(seconds[begin])
 
 
 @given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=300))
@@ -165,11 +156,6 @@ def test_a_roofline_needs_two_pieces():
     assert len(curve.slopes_s) <= 4
     sizes = np.arange(1.0, 513)
     assert curve.iteration_s(sizes) == pytest.approx([Roofline().iteration_s(int(s)) for s in sizes], rel=1.1e-3)
-    assert curve.merging_pays
-
-
-def test_an_engine_that_slows_down_with_the_batch_is_known():
-    assert not fit_curve([1.0, 1.5, 4.0, 9.0]).merging_pays
 
 
 def test_prefixes_of_other_prompts_are_refused():

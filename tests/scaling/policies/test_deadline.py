@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from rlhfless.scaling.policies.cost_aware.deadline import (
     FIRST_SCATTER,
     FIRST_STEPS,
-    LEAST_CERTAIN,
-    MOST_CERTAIN,
     DeadlineMargin,
     StepAim,
 )
-from rlhfless.scaling.policy import Flags, Ints
-
-
-@dataclass
-class Ended:
-    """A step whose samples have ended."""
-
-    truncated: Flags
-    tokens: Ints
 
 
 def step(margins: DeadlineMargin, took_s: float, *, revisits: bool) -> float:
     """Lets a step that was given 100 s take so long; returns the reserve that it began with."""
     margin = margins.of_step(1, revisits=revisits)
     aim = StepAim(margin, began_s=0.0, limit_s=100.0, foreseen_s=100.0)
-    margins.learn(took_s, Ended(np.zeros(2, np.bool_), np.array([3, 5])), aim)
+    margins.learn(took_s, aim)
     return margin.reserve
 
 
@@ -63,32 +50,9 @@ def test_steps_with_prompts_seen_before_are_judged_by_steps_of_their_kind() -> N
 
 def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
     margin = DeadlineMargin(0.99).of_step(1, revisits=False)
-    assert margin.at(0.0) == (margin.even, 1.0)
-    assert margin.at(1.0) == (pytest.approx(margin.level), pytest.approx(margin.reserve))
+    assert margin.at(0.0) == (0.5, 1.0)
+    assert margin.at(1.0) == (pytest.approx(margin.confidence), pytest.approx(margin.reserve))
     assert margin.at(0.5) == (
-        pytest.approx((margin.even + margin.level) / 2),
+        pytest.approx((0.5 + margin.confidence) / 2),
         pytest.approx(math.sqrt(margin.reserve)),
     )
-
-
-def test_a_step_teaches_how_likely_its_longest_response_was() -> None:
-    """Forecast: -log of the chance that none is longer than 0, 4 and 8 tokens is 2, 1 and 0. The longest has 5: 0.75,
-    a chance of 0.472. It and the four even ones that count as seen before: 0.578 of all lie below that."""
-    margins = DeadlineMargin(0.99)
-    longest = np.array([0.0, 4.0, 8.0]), np.array([2.0, 1.0, 0.0])
-    aim = StepAim(margins.of_step(1, revisits=False), longest=longest)
-    margins.learn(1.0, Ended(np.zeros(2, np.bool_), np.array([3, 5])), aim)
-    chance = math.exp(-0.75)
-    assert margins.of_step(1, revisits=False).even == pytest.approx(0.5 / ((4 * chance + 1) / 5) * chance)
-
-
-def test_forecasts_that_are_wrong_by_far_leave_a_confidence_that_can_be_asked_for() -> None:
-    """A thousand samples were sure to be longer than what the longest was: exp(-1000) is 0 as a number."""
-    margins = DeadlineMargin(0.99)
-    for _ in range(8):
-        longest = np.array([0.0, 8.0]), np.array([1000.0, 1000.0])
-        aim = StepAim(margins.of_step(1, revisits=False), longest=longest)
-        margins.learn(1.0, Ended(np.zeros(2, np.bool_), np.array([3, 5])), aim)
-    margin = margins.of_step(1, revisits=False)
-    assert margin.even == LEAST_CERTAIN
-    assert LEAST_CERTAIN < margin.level <= MOST_CERTAIN

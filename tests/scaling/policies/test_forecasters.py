@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 
 from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
-from rlhfless.scaling.policies.cost_aware.completion import alive, ends_by, unfinished_of
-from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths, RemainingLengths, even_ranks
 from rlhfless.scaling.policy import StepView
 from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
 
@@ -78,15 +78,25 @@ def even(*, alike: bool) -> RemainingLengths:
     return RemainingLengths(np.arange(4), levels, kind, np.tile(np.arange(1.0, 101.0), (1 if alike else 4, 1)))
 
 
-@pytest.mark.parametrize("home", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
-def test_rows_that_are_alike_look_the_same_as_each_for_itself(home: Sequence[int]) -> None:
-    step, slots = view(1, "ab", [3] * 4, [False] * 4), np.array(home)
-    expected = [alive(unfinished_of(even(alike=alike), step, slots), 2, np.array([8, 8])) for alike in (True, False)]
-    for field in ("grid", "columns"):
-        assert getattr(expected[0], field) == pytest.approx(getattr(expected[1], field), rel=1e-12)
+@pytest.mark.parametrize("alike", [True, False])
+def test_when_all_have_ended(alike: bool) -> None:
+    """Each of four has ended after n tokens with a chance of (n - 0.5) %: all four after 50.5 with one of 1/16."""
+    lengths = even(alike=alike)
+    at = np.array([0.0, 50.5, 100.0])
+    unended = lengths.unended(at)[lengths.kind].sum(axis=0)
+    assert unended[1:] == pytest.approx([math.log(16), 0.0])
+    assert RemainingLengths.crossing(at, unended, 1 / 16) == pytest.approx(50.5)
+    grid = lengths.grid()
+    middle = RemainingLengths.crossing(grid, lengths.unended(grid)[lengths.kind].sum(axis=0), 0.5)
+    assert middle == pytest.approx(100 * 0.5**0.25, rel=0.02)
 
 
-def test_the_ends_of_a_list_do_not_depend_on_what_is_told_apart() -> None:
-    ends = [ends_by(even(alike=alike), np.arange(4), confidence=0.9) for alike in (True, False)]
-    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
-    assert (np.diff(ends[0]) >= 0).all()
+def test_a_known_length_ends_when_it_does() -> None:
+    known = Clairvoyant(lambda _: np.array([10, 20])).look(view(1, "a", [0] * 2, [False] * 2))
+    assert known.unended(np.array([9.0, 10.0, 20.0])).argmin(axis=1).tolist() == [1, 2]
+
+
+def test_ranks_of_any_stretch_are_spread_evenly() -> None:
+    ranks = even_ranks(64)
+    for begin in range(0, 56, 4):
+        assert np.sort(ranks[begin : begin + 8]) == pytest.approx((np.arange(8) + 0.5) / 8, abs=0.07)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ import pytest
 from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
-from rlhfless.scaling.policies.cost_aware.completion import Unfinished
+from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
+from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
 from rlhfless.scaling.policies.cost_aware.planner import SIMILAR_MEAN, _by_mean
-from rlhfless.scaling.policies.cost_aware.replan import Transfers
+from rlhfless.scaling.policies.cost_aware.relief import Actors, kv_again_s
 from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
 from rlhfless.scaling.policy import StepView
 
@@ -26,14 +26,10 @@ def seconds(tree: PrefixTree | None, prefix_token_s: float = math.inf) -> float:
     """Of slot 0, whose two samples have prompts of their own and 5 tokens each. Prefilling a token takes 1e-5 s."""
     fleet = fleet_of(replica_slot(0), replica_slot(1), move_s=0.0, prefix_token_s=prefix_token_s)
     plain = view_of(fleet, [UP, UP], prompts=2, siblings=1, tokens=[5, 5], home=[0, 0])
-    view = dataclasses.replace(plain, prefixes=tree)
-    rows = Unfinished(
-        SimpleNamespace(samples=np.arange(2)),  # type: ignore[arg-type]  # all that is read of it
-        np.zeros(2, np.int64),
-        np.array([15, 15]),
-        np.ones(2, bool),
-    )
-    return float(Transfers(PolicyContext(0.0, view, Layout.of(fleet.replica_slots)), rows).seconds[0])
+    now = PolicyContext(0.0, dataclasses.replace(plain, prefixes=tree), Layout.of(fleet.replica_slots))
+    both = np.arange(2)
+    lengths = RemainingLengths(both, np.array([0.5]), both, np.array([[1.0], [1.0]]))
+    return kv_again_s(now, Actors(now, lengths, {}, StartTimes()), 0, both)
 
 
 @pytest.mark.parametrize(

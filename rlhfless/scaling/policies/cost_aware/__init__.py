@@ -1,18 +1,22 @@
-"""RLHFless's own policy: plans a step from forecasts under the contract, and replans it while the step runs. Pure.
+"""RLHFless's own policy: the number of actors of each step, and the samples of each, from forecasts. Pure.
 
-    step began   forecasters   remaining lengths of the samples, as distributions
-                 deadline      the margin of time that the step keeps before its deadline
-                 planner       typical draw -> actors and their samples, longest first; starts for later steps
-                 completion    when each actor ends (compiled: counting, kernel)
-    beat         replan        new forecasts; migration: the actor that ends last is relieved where that pays
-                 idle          an actor without samples stays or is released
-    lost         samples go to the actors with the least; the next beat replans
-    generated    all actors are idle until the next step, and start ahead of it
-    idle         another function is idle; it stays or is released
+    forecast   Each unfinished sample has a distribution of its remaining tokens (`forecasters`). The step is planned
+               for a typical draw of them.
+    n actors   One actor ends a group of samples after
+                   t = prefills + sum over iterations of a(B) + g x context,    B falls as samples end
+               which is a closed form in the lengths (`plan.cost`). A step with n actors takes the longest of their
+               times and costs the sum of time x price: each is released when it has ended.
+    choose n   Under each time limit every actor takes as many of the longest samples as it can end in time
+               (`plan.planner`). Of these plans the contract takes one: the cheapest before the deadline, which keeps a
+               reserve (`deadline`); the fastest within the budget; or the least of time x its price + cost.
+    mid-step   About a dozen times a step the forecasts are made again. The actor that ends last gives half of its
+               samples to one that ends sooner, where that gains a tenth (`relief`).
+    between    An actor without samples stays, or gives its devices back, whichever costs less until it is needed
+               again; other functions do, too (`idle`). Turns on shared devices are the fleet's.
 
 `policy.CostAware` calls them in this order. Each returns values to the next; estimates that are kept from step to
-step are in `estimators` and `deadline`, and formulae are in the docstrings of the functions that compute them. Every
-decision is noted with its inputs.
+step are in `estimators`, `deadline` and `held`. Every decision is noted with its inputs. docs/policies.md has the reasons, and
+what was left out.
 """
 
 from rlhfless.scaling.policies.cost_aware.policy import CostAware

@@ -1,4 +1,4 @@
-"""Estimates of a run's own times and costs: medians, starts, spending and the engines' pace. Pure.
+"""Estimates of a run's own times and costs: medians, starts and spending. Pure.
 
 Each estimator begins with the figures of the fleet, and forgets old observations.
 """
@@ -10,25 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import NormalDist, median
 
-import numpy as np
-
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.policies.cost_aware.forecasters import Floats
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policies.fleet_options import COLD, STARTING, WARM
-from rlhfless.scaling.policy import Action, Ints, Release, ReplicaSlot, Start, StepView
+from rlhfless.scaling.policy import Action, Release, ReplicaSlot, Start
 
 OBSERVATIONS = 8
 """Observations that are kept: enough for a median that ignores outliers, few enough to follow a drift."""
 
 TO_DEVIATION = 1.4826
 """Standard deviation of a normal distribution, divided by the median distance from its median."""
-
-KEPT = 0.7
-"""Weight of the old pace of an engine at each new measurement."""
-
-LEAST_TOKENS = 32
-"""Fewest tokens between two looks to measure a pace: beats and iterations do not begin together."""
 
 
 class Recent:
@@ -169,38 +160,3 @@ class Spending:
 def _usd_per_s(now: PolicyContext, slot: int) -> float:
     """The current price of a replica."""
     return now.layout.replica_slots[slot].usd_per_s if now.awake(slot) else 0.0
-
-
-class Pace:
-    """How much slower than its model each engine decodes: 1 until it was measured."""
-
-    def __init__(self, slots: int) -> None:
-        self.factor: Floats = np.ones(slots)
-        self._at_s = -math.inf
-        self._tokens: Ints = np.empty(0, np.int64)
-        self._home: Ints = np.empty(0, np.int64)
-        self._iteration_s: Floats = np.zeros(slots)
-
-    def begin(self) -> None:
-        """Another step begins, without observations."""
-        self._at_s = -math.inf
-
-    def look(self, at_s: float, view: StepView, samples: Ints, iteration_s: Floats) -> None:
-        """Measures the pace of each slot from the tokens that its unfinished `samples` drew since the last look:
-        seconds per token, divided by the seconds of an iteration by the model. `iteration_s` [slots] is the latter now,
-        not positive if it is unknown. Only samples that were at the same slot at the last look count."""
-        passed_s, slots, home = at_s - self._at_s, self.factor.size, view.home[samples]
-        if 0 < passed_s < math.inf:
-            before = self._tokens[samples]
-            same = (home >= 0) & (home == self._home[samples]) & (before > 0)
-            drawn = np.bincount(home[same], (view.tokens[samples] - before)[same], minlength=slots)
-            count = np.bincount(home[same], minlength=slots)
-            expected_s = (self._iteration_s + iteration_s) / 2
-            informative = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
-            measured = passed_s * count[informative] / drawn[informative] / expected_s[informative]
-            self.factor[informative] *= (measured / self.factor[informative]) ** (1 - KEPT)
-        self._at_s, self._tokens, self._home = at_s, view.tokens.copy(), view.home.copy()
-
-    def go_on(self, iteration_s: Floats) -> None:
-        """Sets the predicted seconds of an iteration [slots] from now on, after samples were moved."""
-        self._iteration_s = iteration_s

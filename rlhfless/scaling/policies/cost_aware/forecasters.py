@@ -7,6 +7,7 @@ knowledge that no view holds (rlhfless.sim.experiment.bounds).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -19,6 +20,12 @@ from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.policy import Ints, StepView
 
 Floats = NDArray[np.float64]
+
+POINTS = 48
+"""Points at which probabilities are computed: of 8,192 tokens they are a fifth apart, and linear between."""
+
+LEAST_CHANCE = 1e-12
+"""Keeps logarithms finite."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,37 @@ class RemainingLengths:
             return self.means
         left, right, share = self.between(rank)
         return np.asarray(self.table[self.kind, left] * (1 - share) + self.table[self.kind, right] * share)
+
+    def grid(self) -> Floats:
+        """[T]: tokens from 0 to the longest quantile, each point further apart than the one before."""
+        return np.append(0.0, np.geomspace(1.0, max(float(self.table[:, -1].max(initial=1.0)), 2.0), POINTS))
+
+    def unended(self, at: Floats) -> Floats:
+        """[kinds, T] for `at` [T] tokens: -log of the probability that a sample of a kind has ended by then. Below the
+        lowest quantile the probability falls linearly to 0."""
+        tables = np.concatenate([np.zeros((len(self.table), 1)), self.table], axis=1)
+        levels = np.append(0.0, self.levels) if not self.known else np.array([0.0, 1.0])
+        right = np.clip((tables[:, :, None] <= at).sum(axis=1), 1, levels.size - 1)
+        low, high = (np.take_along_axis(tables, index, axis=1) for index in (right - 1, right))
+        share = (high <= at) if self.known else np.clip((at - low) / np.maximum(high - low, 1e-9), 0.0, 1.0)
+        ended = levels[right - 1] + share * (levels[right] - levels[right - 1])
+        ended[at >= self.table[:, -1:]] = 1.0
+        return np.asarray(-np.log(np.maximum(ended, LEAST_CHANCE)))
+
+    @staticmethod
+    def crossing(grid: Floats, unended: Floats, confidence: float) -> float:
+        """The tokens by which samples have all ended with this probability, given the sum of their `unended` [T]."""
+        return float(np.interp(math.log(confidence), -unended, grid))
+
+
+def even_ranks(count: int) -> Floats:
+    """[count]: the first terms of van der Corput's sequence, each in the middle of its share of 0 to 1. The ranks of
+    any stretch are spread evenly."""
+    bits = max(int(count - 1).bit_length(), 1)
+    index, ranks = np.arange(count), np.zeros(count)
+    for bit in range(bits):
+        ranks += (index >> bit & 1) * 0.5 ** (bit + 1)
+    return ranks + 0.5 ** (bits + 1)
 
 
 class Forecaster(Protocol):

@@ -30,7 +30,7 @@ class StepForecast:
     """When its generation is expected to end, or ended."""
     left: int = 0
     """Samples that had not ended at the forecast."""
-    replan_s: float = 0.0
+    look_s: float = 0.0
     """The latest time of the next forecast."""
 
 

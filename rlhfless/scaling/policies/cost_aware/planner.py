@@ -18,22 +18,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, FleetOptions, Plan, Responses, plan, responses
-from rlhfless.scaling.policies.cost_aware.completion import ends_by
 from rlhfless.scaling.policies.cost_aware.deadline import StepMargin
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths, even_ranks
 from rlhfless.scaling.policies.fleet_actions import samples_by_prompt
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
-from rlhfless.scaling.policies.fleet_options import COLD, FleetOptionsCache
+from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import Ints, StepView
 
 CAUTION_STEP = 0.2
 """Precision of the bisection for the most cautious feasible plan: three more plans."""
-
-FASTER = 0.98
-"""A plan counts as faster if it ends two percent earlier."""
-
-STARTED = f"{COLD}, then warm"
 
 SIMILAR_MEAN = 1.25
 """Prompts whose forecasts differ by less than this factor may change places in the sorted list, for the sake of common
@@ -50,8 +44,6 @@ class PlanRequest:
     """Cost of a second of the step in addition to its actors."""
     after_s: float
     """Predicted seconds of the step after generation, as the contract was computed with."""
-    steps_left: int
-    """Steps of the run that remain, including this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,6 @@ class StepPlan:
 
     plan: Plan
     assignment: SlotAssignment
-    prewarm: tuple[int, ...]
-    """Slots to start for later steps."""
-    confidence: float
-    """The confidence that was asked of the forecasts."""
     limit_s: float
     """Seconds from now until generation should have ended."""
 
@@ -96,18 +84,14 @@ def plan_step(
     fleet_options: FleetOptionsCache,
     starts: StartTimes,
 ) -> StepPlan:
-    """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
+    """Options -> the most cautious plan that can be made -> samples to slots."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
     options, behind = fleet_options.options(now, standby)
     safest = _safest(now.view, lengths, request, options)
     assignment = assign(safest.plan, behind, safest.step)
-    cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
-    prewarm: tuple[int, ...] = ()
-    if cold and request.steps_left > 1:
-        prewarm = _prewarm(now, safest, request, fleet_options, standby, cold)
     contract = request.contract
     limit_s = contract.deadline_s / safest.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
-    return StepPlan(safest.plan, assignment, prewarm, safest.confidence, limit_s)
+    return StepPlan(safest.plan, assignment, limit_s)
 
 
 def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, options: FleetOptions) -> Tried:
@@ -136,26 +120,6 @@ def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, opt
     return best
 
 
-def _prewarm(
-    now: PolicyContext,
-    found: Tried,
-    request: PlanRequest,
-    fleet_options: FleetOptionsCache,
-    standby: Mapping[int, tuple[str, float]],
-    cold: Sequence[int],
-) -> tuple[int, ...]:
-    """The `cold` slots that start for later steps: those that a plan would use if they were warm, where the deadline
-    cannot be kept without them, or only time counts. No single step pays for a cold start."""
-    if found.plan.feasible and math.isfinite(found.plan.time_usd_per_s):
-        return ()
-    warm = {slot: (STARTED, 0.0) if tier == COLD else (tier, wait_s) for slot, (tier, wait_s) in standby.items()}
-    richer, behind = fleet_options.options(now, warm)
-    other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
-    if other.step_s >= found.plan.step_s * FASTER:
-        return ()
-    return tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
-
-
 def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Responses:
     """The step as the planner sees it. All samples of the step must be in `lengths`. With probability `confidence` all
     groups end by the lengths that they are given."""
@@ -166,7 +130,17 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     ranks = np.empty(order.size)
     ranks[order] = even_ranks(order.size)
     step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens, view.prefixes)
-    return replace(step, order=order, longest=ends_by(lengths, order, confidence))
+    return replace(step, order=order, longest=_longest(lengths, order, confidence))
+
+
+def _longest(lengths: RemainingLengths, order: Ints, confidence: float) -> Floats:
+    """[rows]: the length of a group that ends at a row of the list `order` [rows], such that all groups of the list
+    have ended by theirs with this probability. Each sample may take longer with the same small probability, so a
+    group's length depends on its samples, not on their number; and no group is longer than all samples together."""
+    each = lengths.at(np.array([confidence ** (1 / order.size)]))[:, 0]
+    grid = lengths.grid()
+    together = lengths.crossing(grid, lengths.unended(grid)[lengths.kind].sum(axis=0), confidence)
+    return np.asarray(np.minimum(np.sort(each[lengths.kind[order]]), together))
 
 
 def _by_mean(view: StepView, means: Floats) -> Ints:
@@ -177,15 +151,6 @@ def _by_mean(view: StepView, means: Floats) -> Ints:
     level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))
     order: Ints = np.lexsort((means, view.prefixes.ranks, level))
     return order
-
-
-def even_ranks(count: int) -> Floats:
-    """[count]: the first terms of van der Corput's sequence, each in the middle of its share of 0 to 1."""
-    bits = max(int(count - 1).bit_length(), 1)
-    index, ranks = np.arange(count), np.zeros(count)
-    for bit in range(bits):
-        ranks += (index >> bit & 1) * 0.5 ** (bit + 1)
-    return ranks + 0.5 ** (bits + 1)
 
 
 def assign(chosen: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> SlotAssignment:

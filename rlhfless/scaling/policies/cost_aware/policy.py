@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlhfless.scaling.plan import (
     CheapestUnderDeadline,
     Contract,
@@ -13,15 +15,13 @@ from rlhfless.scaling.plan import (
     RunContract,
     contract_for_step,
 )
-from rlhfless.scaling.policies.cost_aware.completion import longest_response, unfinished_of
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim
 from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster
 from rlhfless.scaling.policies.cost_aware.held import HeldDevices
 from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release, waiting_usd_per_s
-from rlhfless.scaling.policies.cost_aware.migration import MigrationState
 from rlhfless.scaling.policies.cost_aware.planner import PlanRequest, StepPlan, plan_step
-from rlhfless.scaling.policies.cost_aware.replan import Replanner, is_due
+from rlhfless.scaling.policies.cost_aware.relief import PASSED_SHARE, Actors, goal_of, is_due, relieve
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
@@ -61,7 +61,6 @@ class CostAware:
         self._held = HeldDevices()
         self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
-        self._replanner = Replanner(self._fleet_options, self._idle, self._starts)
         contracts = (run.contract, *run.step_contracts)
         self._spending = Spending(wanted=any(isinstance(contract, FastestSpec) for contract in contracts))
         self._since = 0.0, 0.0
@@ -69,8 +68,6 @@ class CostAware:
         self._steps = 0
         # Of the step:
         self._actors: tuple[int, ...] = ()
-        self._prewarmed: set[int] = set()
-        """Slots that start for later steps."""
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
         self._forecast = StepForecast()
 
@@ -87,7 +84,6 @@ class CostAware:
             case StepBegan():
                 return self._begin(now)
             case Serving(slot):
-                self._prewarmed.discard(slot)
                 self._starts.up(now, slot)
             case Beat():
                 return self._beat(now)
@@ -95,7 +91,7 @@ class CostAware:
                 return self._lost(now, slot, samples)
             case Generated():
                 self._forecaster.end(now.view)
-                self._deadline.learn(now.at_s, now.view, self._aim)
+                self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
                 return self._idle.generated(now, self._actors, self._forecast)
             case Idle(slot):
@@ -105,20 +101,19 @@ class CostAware:
         return []
 
     def _begin(self, now: PolicyContext) -> list[Action]:
-        """Forecast -> plan request -> plan -> its end by the completion model -> goals of the step -> actions."""
+        """Forecast -> plan request -> plan -> goals of the step -> actions."""
         self._spending.begin()
         actions = self._idle.began(now)
         self._forecaster.begin(now.view)
         lengths = self._forecaster.look(now.view)
-        before = dataclasses.replace(self._forecast, tokens=float(lengths.means.sum()) + _prompt_tokens(now.view))
-        request = self._request(now, before.tokens)
+        tokens = float(lengths.means.sum()) + _prompt_tokens(now.view)
+        request = self._request(now, tokens)
         made = plan_step(now, lengths, request, self._fleet_options, self._starts)
-        state, self._forecast = self._replanner.begin(now, lengths, made, before)
+        self._forecast = _forecast(now, tokens, made.plan.step_s)
         self._spending.planned(made.plan.usd)
-        self._deadline.planned(made.plan.step_s, state.last_s)
-        self._aim = self._aim_of(now, lengths, request, made, state)
+        self._aim = self._aim_of(now, request, made)
         self._steps += 1
-        self._actors, self._prewarmed = made.assignment.slots, set(made.prewarm)
+        self._actors = made.assignment.slots
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
 
     def _request(self, now: PolicyContext, tokens: float) -> PlanRequest:
@@ -144,23 +139,16 @@ class CostAware:
             seen = self._spending.others_usd.count > 0 or shared_by == 1
             share = 1.0 if seen else UNSEEN_SHARE
             contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
-        run_left = max(self._run.steps - self._steps, 1)
-        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, run_left)
+        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s)
 
-    def _aim_of(
-        self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState
-    ) -> StepAim:
-        longest = None
-        if not lengths.known:
-            longest = longest_response(unfinished_of(lengths, now.view, made.assignment.home), now.slots)
+    def _aim_of(self, now: PolicyContext, request: PlanRequest, made: StepPlan) -> StepAim:
         return StepAim(
             margin=request.margin,
             began_s=now.at_s,
             limit_s=now.at_s + made.limit_s,
-            foreseen_s=now.at_s + max(made.limit_s, state.last_s),
+            foreseen_s=now.at_s + max(made.limit_s, made.plan.step_s),
             after_s=request.after_s,
             time_usd_per_s=made.plan.time_usd_per_s,
-            longest=longest,
         )
 
     def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
@@ -169,33 +157,49 @@ class CostAware:
         for slot in now.layout.generation:
             if slot not in self._actors and now.awake(slot):
                 actions += release(now, slot, self._idle.state(now, slot, self._forecast))
-        actions += start(now, dict.fromkeys((*self._actors, *made.prewarm)))
+        actions += start(now, self._actors)
         return [*actions, *(Assign(*given) for given in zip(self._actors, made.assignment.samples, strict=True))]
 
     def _beat(self, now: PolicyContext) -> list[Action]:
         self._idle.look(now)
         actions: list[Action] = []
         loads = now.loads
-        if is_due(now, self._forecast):
-            lengths = self._forecaster.look(now.view)
-            moves = self._replanner.replan(now, lengths, self._aim, self._forecast)
-            actions, loads, self._forecast = moves.actions, moves.loads, moves.forecast
+        if is_due(now, self._forecast) and now.left:
+            actors = self._actors_now(now)
+            tokens = now.tokens + float(actors.means.sum())
+            freed = any(self._idle.state(now, int(s[0]), self._forecast).freed_usd_per_s for s in now.layout.alike)
+            after_s = self._idle.after_at_s(self._aim.margin.confidence, tokens)
+            actions = relieve(now, actors, goal_of(now, self._aim, after_s, freed))
+            self._forecast = _forecast(now, tokens, actors.last()[1])
+            loads = np.bincount(actors.home, minlength=now.slots)
         for slot in now.layout.generation:
-            if loads[slot] == 0 and now.awake(slot) and slot not in self._prewarmed:
+            if loads[slot] == 0 and now.awake(slot):
                 actions += release(now, slot, self._idle.state(now, slot, self._forecast))
         return actions
+
+    def _actors_now(self, now: PolicyContext) -> Actors:
+        """The actors, with new forecasts."""
+        lengths = self._forecaster.look(now.view)
+        slots = now.layout.generation
+        devices = {slot: self._fleet_options.device(now.layout.replica_slots[slot]) for slot in slots}
+        return Actors(now, lengths, devices, self._starts)
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
         """Actors that are awake take the samples, until the next beat replans; if none is awake, the slot starts
         again."""
         self._starts.forget(slot)
-        self._prewarmed.discard(slot)
-        self._forecast = dataclasses.replace(self._forecast, replan_s=-math.inf)
+        self._forecast = dataclasses.replace(self._forecast, look_s=-math.inf)
         awake = awake_beside(now, slot)
         again: list[Action] = []
         if samples.size and not awake:
             again = [Start(slot)]
         return [*again, *assign_to_least(samples, awake or [slot], now.loads)]
+
+
+def _forecast(now: PolicyContext, tokens: float, left_s: float) -> StepForecast:
+    """The expected end of generation, and the time of the next look."""
+    look_s = now.at_s + max(PASSED_SHARE * left_s, now.view.fleet.beat_s)
+    return StepForecast(tokens, now.at_s + left_s, now.left, look_s)
 
 
 def _prompt_tokens(view: StepView) -> float:

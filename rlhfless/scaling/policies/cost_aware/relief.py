@@ -1,0 +1,206 @@
+"""In mid-step: forecasts the remaining work of each actor, and relieves the actor that ends last where that pays. Pure.
+
+The end of an actor follows from the planner's closed form (`plan.cost`), for the samples that it has. Each has the
+remaining length of a typical draw (`planner.typical`), but the longest is the one by which all have ended with the
+confidence that is asked. If that end is too late, or time is worth more than it costs, the half of the last actor's
+samples that should end first moves to another actor, which has little left or is started for it.
+
+A look is due when a share of the samples that were left at the last one has ended, or when a share of the time
+predicted then has passed; so a step has about a dozen looks, however many samples and beats it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.prefixes.trie import NONE
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.plan import DeviceOption
+from rlhfless.scaling.policies.cost_aware.deadline import EVEN, StepAim
+from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
+from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths, even_ranks
+from rlhfless.scaling.policies.cost_aware.idle import StepForecast
+from rlhfless.scaling.policies.fleet_actions import Inputs, note, start
+from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policy import Action, Ints, Move
+
+LEFT_SHARE = 0.75
+"""A look is due when only this share of the samples that were left at the last one is still left."""
+
+PASSED_SHARE = 0.25
+"""Or when this share of the time that the last look predicted has passed."""
+
+SURE = 0.99
+"""Confidence that a move does not delay the step, if nothing may delay it."""
+
+LEAST_GAIN = 0.1
+"""Hysteresis: a move may turn out wrong, so it must save at least this share of the time, and of the cost given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the rest of the step is judged by."""
+
+    limit_s: float
+    """Seconds from now until all samples should have ended."""
+    time_usd_per_s: float
+    """The value of a second less of the step."""
+    confidence: float
+    """Confidence of the estimated ends."""
+
+
+class Actors:
+    """The generation actors in mid-step, their samples, and when each will have ended its samples."""
+
+    def __init__(
+        self,
+        now: PolicyContext,
+        lengths: RemainingLengths,
+        devices: Mapping[int, DeviceOption],
+        starts: StartTimes,
+    ) -> None:
+        """`devices`: by slot for generation."""
+        view, self._devices = now.view, devices
+        self.samples, self.means = lengths.samples, lengths.means
+        self.home = view.home[lengths.samples]  # [rows]
+        self.context = view.tokens[lengths.samples] + view.prompt_tokens[view.group[lengths.samples]]  # [rows]
+        self.begun = view.tokens[lengths.samples] > 0  # [rows]
+        self._lengths = lengths
+        ranks = np.empty(self.home.size)
+        ranks[np.lexsort((self.means, self.home))] = even_ranks(self.home.size)
+        self._draw = lengths.one_each(ranks)
+        self._grid = lengths.grid()
+        self._unended = lengths.unended(self._grid)
+        self.until_up_s = {slot: starts.until_serving_s(now, slot) for slot in devices}
+        """By slot: seconds until an actor there works; an absent one has to start."""
+        self.end_s = dict.fromkeys(devices, 0.0)
+        """By slot: seconds until all its samples have ended; 0 without samples."""
+
+    def judge(self, confidence: float) -> None:
+        """Computes the ends, such that each actor has ended by its own with this confidence."""
+        working = np.unique(self.home).tolist()
+        self.end_s = dict.fromkeys(self.end_s, 0.0)
+        self.end_s |= {slot: self.end_of(slot, np.flatnonzero(self.home == slot), confidence) for slot in working}
+
+    def end_of(self, slot: int, rows: Ints, confidence: float) -> float:
+        """Seconds until an actor would have ended these rows."""
+        if not rows.size:
+            return 0.0
+        draw = self._draw[rows]
+        longest = float(draw.max())
+        if not self._lengths.known:
+            unended = self._unended[self._lengths.kind[rows]].sum(axis=0)
+            longest = self._lengths.crossing(self._grid, unended, confidence)
+            draw = np.minimum(draw, longest)
+        return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest)
+
+    def last(self) -> tuple[int, float]:
+        """The slot that ends last, and when."""
+        slot = max(self.end_s, key=lambda slot: self.end_s[slot])
+        return slot, self.end_s[slot]
+
+
+def is_due(now: PolicyContext, last: StepForecast) -> bool:
+    """Whether it is time for a look."""
+    return now.left <= LEFT_SHARE * last.left or now.at_s >= last.look_s
+
+
+def goal_of(now: PolicyContext, aim: StepAim, after_s: float, freed: bool) -> Goal:
+    """The goal of the rest of a step, whose work after generation is now expected to take `after_s`. `freed`: whether
+    the release of an actor saves anything; where not, or where only time counts, the step is always late."""
+    if not freed or math.isinf(aim.time_usd_per_s):
+        return Goal(0.0, 0.0, EVEN)
+    limit_s = aim.limit_s - (after_s - aim.after_s) - now.at_s
+    confidence = aim.margin.confidence if math.isfinite(limit_s) else EVEN
+    return Goal(limit_s, aim.time_usd_per_s, confidence)
+
+
+def relieve(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
+    """Moves samples off the actor that ends last, as long as that helps. With f, the price of a second of an actor, a
+    move saves
+
+        time_usd_per_s x the seconds by which the last end is earlier - f x the change of the end of both actors
+
+    In a step that is late, a new end is judged with the confidence of a move that must not fail."""
+    before, notes = actors.home.copy(), list[Action]()
+    confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
+    actors.judge(confidence)
+    late = actors.last()[1] > goal.limit_s
+    confidence = SURE if late else confidence
+    for _ in actors.end_s:
+        source, last_s = actors.last()
+        rows = np.flatnonzero(actors.home == source)
+        half = rows[np.argsort(actors.means[rows], kind="stable")][: rows.size // 2]
+        if not half.size or (not late and goal.time_usd_per_s == 0):
+            break
+        again_s = kv_again_s(now, actors, source, half)
+        left_s = actors.end_of(source, np.setdiff1d(rows, half), confidence)
+        best: tuple[float, int, float] | None = None
+        for target, target_s in actors.end_s.items():
+            there = np.flatnonzero(actors.home == target)
+            if target_s >= last_s or there.size + half.size > now.layout.max_sequences(target):
+                continue
+            end_s = again_s + actors.end_of(target, np.append(there, half), confidence)
+            gained_s = last_s - max(end_s, left_s, *(() if late else _others(actors, source, target)))
+            price = now.layout.replica_slots
+            cost = price[target].usd_per_s * (end_s - target_s) - price[source].usd_per_s * (last_s - left_s)
+            saves = goal.time_usd_per_s * gained_s - cost
+            if gained_s > LEAST_GAIN * last_s and (late or saves > LEAST_GAIN * abs(cost)):
+                best = max(best or (-math.inf, 0, 0.0), (-end_s if late else saves, target, end_s))
+        if best is None:
+            break
+        _, target, end_s = best
+        actors.home[half] = target
+        actors.until_up_s[target] += again_s
+        actors.end_s |= {source: left_s, target: end_s}
+        inputs: Inputs = {"gains_s": last_s - max(end_s, left_s), "end_s": end_s, "confidence": confidence}
+        inputs |= {"limit_s": goal.limit_s} if math.isfinite(goal.limit_s) else {}
+        notes.append(note(now, "migrate", f"slot {source} to {target}: {half.size} samples", inputs))
+    return [*_moves(now, actors, before), *notes]
+
+
+def _others(actors: Actors, source: int, target: int) -> tuple[float, ...]:
+    return tuple(end_s for slot, end_s in actors.end_s.items() if slot not in (source, target))
+
+
+def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
+    """Moves samples from their slots `before` to where they are now; a target without an actor is started."""
+    moved = np.flatnonzero(before != actors.home)
+    actions = start(now, np.unique(actors.home[moved]).tolist())
+    for pair in np.unique(before[moved] * now.slots + actors.home[moved]).tolist():
+        source, target = divmod(pair, now.slots)
+        rows = moved[(before[moved] == source) & (actors.home[moved] == target)]
+        actions.append(Move(source, target, actors.samples[rows]))
+    return actions
+
+
+def kv_again_s(now: PolicyContext, actors: Actors, source: int, rows: Ints) -> float:
+    """Seconds until the KV of some of a slot's samples is at another actor: it is computed again there, of a prefix
+    that they share once for all of them, or got from another actor, whichever is sooner."""
+    rows = rows[actors.begun[rows]]
+    engine = now.layout.replica_slots[source].engine
+    if not rows.size or engine is None:
+        return now.view.fleet.move_s
+    group, shared = now.view.group[actors.samples[rows]], 0
+    if now.view.prefixes is not None:
+        shared = int(now.view.prefixes.shared_tokens[group].mean())
+    mean = int(actors.context[rows].mean())
+    own_s = (engine.model.prefill_s(mean) - engine.model.prefill_s(shared)) * rows.size
+    return now.view.fleet.move_s + own_s + _prefixes_s(now, engine.model, group)
+
+
+def _prefixes_s(now: PolicyContext, model: EngineModel, groups: Ints) -> float:
+    """Seconds until another actor has the prefixes of some prompts, computed or moved, whichever is sooner."""
+    tree = now.view.prefixes
+    if tree is None:
+        return 0.0
+    used, own, total_s = np.unique(tree.levels[:, groups]), tree.own_tokens, 0.0
+    for prefix in used[used != NONE].tolist():
+        tokens = int(own[prefix])
+        computed_s = model.prefill_s(tokens, int(tree.tokens[prefix]) - tokens)
+        total_s += min(computed_s, tokens * now.view.fleet.prefix_token_s)
+    return total_s
