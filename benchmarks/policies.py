@@ -76,8 +76,8 @@ class Measured:
     """Nodes are rented whole, or owned."""
     bound: float
     """How much faster than static the lower bound of the same fleet is."""
-    single: PolicyComparison | None
-    """Single devices are rented, and given back; None for a model whose learner does not leave room for actors."""
+    single: PolicyComparison
+    """Single devices are rented, and given back."""
     several: dict[int, list[Arrangement]]
     """By number of runs; empty for a cluster of several kinds."""
     beaten: tuple[str, ...]
@@ -105,13 +105,13 @@ def run(name: str, seeds: int, jobs: int, quick: bool, smoke: bool) -> Measured:
     ratios = [static.time_s / least for static, least in zip(one.results[STATIC], least_s, strict=True)]
     beaten = tuple(text for runs in one.results.values() for text in bounds.beaten(runs))
     alone = len(scenario.cluster.machines) == 1
-    several = {runs: arrangements(scenario, runs) for runs in RUNS} if alone else {}
+    several = arrangements(scenario, RUNS) if alone else {}
     made = Measured(scenario, one, statistics.geometric_mean(ratios), single_devices(scenario, jobs), several, beaten)
     print(f"{name}: {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
     return made
 
 
-def single_devices(scenario: Scenario, jobs: int) -> PolicyComparison | None:
+def single_devices(scenario: Scenario, jobs: int) -> PolicyComparison:
     """Static co-located beside a learner on devices of its own, whose actors are given back when they are idle."""
     machines = tuple(
         each.model_copy(update={"tenure": "rented", "released_value": None, "rented_by": "device"})
@@ -185,14 +185,13 @@ def apart(measured: Sequence[Measured]) -> list[str]:
         row(["---"] * 5),
     ]
     for each in measured:
-        if each.single is not None:
-            rows = {line.label: line for line in each.single.rows("all")}
-            cells = [
-                f"{value:.2f}x"
-                for label in (APART_STATIC, APART)
-                for value in (1 / rows[label].speed_up.mean, rows[label].cost_ratio.mean)
-            ]
-            lines.append(row([each.scenario.name, *cells]))
+        rows = {line.label: line for line in each.single.rows("all")}
+        cells = [
+            f"{value:.2f}x"
+            for label in (APART_STATIC, APART)
+            for value in (1 / rows[label].speed_up.mean, rows[label].cost_ratio.mean)
+        ]
+        lines.append(row([each.scenario.name, *cells]))
     return [*lines, ""]
 
 

@@ -85,7 +85,7 @@ def _share(path: Path, runs: int) -> None:
     from rlhfless.sim.scenarios import load_scenario
 
     scenario = load_scenario(path)
-    Console(highlight=False).print(arrangements_table(scenario, runs, arrangements(scenario, runs)))
+    Console(highlight=False).print(arrangements_table(scenario, runs, arrangements(scenario, [runs])[runs]))
 
 
 def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int, step: int | None) -> None:

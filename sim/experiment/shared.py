@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import attrgetter
 
-from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.sim.experiment.run import ExperimentTask, FleetShape, layout_of, run
 from rlhfless.sim.scenarios.build import ScenarioLayout
@@ -38,8 +40,8 @@ class Arrangement:
     """Share of the devices' time in which a function worked on them, whether or not it used them all."""
 
 
-def arrangements(scenario: Scenario, runs: int, policy: str = "cost_aware") -> list[Arrangement]:
-    """All arrangements that fit, `ONE_BY_ONE` first. The cluster must have one kind of devices.
+def arrangements(scenario: Scenario, counts: Sequence[int]) -> dict[int, list[Arrangement]]:
+    """For each number of runs all arrangements that fit, `ONE_BY_ONE` first. The cluster must have one kind of devices.
 
     Raises InputError for a cluster with several kinds of devices.
     """
@@ -47,20 +49,42 @@ def arrangements(scenario: Scenario, runs: int, policy: str = "cost_aware") -> l
         kinds = ", ".join(machines.kind for machines in scenario.cluster.machines)
         what, hint = f"runs share devices of one kind, and there are {kinds}", "leave all but one of them out"
         raise InputError(scenario.name, [Problem("cluster.machines", what, hint)])
-    return list(_Arranger(scenario, runs, policy).all())
+    alone = _Alone(scenario)
+    return {runs: list(_Arranger(alone, runs).all()) for runs in counts}
+
+
+class _Alone:
+    """Runs of a scenario, each alone on a fleet; what was simulated is kept."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.devices = scenario.cluster.machines[0].devices
+        self._traces: dict[tuple[str, int], Trace] = {}
+
+    def phases(self, fleet: FleetShape, runs: int, seat: str | None) -> list[list[Phase]]:
+        """Of so many runs, with a seed each. Raises DoesNotFit."""
+        layout = layout_of(self.scenario, fleet)
+        return [list(_phases(self._trace(fleet, seed), layout, seat)) for seed in range(runs)]
+
+    def _trace(self, fleet: FleetShape, seed: int) -> Trace:
+        key = repr(fleet), seed
+        if key not in self._traces:
+            entry, contract = PolicyEntry(name="cost_aware"), (WeightedSpec(time_weight=1.0),)
+            trace = run(ExperimentTask(self.scenario, entry, fleet, contract, seed, True)).trace
+            assert trace is not None  # it was asked for
+            self._traces[key] = trace
+        return self._traces[key]
 
 
 class _Arranger:
-    def __init__(self, scenario: Scenario, runs: int, policy: str) -> None:
-        self._scenario = scenario
+    def __init__(self, alone: _Alone, runs: int) -> None:
+        self._alone = alone
+        self._devices = alone.devices
         self._runs = runs
-        self._entry = PolicyEntry(name=policy)
-        self._devices = scenario.cluster.machines[0].devices
 
     def all(self) -> Iterator[Arrangement]:
-        whole = self._phases(FleetShape(_COLOCATED), range(self._runs), "all")
-        alone_s = [share([phases]).makespan_s for phases in whole]
-        ends = [sum(alone_s[: number + 1]) for number in range(self._runs)]
+        whole = self._alone.phases(FleetShape(_COLOCATED), self._runs, "all")
+        ends = list(accumulate(share([phases]).makespan_s for phases in whole))
         yield self._arrangement(ONE_BY_ONE, ends, whole)
         for tenants in range(self._runs, 0, -1):
             parts, rest = divmod(self._runs, tenants)
@@ -75,7 +99,7 @@ class _Arranger:
         name = f"{parts} parts of {size} devices" if parts > 1 else "all devices"
         name += f", {tenants} runs in turns on each" if tenants > 1 and parts > 1 else ", in turns" * (tenants > 1)
         try:
-            runs = self._phases(FleetShape(_COLOCATED, size), range(self._runs), "all")
+            runs = self._alone.phases(FleetShape(_COLOCATED, size), self._runs, "all")
         except DoesNotFit:
             return None
         ends = [end for part in range(parts) for end in share(runs[part * tenants : (part + 1) * tenants]).ends_s]
@@ -83,15 +107,15 @@ class _Arranger:
 
     def _apart(self) -> Arrangement | None:
         """Actors and learners on devices of their own, all runs in turns."""
-        learner = max(learner_devices_needed(self._scenario, self._scenario.cluster.machines[0].kind), 1)
-        half = -(-self._devices // 2)
-        placement = ScenarioPlacementSpec(mode="disaggregated", learner_devices=max(learner, half))
+        scenario = self._alone.scenario
+        needed = learner_devices_needed(scenario, scenario.cluster.machines[0].kind)
+        learner = max(needed, -(-self._devices // 2))
+        placement = ScenarioPlacementSpec(mode="disaggregated", learner_devices=learner)
         try:
-            runs = self._phases(FleetShape(placement), range(self._runs), None)
+            runs = self._alone.phases(FleetShape(placement), self._runs, None)
         except DoesNotFit:
             return None
         timeline = share(runs)
-        learner = max(learner, half)
         name = f"{self._devices - learner} devices for actors, {learner} for learners, in turns"
         used = sum(timeline.busy_s.values()) / (2 * timeline.makespan_s)
         return Arrangement(name, timeline.makespan_s, sum(timeline.ends_s) / self._runs, used)
@@ -102,12 +126,6 @@ class _Arranger:
         worked_s = sum(phase.work_s for phases in runs for phase in phases)
         return Arrangement(name, max(ends), sum(ends) / len(ends), worked_s / (max(ends) * parts))
 
-    def _phases(self, fleet: FleetShape, seeds: Sequence[int], seat: str | None) -> list[list[Phase]]:
-        layout = layout_of(self._scenario, fleet)
-        contract = (WeightedSpec(time_weight=1.0),)
-        traces = (run(ExperimentTask(self._scenario, self._entry, fleet, contract, seed, True)).trace for seed in seeds)
-        return [list(_phases(trace, layout, seat)) for trace in traces if trace is not None]
-
 
 _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 
@@ -115,18 +133,19 @@ _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[Phase]:
     """Two phases a step. `seat`: the one that all functions share; None: actors and learner have their own."""
     actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
+    ordered = sorted(trace.invocations, key=attrgetter("step"))
+    calls = {step: list(group) for step, group in groupby(ordered, key=attrgetter("step"))}
     for record in trace.steps:
-        drawn_s, scored_s, after_s = _spent_s(trace, record)
+        drawn_s, scored_s, after_s = _spent_s(calls[record.step], record)
         seats = frozenset({seat or "actors"})
         yield Phase(FunctionName.GENERATION, seats, drawn_s, 0.0, actor.sleep_s, actor.wake_s)
         seats = frozenset({seat or "learner"})
         yield Phase(FunctionName.LEARNER, seats, after_s, scored_s, learner.sleep_s, learner.wake_s)
 
 
-def _spent_s(trace: Trace, record: StepRecord) -> tuple[float, float, float]:
+def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, float, float]:
     """Of one step: seconds from the first load of weights to the last token, from there until all samples are scored,
     and of reference and learner."""
-    calls = [call for call in trace.invocations if call.step == record.step]
     begun_s = min(call.start_s for call in calls if call.work is Work.LOAD_WEIGHTS)
     drawn_s = record.start_s + record.metrics["generation_s"]
     scored_s = max((call.end_s for call in calls if call.work is Work.SCORE), default=drawn_s)

@@ -81,7 +81,7 @@ def test_seats_that_overlap_within_a_run_are_refused() -> None:
 
 def test_arrangements_of_a_scenario() -> None:
     one = scenario(cluster={"machines": [{"kind": "l40s", "devices_per_node": 4}]}, steps=3)
-    found = arrangements(one, 2)
+    found = arrangements(one, [2])[2]
     assert [each.name for each in found] == [
         ONE_BY_ONE,
         "all devices, in turns",
@@ -92,4 +92,4 @@ def test_arrangements_of_a_scenario() -> None:
     assert all(each.mean_end_s <= each.makespan_s for each in found)
     mixed = {"machines": [{"kind": kind, "devices_per_node": 4} for kind in ("l40s", "h100")]}
     with pytest.raises(InputError, match="runs share devices of one kind, and there are l40s, h100"):
-        arrangements(scenario(cluster=mixed), 2)
+        arrangements(scenario(cluster=mixed), [2])
