@@ -21,7 +21,7 @@ class CostAwareSpec(SpecModel):
 
     type: Literal["cost_aware"] = "cost_aware"
 
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.9
     """The probability with which a deadline is to be kept."""
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable
 
 import numpy as np
+import pytest
 
 from fakes.views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
 from rlhfless.scaling.plan import RunContract
@@ -89,15 +90,15 @@ def test_a_deadline_is_kept_for_the_least_money() -> None:
     assert made["feasible"] is False
 
 
-def test_a_tight_deadline_is_kept_with_the_most_caution_there_is() -> None:
-    """Two actors at their fastest take 1.63 s with the load of the weights. The reserve of a first step, 1.48, is more
-    than there is; of its powers 1/2, 1/4 and 3/8 the second and the third can be planned."""
+def test_a_tight_deadline_is_kept_with_the_reserve_that_there_is() -> None:
+    """Two actors at their fastest take 1.63 s with the load of the weights, and the deadline leaves a fifth more, which
+    is less than the reserve of a first step."""
     (fastest,) = notes(knowing(WeightedSpec(time_weight=1.0)).decide(0.0, StepBegan(), fresh()), "plan")
     has_s = 1.2 * float(fastest["step_s"])  # type: ignore[arg-type]
-    (made,) = notes(knowing(CheapestSpec(deadline_s=2 * has_s)).decide(0.0, StepBegan(), fresh()), "plan")
-    reserve = DeadlineMargin(0.99).of_step(1, revisits=False).reserve ** (3 / 8)
+    assert DeadlineMargin(CostAwareSpec().confidence).of_step(1, revisits=False).reserve > 1.15
+    (made,) = notes(knowing(CheapestSpec(deadline_s=2 * has_s * 0.9)).decide(0.0, StepBegan(), fresh()), "plan")
     assert made["feasible"] is True
-    assert made["contract"] == f"cheapest within {has_s / reserve:.6g} s"
+    assert made["step_s"] == pytest.approx(fastest["step_s"])
 
 
 def test_samples_of_an_unknown_length_are_all_dealt_out() -> None:

@@ -17,7 +17,7 @@ from rlhfless.scaling.policies.cost_aware.deadline import (
 def step(margins: DeadlineMargin, took_s: float, *, revisits: bool) -> float:
     """Lets a step that was given 100 s take so long; returns the reserve that it began with."""
     margin = margins.of_step(1, revisits=revisits)
-    aim = StepAim(margin, began_s=0.0, limit_s=100.0, foreseen_s=100.0)
+    aim = StepAim(margin, began_s=0.0, limit_s=100.0, planned_s=100.0)
     margins.learn(took_s, aim)
     return margin.reserve
 
@@ -46,13 +46,3 @@ def test_steps_with_prompts_seen_before_are_judged_by_steps_of_their_kind() -> N
     # 1.0 and 0.8: 0.1 from their median each.
     twice = math.sqrt((4 * seen**2 + 2 * (1.4826 * 0.1) ** 2) / 6)
     assert step(margins, 80.0, revisits=True) == pytest.approx(reserve(0.9, twice, 4), rel=1e-3)
-
-
-def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
-    margin = DeadlineMargin(0.99).of_step(1, revisits=False)
-    assert margin.at(0.0) == (0.5, 1.0)
-    assert margin.at(1.0) == (pytest.approx(margin.confidence), pytest.approx(margin.reserve))
-    assert margin.at(0.5) == (
-        pytest.approx((0.5 + margin.confidence) / 2),
-        pytest.approx(math.sqrt(margin.reserve)),
-    )

@@ -1,7 +1,7 @@
 """The deadline margin: a step is planned to end early enough that deadlines are kept as often as was asked. Pure.
 
-The share of their given time that steps took is learned from the run: a deadline is divided by an upper bound of that
-share (`StepMargin.reserve`).
+How long steps took beside their plans is learned from the run: a deadline is divided by an upper bound of that ratio
+(`StepMargin.reserve`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from rlhfless.scaling.plan import CheapestUnderDeadline, Contract
 from rlhfless.scaling.policies.cost_aware.estimators import Recent
 
 EVEN = 0.5
@@ -27,20 +26,9 @@ class StepMargin:
     confidence: float
     """That probability."""
     reserve: float
-    """The time of a step is divided by this before it is planned; at least 1."""
+    """The time of a step is divided by this before it is planned."""
     revisits: bool
     """Whether most prompts of the step were seen before."""
-
-    def at(self, caution: float) -> tuple[float, float]:
-        """Confidence to ask of forecasts, and reserve of time. `caution` 1: as the deadline asks; 0: as likely as not,
-        and no reserve. Between them the confidence is linear in `caution`, and the reserve a power."""
-        return EVEN + caution * (self.confidence - EVEN), self.reserve**caution
-
-    def sooner(self, contract: Contract, reserve: float) -> Contract:
-        """The contract for the planner: the deadline is earlier by the reserve."""
-        if not isinstance(contract, CheapestUnderDeadline):
-            return contract
-        return CheapestUnderDeadline(contract.deadline_s / reserve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +39,8 @@ class StepAim:
     began_s: float = 0.0
     limit_s: float = math.inf
     """Time at which its generation should have ended."""
-    foreseen_s: float = math.inf
-    """The predicted end of generation, if that is later than `limit_s`."""
+    planned_s: float = math.inf
+    """Time at which its generation ends by the plan."""
     after_s: float = 0.0
     """Predicted seconds of the step after generation."""
     time_usd_per_s: float = 0.0
@@ -66,7 +54,7 @@ class DeadlineMargin:
         """`confidence`: the probability with which deadlines are to be kept."""
         self._asked = confidence
         self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
-        """The share of their given (or predicted) time that steps took. Steps with known prompts are kept separately,
+        """How long steps took beside their plans. Steps with known prompts are kept separately,
         because their forecasts are better."""
         self.steps = 0
         """The number of steps whose generation has ended."""
@@ -79,14 +67,13 @@ class DeadlineMargin:
         """
         normal = NormalDist()
         confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
-        reserve = max(self._used[revisits].at(confidence), 1.0)
-        return StepMargin(confidence, reserve, revisits)
+        return StepMargin(confidence, self._used[revisits].at(confidence), revisits)
 
     def learn(self, at_s: float, aim: StepAim) -> None:
-        """Generation has ended: learns the share of its time that it took."""
+        """Generation has ended: learns how long it took beside its plan."""
         self.steps += 1
         if math.isfinite(aim.limit_s) and self.steps > 1:  # the first step has no history, so it is not counted
-            self._used[aim.margin.revisits].add((at_s - aim.began_s) / (aim.foreseen_s - aim.began_s))
+            self._used[aim.margin.revisits].add((at_s - aim.began_s) / (aim.planned_s - aim.began_s))
             if not self._used[True].count:  # better forecasts scatter no more
                 new = self._used[False]
                 self._used[True] = Recent(1.0, new.scatter, FIRST_STEPS + new.count)

@@ -15,12 +15,12 @@ from rlhfless.scaling.plan import (
     RunContract,
     contract_for_step,
 )
-from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim
+from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim, StepMargin
 from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster
 from rlhfless.scaling.policies.cost_aware.held import HeldDevices
-from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release, waiting_usd_per_s
-from rlhfless.scaling.policies.cost_aware.planner import PlanRequest, StepPlan, plan_step
+from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release
+from rlhfless.scaling.policies.cost_aware.planner import StepPlan, plan_step
 from rlhfless.scaling.policies.cost_aware.relief import PASSED_SHARE, Actors, goal_of, is_due, relieve
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
@@ -107,17 +107,19 @@ class CostAware:
         self._forecaster.begin(now.view)
         lengths = self._forecaster.look(now.view)
         tokens = float(lengths.means.sum()) + _prompt_tokens(now.view)
-        request = self._request(now, tokens)
-        made = plan_step(now, lengths, request, self._fleet_options, self._starts)
+        margin, contract, after_s = self._request(now, tokens)
+        made = plan_step(now, lengths, contract, margin.reserve, self._fleet_options, self._starts)
         self._forecast = _forecast(now, tokens, made.plan.step_s)
         self._spending.planned(made.plan.usd)
-        self._aim = self._aim_of(now, request, made)
+        planned_s = now.at_s + made.plan.step_s
+        limit_s = max(now.at_s + made.limit_s, planned_s)
+        self._aim = StepAim(margin, now.at_s, limit_s, planned_s, after_s, made.plan.time_usd_per_s)
         self._steps += 1
-        self._actors = made.assignment.slots
+        self._actors = made.slots
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
 
-    def _request(self, now: PolicyContext, tokens: float) -> PlanRequest:
-        """The step's share of the rest of the contract."""
+    def _request(self, now: PolicyContext, tokens: float) -> tuple[StepMargin, Contract, float]:
+        """The margin of the step, its share of the rest of the contract, and the predicted seconds after generation."""
         if self._run.opens(self._steps) and self._steps < self._run.steps:
             self._since = now.at_s, self._spending.usd
         steps_left = self._run.steps_left(self._steps)
@@ -139,17 +141,7 @@ class CostAware:
             seen = self._spending.others_usd.count > 0 or shared_by == 1
             share = 1.0 if seen else UNSEEN_SHARE
             contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
-        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s)
-
-    def _aim_of(self, now: PolicyContext, request: PlanRequest, made: StepPlan) -> StepAim:
-        return StepAim(
-            margin=request.margin,
-            began_s=now.at_s,
-            limit_s=now.at_s + made.limit_s,
-            foreseen_s=now.at_s + max(made.limit_s, made.plan.step_s),
-            after_s=request.after_s,
-            time_usd_per_s=made.plan.time_usd_per_s,
-        )
+        return margin, contract, after_s
 
     def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
         """Releases actors that are not needed, starts actors that are, and assigns samples."""
@@ -158,7 +150,7 @@ class CostAware:
             if slot not in self._actors and now.awake(slot):
                 actions += release(now, slot, self._idle.state(now, slot, self._forecast))
         actions += start(now, self._actors)
-        return [*actions, *(Assign(*given) for given in zip(self._actors, made.assignment.samples, strict=True))]
+        return [*actions, *(Assign(*given) for given in zip(self._actors, made.samples, strict=True))]
 
     def _beat(self, now: PolicyContext) -> list[Action]:
         self._idle.look(now)
