@@ -37,7 +37,7 @@ import torch.distributed as dist
 from rlhfless.functions import loopback
 loopback.bind_rendezvous_to_loopback()
 loopback.bind_rendezvous_to_loopback()  # a second engine in the same process
-loopback.prefer(loopback.loopback_environment())
+loopback.set_default_environment(loopback.loopback_environment())
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]

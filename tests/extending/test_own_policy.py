@@ -35,7 +35,7 @@ def load(load_with):
 
 
 def test_a_policy_is_a_name_or_a_mapping_with_keys_of_its_own(load):
-    assert load("{}").scaling.policy == CostAwareSpec(confidence=0.99)
+    assert load("{}").scaling.policy == CostAwareSpec(confidence=0.9)
     assert load("{policy: cost_aware}").scaling.policy == CostAwareSpec()
     careless = load("{policy: {type: cost_aware, confidence: 0.6}}")
     assert careless.scaling.policy.confidence == 0.6

@@ -15,6 +15,7 @@ from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policies.static import Static
 from rlhfless.scaling.policy import Policy
 from rlhfless.spec.base import SpecModel
+from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.imports import load_target
 from rlhfless.spec.policies import (
@@ -86,8 +87,8 @@ def policy_kind(name: str) -> PolicyKind:
     try:
         return PolicyKind(POLICY_SEAM.model_of(name), load_target(name))
     except PydanticCustomError as error:
-        context = error.context or {}
-        raise PolicyError(str(context["what"]), str(context["hint"])) from error
+        problem: Problem = (error.context or {})["problems"][0]
+        raise PolicyError(problem.what, problem.hint) from error
 
 
 def make_policy(name: str, settings: SpecModel | None = None, run: RunContract | None = None) -> Policy:
