@@ -5,8 +5,8 @@
 #   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks, the chart on a cluster
 #   scripts/test.sh PYTEST ci      the rest without live benchmarks, which find the least a minute
 #
-# Tests with engines mostly wait, so several processes of tests run beside each other; what they print is shown one after
-# the other.
+# Several processes of tests can run beside each other, as the chart and the nodes of a cluster do; what they print is
+# shown one after the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -80,6 +80,7 @@ else
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark"; fi
     beside "faults of runs" 50 -m "$long" "${faults[@]}"
+    finish
     beside "other long ones" 50 -m "$long" $(printf -- '--ignore=%s ' "$nodes" "$memory" "${faults[@]}")
     finish
     # Not beside the runs above: together they need more memory than 24 GiB, and Ray ends workers where it is short.
