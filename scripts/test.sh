@@ -83,8 +83,9 @@ else
     finish
     beside "other long ones" 50 -m "$long" $(printf -- '--ignore=%s ' "$nodes" "$memory" "${faults[@]}")
     finish
-    # Not beside the runs above: together they need more memory than 24 GiB, and Ray ends workers where it is short.
+    # Not beside the runs above: together they need more than 24 GiB, and Ray ends workers where memory is short.
     if [ -n "${KUBECONFIG:-}" ]; then beside "the chart on a cluster" 50 -m kubernetes; fi
+    finish
     beside "nodes of a cluster" 20 -m "$long" "$nodes"
     finish
     beside "memory runs short" 10 -m "$long" "$memory"
