@@ -18,10 +18,10 @@ class Standby:
     """Actors that can work after the same wait."""
 
     tier: str
-    """`warm`, the name of a sleeping tier, or `cold`."""
+    """`warm`, `starting` or `cold`."""
     actors: int
     wait_s: float
-    """From the start of the step until an actor is up: 0 if warm, else the time to wake or to start. It is paid for."""
+    """From the start of the step until an actor is up: 0 if warm, else what is left of its start. It is paid for."""
 
     def __post_init__(self) -> None:
         if self.actors < 0:

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -76,11 +77,20 @@ class Plan:
     """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
     plan, and infinite if the budget is not spent."""
 
+    @property
+    def nearest(self) -> Contract:
+        """The nearest contract that can be kept: `contract` itself if that can."""
+        if self.feasible:
+            return self.contract
+        is_deadline = isinstance(self.contract, CheapestUnderDeadline)
+        return CheapestUnderDeadline(self.step_s) if is_deadline else FastestUnderBudget(self.usd)
+
     def record(self, step: int, at_s: float) -> Decision:
         """The decision as the trace keeps it."""
         inputs: dict[str, float | int | str | bool] = {
             "contract": str(self.contract),
             "feasible": self.feasible,
+            "nearest": str(self.nearest),
             "samples": sum(actor.samples.size for actor in self.actors),
             "step_s": self.step_s,
             "usd": self.usd,
@@ -99,7 +109,7 @@ def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_
     Raises CapacityError if one response alone exceeds the KV cache of a device on offer.
     """
     search = Search(step, options)
-    fast, cheap = search.fastest(), search.within(math.inf)
+    fast, cheap = search.fastest, search.within(math.inf)
     assert cheap is not None  # without a limit one actor does all
     time_usd_per_s = 0.0
     match contract:
@@ -172,6 +182,7 @@ class Search:
             self._tried[limit_s] = min((cut for cut in cuts if cut is not None), key=_cheaper, default=None)
         return self._tried[limit_s]
 
+    @cached_property
     def fastest(self) -> Cut:
         """The plan that ends first."""
         best = self.within(math.inf)
@@ -189,7 +200,7 @@ class Search:
 
     def best(self, value: Callable[[Cut], float], kept: Callable[[Cut], bool]) -> Cut | None:
         """The plan with the least value among those that keep a contract, or None if none does."""
-        fast, cheap = self.fastest(), self.within(math.inf)
+        fast, cheap = self.fastest, self.within(math.inf)
         assert cheap is not None
         for limit_s in np.geomspace(fast.step_s, max(cheap.step_s, fast.step_s), LIMITS).tolist():
             self.within(limit_s)
@@ -202,7 +213,7 @@ class Search:
     def _tighten(self, cut: Cut) -> None:
         """Tries limits down to the least at which the actors of a plan suffice."""
         low_s, high_s = max((other.step_s for other in self._with_more(cut)), default=0.0), cut.step_s
-        low_s = max(low_s, self.fastest().step_s)
+        low_s = max(low_s, self.fastest.step_s)
         while low_s * RESOLUTION < high_s:
             middle_s = math.sqrt(low_s * high_s)
             tried = self.within(middle_s)
@@ -225,7 +236,7 @@ class Search:
     def saving_of_slower(self, chosen: Cut) -> float:
         """The price of a second at a plan that spends its budget: the most that a slower plan saves for each second
         more. Infinite if the budget would pay for a faster plan, were there one."""
-        if chosen.step_s <= self.fastest().step_s * RESOLUTION:
+        if chosen.step_s <= self.fastest.step_s * RESOLUTION:
             return math.inf
         slower = [cut for cut in self._tried.values() if cut is not None and cut.step_s > chosen.step_s * RESOLUTION]
         savings = [(chosen.usd - cut.usd) / (cut.step_s - chosen.step_s) for cut in slower]

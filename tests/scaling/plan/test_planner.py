@@ -78,6 +78,8 @@ def test_an_impossible_budget_is_planned_as_cheap_as_can_be():
     made = plan(THREE, fleet(device(Straight(), warm(3))), FastestUnderBudget(3.0))
     assert not made.feasible
     assert made.usd == pytest.approx(14)
+    assert made.nearest == FastestUnderBudget(made.usd)
+    assert plan(THREE, fleet(device(Straight(), warm(3))), made.nearest).feasible
     assert made.reason.startswith("no plan on these devices costs less than 14 USD, so not fastest for at most 3 USD; ")
 
 

@@ -16,7 +16,7 @@ EVEN = 0.5
 """Confidence of an event that is as likely as not."""
 
 FIRST_SCATTER, FIRST_STEPS = 0.08, 2
-"""Prior scatter of the share of its time that a step takes, and the number of steps as which the prior counts."""
+"""Prior scatter of how long steps take beside their plans, and the number of steps as which the prior counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class DeadlineMargin:
         """`confidence`: the probability with which deadlines are to be kept."""
         self._asked = confidence
         self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
-        """How long steps took beside their plans. Steps with known prompts are kept separately,
-        because their forecasts are better."""
+        """How long steps took beside their plans. Steps with known prompts are kept separately, because their forecasts
+        are better."""
         self.steps = 0
         """The number of steps whose generation has ended."""
 

@@ -78,6 +78,13 @@ class RemainingLengths:
         left, right, share = self.between(rank)
         return np.asarray(self.table[self.kind, left] * (1 - share) + self.table[self.kind, right] * share)
 
+    def typical_draw(self, order: Ints) -> Floats:
+        """[rows]: remaining tokens of the rows, each at a rank of its own, such that any stretch of `order` [rows]
+        looks like a typical draw of as many."""
+        ranks = np.empty(order.size)
+        ranks[order] = even_ranks(order.size)
+        return self.one_each(ranks)
+
     def grid(self) -> Floats:
         """[T]: tokens from 0 to the longest quantile, each point further apart than the one before."""
         return np.append(0.0, np.geomspace(1.0, max(float(self.table[:, -1].max(initial=1.0)), 2.0), POINTS))

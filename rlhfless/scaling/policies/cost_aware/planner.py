@@ -20,7 +20,7 @@ import numpy as np
 from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, Plan, Responses, plan, responses
 from rlhfless.scaling.policies.cost_aware.deadline import EVEN
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths, even_ranks
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.idle import waiting_usd_per_s
 from rlhfless.scaling.policies.fleet_actions import samples_by_prompt
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
@@ -73,9 +73,7 @@ def typical(lengths: RemainingLengths, view: StepView) -> Responses:
         return responses(lengths.means, view.group, view.prompt_tokens, view.prefixes)
     by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
     order = samples_by_prompt(by_mean, view.group)
-    ranks = np.empty(order.size)
-    ranks[order] = even_ranks(order.size)
-    step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens, view.prefixes)
+    step = responses(lengths.typical_draw(order), view.group, view.prompt_tokens, view.prefixes)
     return replace(step, order=order, longest=_longest(lengths, order))
 
 

@@ -22,7 +22,7 @@ from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.cost_aware.deadline import EVEN, StepAim
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths, even_ranks
+from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
 from rlhfless.scaling.policies.cost_aware.idle import StepForecast
 from rlhfless.scaling.policies.fleet_actions import Inputs, note, start
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
@@ -70,9 +70,7 @@ class Actors:
         self.context = view.tokens[lengths.samples] + view.prompt_tokens[view.group[lengths.samples]]  # [rows]
         self.begun = view.tokens[lengths.samples] > 0  # [rows]
         self._lengths = lengths
-        ranks = np.empty(self.home.size)
-        ranks[np.lexsort((self.means, self.home))] = even_ranks(self.home.size)
-        self._draw = lengths.one_each(ranks)
+        self._draw = lengths.typical_draw(np.lexsort((self.means, self.home)))
         self._grid = lengths.grid()
         self._unended = lengths.unended(self._grid)
         self.until_up_s = {slot: starts.until_serving_s(now, slot) for slot in devices}

@@ -28,7 +28,7 @@ from rlhfless.scaling.policy import (
 from rlhfless.spec import CheapestSpec, CostAwareSpec
 
 PROMPTS, SIBLINGS, ACTORS = 4, 8, 2
-"""Few samples, but enough for a plan in which some wait, and for actors of which one is worth dissolving."""
+"""Few samples, but enough for a plan in which some wait."""
 
 MAX_TOKENS = 64
 
