@@ -14,7 +14,7 @@ const FOLLOW_MS = 1000;
 
 export function runView(root, id, firstTab) {
   const path = `/v1/runs/${encodeURIComponent(id)}`;
-  let run = null, shown = null, name = null;
+  let run = null, shown = null, name = null, heard = 0;
   document.title = `${id} · rlhfless`;
   const title = h("h1", {}), status = h("span"), reason = h("p", { class: "reason" }), bar = h("div", { class: "progress" });
   const actions = h("div", { class: "actions" }), meta = h("p", { class: "meta" });
@@ -107,12 +107,14 @@ export function runView(root, id, firstTab) {
   return {
     tab,
     async refresh() {
-      const again = run !== null;
-      draw(await get(path));
+      const again = run !== null, before = heard;
+      const found = await get(path);
+      if (heard === before) draw(found); // else the stream brought a newer state while this answer was on its way
       if (again) follow();
     },
     changed(found) {
       if (found.id !== id) return;
+      heard++;
       const news = run === null || found.last_event !== run.last_event;
       draw(found);
       if (news) follow(); // else it only says what it does

@@ -22,6 +22,7 @@ const MOST_COMPARED = 8;
 export function runsView(root) {
   const entries = new Map(); // id -> {row, run}
   const chosen = new Set(); // ids of runs to compare
+  const heard = new Map(); // id -> run, as the stream told it while a page of the list was on its way
   let group = "all", after = null, more = false, loading = false, closed = false;
   let sort = null, order = null; // newest first
   document.title = "Runs · rlhfless";
@@ -100,6 +101,7 @@ export function runsView(root) {
   async function page() {
     if (loading) return;
     loading = true;
+    heard.clear();
     const asked = JSON.stringify([group, sort, order]);
     try {
       const query = new URLSearchParams({ limit: PER_PAGE });
@@ -109,7 +111,9 @@ export function runsView(root) {
       const found = await get(`/v1/runs?${query}`);
       if (closed || asked !== JSON.stringify([group, sort, order])) return;
       const rows = [];
-      for (const run of found.data) {
+      for (const listed of found.data) {
+        const run = heard.get(listed.id) ?? listed;
+        if (!belongs(run)) continue;
         if (entries.has(run.id)) { update(run); continue; }
         const entry = { run, row: rowOf(run, chosen, pick) };
         entries.set(run.id, entry);
@@ -148,11 +152,11 @@ export function runsView(root) {
   }
 
   function changed(run) {
-    const listed = group === "all" || GROUPS[group].includes(run.status);
+    heard.set(run.id, run);
     if (entries.has(run.id)) {
-      if (listed) update(run);
+      if (belongs(run)) update(run);
       else deleted(run.id);
-    } else if (listed && sort === null && newer(run)) {
+    } else if (belongs(run) && sort === null && newer(run)) {
       const entry = { run, row: rowOf(run, chosen, pick) };
       entries.set(run.id, entry);
       body.prepend(entry.row);
@@ -160,6 +164,7 @@ export function runsView(root) {
     sift();
   }
 
+  const belongs = (run) => group === "all" || GROUPS[group].includes(run.status);
   const newer = (run) => [...entries.values()].every((entry) => entry.run.created_at < run.created_at);
 
   function deleted(id) {

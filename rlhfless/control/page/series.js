@@ -6,7 +6,7 @@ const POINTS = 300; // per metric: what a chart of some 400 pixels can show
 
 /** `load()` reads what is new, `narrow(range)` says which steps are wanted: {last: 100}, {from, to}, or null for all. */
 export function seriesOf(path, names) {
-  let series = {}, read = null, range = null;
+  let series = {}, read = null, range = null, begun = 0, newest = 0;
 
   const bounds = (step) => (range?.last ? [step - range.last, null] : range ? [range.from - 1, range.to] : [-1, null]);
 
@@ -17,8 +17,10 @@ export function seriesOf(path, names) {
     if (until !== null && from >= until) return;
     const query = new URLSearchParams([...names.map((name) => ["name", name]), ["points", POINTS], ["after_step", from]]);
     if (until !== null) query.set("until_step", until);
+    const order = ++begun;
     const found = await get(`${path}/metrics?${query}`);
-    if (asked !== range) return; // others are wanted meanwhile
+    if (asked !== range || order < newest) return; // others are wanted meanwhile, or are here: a later answer came sooner
+    newest = order;
     if (whole) series = {};
     read = found.step;
     for (const one of found.series) {

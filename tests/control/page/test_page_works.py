@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 
+import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 from sqlalchemy.orm import Session
 
@@ -86,6 +87,42 @@ def test_a_new_step_is_drawn_without_a_reload(opened, site) -> None:  # type: ig
     expect(reward.locator(".legend")).to_contain_text("0.987")
     expect(page.locator(".tiles")).to_contain_text("± 0.125")
     expect(page.locator(".head .progress")).to_contain_text("232 / 400")
+
+
+LATE = """(() => {
+  const now = window.fetch;
+  window.fetch = async (path, options) => {
+    const answer = await now(path, options);
+    if (String(path).split("?")[0] === "PATH" && !window.late) await new Promise((go) => { window.late = go; });
+    return answer;
+  };
+})()"""
+"""The first answer of a path comes only when the test says so."""
+
+
+NEWEST = "code-ppo-20261123-101200-7d0e11c4"
+"""The list shows it as soon as the stream names it; older runs come with their page."""
+
+
+@pytest.mark.parametrize("run, view, path", [(filled.RUN_ID, RUN, f"/v1/runs/{filled.RUN_ID}"), (NEWEST, "", "/v1/runs")])
+def test_an_answer_that_comes_late_does_not_replace_what_the_stream_told(opened, site, run: str, view: str, path: str) -> None:  # type: ignore[no-untyped-def]
+    page = live(opened(view, scripts=(LATE.replace("PATH", path),)))
+    page.wait_for_function("!!window.late")
+    told = f"told at {time.time()}"
+
+    def say(session: Session) -> None:
+        row = store.run_of(session, run)
+        row.status_reason = told
+        store.touch(session, row)
+
+    write(site[1], say)
+    expect(page.locator("#main")).to_contain_text(told)
+    page.evaluate("window.late()")
+    if view:
+        page.wait_for_timeout(500)  # nothing shows that an answer was left aside
+    else:
+        expect(page.locator("table.runs tbody tr")).not_to_have_count(1)
+    expect(page.locator("#main")).to_contain_text(told)
 
 
 def test_a_chart_tells_its_values_at_the_pointer_by_key_and_as_a_table(opened) -> None:  # type: ignore[no-untyped-def]
