@@ -44,7 +44,7 @@ from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logpr
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.prefixes.packing import PackedSegments
-from rlhfless.records import FloatArray
+from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.files import TensorStream
 from rlhfless.weights.perturb import perturbed_by
@@ -255,7 +255,7 @@ class LearnerRank:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of one micro-batch: its share of the mini-batch's."""
 
-        def of_responses(values: FloatArray) -> torch.Tensor:
+        def of_responses(values: FloatArray | IntArray) -> torch.Tensor:
             return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
 
         current = response_logprobs(self._policy, batch, self._temperature, packed)
@@ -263,6 +263,8 @@ class LearnerRank:
             logprobs=current.logprobs,
             entropy=current.entropy,
             denominator_tokens=batch.denominators.tokens,
+            sequence_id=of_responses(batch.sequence_id),
+            denominator_sequences=batch.denominators.sequences,
             own={name: of_responses(values) for name, values in batch.own.items()},
             **{name: of_responses(values) for name, values in batch.columns().items() if name in LOSS_COLUMNS},
         )

@@ -22,7 +22,7 @@ from rlhfless.records import FloatArray
 from rlhfless.spec import AlgorithmSpec
 from rlhfless.spec.extension import make
 
-BUILT_IN: Mapping[str, str] = {"grpo": "rlhfless.algorithms.grpo:GRPO"}
+BUILT_IN: Mapping[str, str] = {"grpo": "rlhfless.algorithms.grpo:GRPO", "ppo": "rlhfless.algorithms.ppo:PPO"}
 """Import paths of the built-in algorithms, by the `type` of their settings."""
 
 MAXIMUM_SUFFIX = "_max"
@@ -31,7 +31,7 @@ MAXIMUM_SUFFIX = "_max"
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Response tokens only, in any order. Fields with the name of a batch's column hold that column's values."""
+    """Response tokens only, of whole sequences. Fields with the name of a batch's column hold that column's values."""
 
     logprobs: torch.Tensor  # [tokens], current; the only column with a gradient
     entropy: torch.Tensor  # [tokens], of the current policy; a metric only
@@ -39,6 +39,10 @@ class LossInputs:
     advantages: torch.Tensor  # [tokens]
     denominator_tokens: int
     """Response tokens of the optimiser step, over all micro-batches and ranks."""
+    sequence_id: torch.Tensor  # [tokens], int64, from 0
+    """The sequence of each token in its micro-batch, which has all response tokens of each."""
+    denominator_sequences: int
+    """Sequences of the optimiser step that have response tokens."""
     old_logprobs: torch.Tensor | None = None  # [tokens]
     """None: this is the first and only update of the step, so the old policy is the current one, exactly."""
     reference_logprobs: torch.Tensor | None = None  # [tokens]; if the algorithm needs a reference
@@ -54,6 +58,27 @@ class LossInputs:
     def old(self) -> torch.Tensor:
         """Logprobs of the policy before the first update of the step, a constant to the gradient, `[tokens]`."""
         return self.logprobs.detach() if self.old_logprobs is None else self.old_logprobs
+
+    @property
+    def sequence_scale(self) -> float:
+        """As `scale`, of a sum over sequences."""
+        return 1.0 / max(self.denominator_sequences, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInputs:
+    """The critic's side of LossInputs: response tokens only, in any order."""
+
+    values: torch.Tensor  # [tokens], current, with a gradient
+    old_values: torch.Tensor  # [tokens], those that the advantages were computed from
+    returns: torch.Tensor  # [tokens]
+    denominator_tokens: int
+    """As in LossInputs."""
+
+    @property
+    def scale(self) -> float:
+        """As in LossInputs."""
+        return 1.0 / max(self.denominator_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +103,19 @@ class Algorithm(Protocol):
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """The loss to minimise, as this micro-batch's share."""
+        ...
+
+
+class ActorCritic(Algorithm, Protocol):
+    """An algorithm whose settings need `values`: its batches have the critic's values, and it says what a critic
+    learns."""
+
+    def returns(self, batch: PackedBatch) -> FloatArray:
+        """What the critic is to predict, `[tokens]`."""
+        ...
+
+    def value_loss(self, inputs: ValueInputs) -> LossOutputs:
+        """The critic's loss, as this micro-batch's share."""
         ...
 
 

@@ -78,7 +78,12 @@ class Denominators:
     tokens: int
     """Tokens that the model drew."""
     sequences: int
+    """Sequences in which it drew any."""
     groups: int
+
+
+NO_DENOMINATORS = Denominators(0, 0, 0)
+"""Of a batch that is still being packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,11 @@ class PackedBatch:
     reference_logprobs: FloatArray | None = dataclasses.field(
         default=None, metadata=per_token(np.float32, lambda sample: sample.columns.get("reference_logprobs"))
     )
+    values: FloatArray | None = dataclasses.field(
+        default=None, metadata=per_token(np.float32, lambda sample: sample.columns.get("values"))
+    )
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+    returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
     """Columns of the user's own functions, by name, each `[tokens]`."""
 
@@ -151,6 +160,12 @@ class PackedBatch:
         if values.shape != (self.sequences,):
             raise ValueError(f"the values have shape {values.shape}, expected one per sequence: ({self.sequences},)")
         return np.where(self.response_mask, values[self.sequence_id], 0)
+
+    def placed(self, drawn: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`drawn` [tokens that the model drew] as `[tokens]`, 0 elsewhere."""
+        values = np.zeros(len(self.tokens), dtype=drawn.dtype)
+        values[self.response_mask] = drawn
+        return values
 
     def _fitted(self, name: str, column: Column, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """`values` in the column's type, and 0 where it has none. Raises ValueError for another shape."""
@@ -206,16 +221,17 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     }
     names = dict.fromkeys(name for sample in samples for name in sample.columns if name not in known)
     own: dict[str, Any] = {name: _packed(name, _own(name), samples, response_mask) for name in names}
-    return PackedBatch(
+    batch = PackedBatch(
         own=own,
         tokens=np.concatenate([segment.token_ids for segment in segments]).astype(np.int64, copy=False),
         positions=_counts_from_zero(lengths),
         sequence_id=np.repeat(np.arange(len(samples)), lengths),
         group_id=np.repeat(np.repeat(np.arange(len(ordered)), sizes), lengths),
         response_mask=response_mask,
-        denominators=Denominators(int(response_mask.sum()), len(samples), len(ordered)),
+        denominators=NO_DENOMINATORS,
         **columns,
     )
+    return _own_denominators(batch)
 
 
 def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -> list[list[FloatArray]]:
@@ -273,7 +289,8 @@ def mini_batches(batch: PackedBatch, count: int) -> tuple[PackedBatch, ...]:
 
 def _own_denominators(batch: PackedBatch) -> PackedBatch:
     groups = int(batch.group_id.max(initial=-1)) + 1
-    own = Denominators(int(batch.response_mask.sum()), batch.sequences, groups)
+    answered = int(np.count_nonzero(batch.response_lengths))
+    own = Denominators(int(batch.response_mask.sum()), answered, groups)
     return dataclasses.replace(batch, denominators=own)
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.spec import KLSpec
 
 Estimator = Literal["k1", "k2", "k3"]
 FloatLike = npt.NDArray[np.floating]
@@ -51,19 +52,47 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def rewards_with_kl(
-    rewards: FloatLike, batch: PackedBatch, coefficient: float, estimator: Estimator
-) -> npt.NDArray[np.float64]:
-    """`rewards` [sequences] minus `coefficient` x the KL to the reference, summed over the response.
+def old_kl_to_reference(batch: PackedBatch, estimator: Estimator) -> npt.NDArray[np.float64]:
+    """KL of the *old* policy, which is known before the update, to the reference: `[drawn tokens]`.
 
-    It is the KL of the *old* policy, which is known before the update. If the batch has no old logprobs (one mini-batch
-    per step), the rollout logprobs are used: the same weights, computed by
-    the engine.
-    Raises ValueError if the batch has no reference logprobs.
+    If the batch has no old logprobs (one mini-batch per step), the rollout logprobs are used: the same weights,
+    computed by the engine. Raises ValueError if the batch has no reference logprobs.
     """
     if batch.reference_logprobs is None:
         raise ValueError("KL in the reward needs reference logprobs, and the batch has none")
     policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    kl = kl_estimate(torch.tensor(policy), torch.tensor(batch.reference_logprobs), estimator).numpy()
-    per_sequence = np.bincount(batch.sequence_id, np.where(batch.response_mask, kl, 0), minlength=batch.sequences)
-    return np.asarray(rewards, dtype=np.float64) - coefficient * per_sequence
+    drawn = batch.response_mask
+    kl = kl_estimate(torch.tensor(policy[drawn]), torch.tensor(batch.reference_logprobs[drawn]), estimator)
+    return kl.numpy().astype(np.float64)
+
+
+def rewards_with_kl(batch: PackedBatch, kl: KLSpec) -> npt.NDArray[np.float64]:
+    """Rewards `[sequences]`, minus the KL to the reference summed over the response if it is part of the reward.
+
+    Raises ValueError if the batch has no rewards, a reward is not finite, or reference logprobs are missing.
+    """
+    rewards = finite_rewards(batch)
+    if not kl.in_reward:
+        return rewards
+    sequence = batch.sequence_id[batch.response_mask]
+    summed = np.bincount(sequence, old_kl_to_reference(batch, kl.estimator), minlength=batch.sequences)
+    return rewards - kl.coefficient * summed
+
+
+def token_rewards(batch: PackedBatch, kl: KLSpec) -> npt.NDArray[np.float64]:
+    """Rewards `[drawn tokens]`: the sequence's at its last drawn token, minus each token's KL if it is part of the
+    reward. A sequence without drawn tokens has none. Raises ValueError as `rewards_with_kl` does."""
+    lengths = batch.response_lengths
+    per_token = np.zeros(int(lengths.sum()))
+    per_token[(np.cumsum(lengths) - 1)[lengths > 0]] = finite_rewards(batch)[lengths > 0]
+    return per_token - kl.coefficient * old_kl_to_reference(batch, kl.estimator) if kl.in_reward else per_token
+
+
+def finite_rewards(batch: PackedBatch) -> npt.NDArray[np.float64]:
+    """The rewards `[sequences]`. Raises ValueError if the batch has none, or one is not finite."""
+    if batch.rewards is None:
+        raise ValueError("advantages need rewards, and the batch has none")
+    if not np.isfinite(batch.rewards).all():
+        at = int(np.flatnonzero(~np.isfinite(batch.rewards))[0])
+        raise ValueError(f"the reward of sequence {at} is {batch.rewards[at]}; rewards must be finite")
+    return batch.rewards

@@ -1,7 +1,7 @@
 """The spec of a run, as the user writes it. Frozen; unknown keys are refused; every default lives here and only
 here."""
 
-from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, KLSpec, Needs, OwnAlgorithmSpec
+from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, Needs, OwnAlgorithmSpec, PPOSpec
 from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, PromptsSpec
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
@@ -20,6 +20,14 @@ from rlhfless.spec.fleet import (
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
+from rlhfless.spec.losses import (
+    ClippedLossSpec,
+    ImportanceSpec,
+    KLSpec,
+    PolicyLossSpec,
+    RejectionSpec,
+    RewardKLSpec,
+)
 from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.rewards import (

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel
 from rlhfless.spec.extension import OwnSpec, Seam
+from rlhfless.spec.losses import ClippedLossSpec, RewardKLSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,54 +33,53 @@ class Needs:
     """Fewest samples of a prompt, for algorithms that compare them with each other."""
 
 
-class KLSpec(SpecModel):
-    """KL divergence to the frozen reference policy. With `coefficient` 0 no reference is deployed at all."""
-
-    coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL term."""
-
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
-
-    where: Literal["loss", "reward"] = "loss"
-    """Add the term to the loss of each token, or subtract it from the reward of the response."""
-
-    @property
-    def on(self) -> bool:
-        return self.coefficient > 0
-
-    @property
-    def in_reward(self) -> bool:
-        return self.on and self.where == "reward"
-
-
-class GRPOSpec(SpecModel):
-    """Group relative policy optimisation (arXiv 2402.03300), token-mean over the step as in DAPO."""
+class GRPOSpec(ClippedLossSpec):
+    """Group relative policy optimisation (arXiv 2402.03300), with the token mean and the clip of DAPO (2503.14476)."""
 
     type: Literal["grpo"] = "grpo"
 
     normalize_std: bool = True
     """Divide a group's advantages by its standard deviation. False: as in Dr. GRPO (arXiv 2503.20783)."""
 
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped from below at 1 - clip_low."""
-
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio is clipped from above at 1 + clip_high (DAPO's clip-higher)."""
-
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """A token of negative advantage A costs at most `dual_clip` times -A, however large the ratio (arXiv 1912.09729,
-    which takes 3.0); `null` for no such bound."""
-
-    importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
-    """Cap of the truncated importance weight between the learner's and the engine's logprobs of the same
-    token; `null` switches the correction off."""
-
-    kl: KLSpec = KLSpec()
 
     @property
     def needs(self) -> Needs:
         return Needs(reference=self.kl.on, old_logprobs=self.kl.in_reward, samples_per_prompt=2)
+
+
+class PPOSpec(ClippedLossSpec):
+    """Proximal policy optimisation with a critic (arXiv 1707.06347), and generalised advantages (1506.02438)."""
+
+    type: Literal["ppo"] = "ppo"
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token. 1, since a response is rewarded at its end."""
+
+    lambda_actor: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of the advantages: 1 is without bias by the critic, a smaller one has less variance."""
+
+    lambda_critic: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Lambda of the returns that the critic learns (arXiv 2503.01491 takes 1, with 0.95 for the actor); `null` for the
+    actor's, or 1 with `length_adaptive`."""
+
+    length_adaptive: Annotated[float, Field(gt=0)] | None = None
+    """Lambda of the advantages is 1 - 1 / (length_adaptive * l) for a response of l tokens (VAPO, arXiv 2504.05118,
+    eq. 9, which takes 0.05), in place of `lambda_actor`; `null` for the same lambda at all lengths."""
+
+    whiten: bool = True
+    """Shift and scale the advantages of the step to mean 0 and variance 1."""
+
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """The critic's loss does not reward a value that moves further than this from the one before the step; `null` for
+    no such bound."""
+
+    kl: RewardKLSpec = RewardKLSpec()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(reference=self.kl.on, old_logprobs=self.kl.in_reward, values=True)
 
 
 class OwnAlgorithmSpec(OwnSpec):
@@ -94,6 +93,6 @@ class OwnAlgorithmSpec(OwnSpec):
 
 
 AlgorithmSpec = Annotated[
-    GRPOSpec | OwnAlgorithmSpec,
-    Seam("algorithm", built_in=(GRPOSpec,), methods=("advantages", "loss"), settings=OwnAlgorithmSpec),
+    GRPOSpec | PPOSpec | OwnAlgorithmSpec,
+    Seam("algorithm", built_in=(GRPOSpec, PPOSpec), methods=("advantages", "loss"), settings=OwnAlgorithmSpec),
 ]

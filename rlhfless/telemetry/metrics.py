@@ -128,7 +128,7 @@ METRICS = _table(
         Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
         # The learner
         Metric("loss", Unit.NONE, "Loss, with KL if it is part of it"),
-        Metric("policy_loss", Unit.NONE, "Clipped policy loss"),
+        Metric("policy_loss", Unit.NONE, "Policy loss, without KL"),
         Metric("learning_rate", Unit.NONE, "Learning rate, mean over the optimiser steps"),
         Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
         Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
@@ -141,9 +141,18 @@ METRICS = _table(
         Metric("clipped_dual", _RATIO, "Tokens without gradient because of the dual clip"),
         Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
         Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
-        Metric("importance_weight", Unit.NONE, "Mean importance weight, old policy to engine, uncapped"),
-        Metric("importance_weight_max", Unit.NONE, "Largest importance weight, uncapped"),
-        Metric("importance_capped", _RATIO, "Tokens whose importance weight is capped"),
+        Metric("importance_weight", Unit.NONE, "Mean importance weight of a token, old policy to engine, unbounded"),
+        Metric("importance_weight_max", Unit.NONE, "Largest importance weight of a token, unbounded"),
+        Metric("importance_outside", _RATIO, "Tokens whose importance weight is truncated or masked"),
+        Metric("rejected", _RATIO, "Tokens that the off-policy rejection leaves out"),
+        Metric("rollout_kl", _NATS, "KL divergence of the engine's from the old policy, per token"),
+        Metric("sequence_log_ratio_max", _NATS, "Largest |log ratio| of a sequence, old policy to engine"),
+        Metric(
+            "geometric_log_ratio_max", _NATS, "Largest |mean log ratio| of a sequence's tokens, old policy to engine"
+        ),
+        Metric("value_loss", Unit.NONE, "Loss of the critic"),
+        Metric("value_clipped", _RATIO, "Tokens whose value the clip keeps from moving further"),
+        Metric("explained_variance", Unit.NONE, "Variance of the returns that the critic explains: 1 is all of it"),
         Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
         Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.grpo import GRPO, grpo_advantages
-from rlhfless.algorithms.kl import rewards_with_kl
+from rlhfless.algorithms.kl import rewards_with_kl, token_rewards
 from rlhfless.spec import GRPOSpec, KLSpec
 
 
@@ -33,9 +33,10 @@ def test_groups_that_say_nothing_get_exactly_zero(normalize_std):
     assert grpo_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std).tolist() == [0, 0, 0, 0]
 
 
-def test_rewards_must_be_finite():
+def test_rewards_must_be_finite(make_group):
+    batch = pack([make_group("a", (1,), [[10], [20]])]).with_columns(rewards=np.array([1.0, np.nan]))
     with pytest.raises(ValueError, match="reward of sequence 1 is nan"):
-        grpo_advantages(np.array([1.0, np.nan]), np.array([0, 0]), normalize_std=True)
+        GRPO(GRPOSpec()).advantages(batch)
 
 
 @given(
@@ -53,15 +54,16 @@ def test_sum_to_zero_in_each_group_and_ignore_a_shift(pairs, shift):
 
 def test_kl_in_the_reward(make_group):
     # Rollout logprobs -0.1 and -0.2 in the first response, -0.3 in the second; the reference says -0.6 everywhere.
-    batch = pack([make_group("a", (1,), [[10, 20], [30]])])
+    kl = KLSpec(coefficient=2.0, estimator="k1", where="reward")
+    batch = pack([make_group("a", (1,), [[10, 20], [30]])]).with_columns(rewards=np.array([1.0, 2.0]))
     with pytest.raises(ValueError, match="needs reference logprobs"):
-        rewards_with_kl(np.zeros(2), batch, 1.0, "k1")
+        rewards_with_kl(batch, kl)
     batch = batch.with_columns(reference_logprobs=np.full(5, -0.6, np.float32))
-    np.testing.assert_allclose(
-        rewards_with_kl(np.array([1.0, 2.0]), batch, 2.0, "k1"), [1 - 2 * (0.5 + 0.4), 2 - 2 * 0.3], rtol=1e-6
-    )
+    np.testing.assert_allclose(rewards_with_kl(batch, kl), [1 - 2 * (0.5 + 0.4), 2 - 2 * 0.3], rtol=1e-6)
+    # By token it is the same, with the reward at the last one.
+    np.testing.assert_allclose(token_rewards(batch, kl), [-1, 1 - 0.8, 2 - 0.6], rtol=1e-6)
     old = batch.with_columns(old_logprobs=np.full(5, -0.7, np.float32))
-    np.testing.assert_allclose(rewards_with_kl(np.array([1.0, 2.0]), old, 2.0, "k1"), [1.4, 2.2], rtol=1e-6)
+    np.testing.assert_allclose(rewards_with_kl(old, kl), [1.4, 2.2], rtol=1e-6)
 
 
 def test_algorithm_decides_whether_kl_is_in_the_reward(make_group):

@@ -58,7 +58,7 @@ def test_pack_by_hand(make_group):
     assert batch.group_id.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert batch.response_mask.tolist() == [False, False, True, True, False, False, False, True]
     np.testing.assert_allclose(batch.rollout_logprobs, [0, 0, -0.1, -0.11, 0, 0, 0, -0.2], rtol=1e-6)
-    assert batch.denominators == Denominators(tokens=3, sequences=3, groups=2)
+    assert batch.denominators == Denominators(tokens=3, sequences=2, groups=2)  # one has no response
     assert batch.lengths.tolist() == [4, 2, 2]
     assert batch.response_lengths.tolist() == [2, 0, 1]
     assert batch.starts.tolist() == [0, 4, 6]
@@ -203,5 +203,5 @@ def test_mini_batches_are_a_partition_into_whole_groups(make_group, data, count)
     assert sum(sizes) == len(data)
     assert max(sizes) - min(sizes) <= 1
     for part in parts:
-        assert part.denominators.sequences == part.sequences
+        assert part.denominators.sequences == np.count_nonzero(part.response_lengths)
         assert part.denominators.tokens == part.response_mask.sum()

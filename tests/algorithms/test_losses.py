@@ -24,6 +24,8 @@ def inputs(current, old, rollout, advantages, reference=None) -> LossInputs:
         rollout_logprobs=torch.tensor(rollout),
         advantages=torch.tensor(advantages),
         denominator_tokens=len(current),
+        sequence_id=torch.zeros(len(current), dtype=torch.int64),
+        denominator_sequences=1,
         old_logprobs=tensor(old),
         reference_logprobs=tensor(reference),
     )
@@ -49,6 +51,8 @@ def random_inputs(tokens: int) -> LossInputs:
         rollout_logprobs=current.detach() + draw(0.5),
         advantages=draw(1.0),
         denominator_tokens=tokens,
+        sequence_id=torch.arange(tokens) // 5,
+        denominator_sequences=-(-tokens // 5),
         old_logprobs=current.detach() + draw(0.4),
         reference_logprobs=current.detach() + draw(0.6),
     )
@@ -73,7 +77,7 @@ def test_by_hand_the_dual_clip_bounds_a_ratio_that_has_grown_under_a_negative_ad
     # Ratios 5, 5, 2 with advantages -1, +1, -0.5; without it the losses are 5, -1.28, 1.
     five, two = math.log(5), math.log(2)
     given = inputs([five, five, two], [0.0] * 3, [0.0] * 3, [-1.0, 1.0, -0.5])
-    outputs = grpo_loss(given, GRPOSpec(dual_clip=3.0, importance_cap=None))
+    outputs = grpo_loss(given, GRPOSpec(dual_clip=3.0, importance=None))
     assert outputs.loss.item() == pytest.approx((3 - 1.28 + 1) / 3)
     outputs.loss.backward()
     assert given.logprobs.grad.tolist() == pytest.approx([0, 0, 0.5 * 2 / 3])
@@ -89,7 +93,7 @@ def test_by_hand_importance_weight_and_kl():
     assert outputs.metrics["policy_loss"].item() == pytest.approx(-(math.exp(0.5) + 2) / 2)
     assert outputs.metrics["reference_kl"].item() == pytest.approx(kl, rel=1e-5)
     assert outputs.loss.item() == pytest.approx(-(math.exp(0.5) + 2) / 2 + 0.1 * kl)
-    assert outputs.metrics["importance_capped"].item() == 0.5
+    assert outputs.metrics["importance_outside"].item() == 0.5
     assert outputs.metrics["importance_weight_max"].item() == pytest.approx(math.e)
     assert outputs.metrics["rollout_logprob_difference"].item() == pytest.approx(0.75)
     assert outputs.metrics["rollout_logprob_difference_max"].item() == pytest.approx(1.0)
@@ -120,7 +124,7 @@ def test_loss_gradient_and_metrics_add_up_over_any_cut():
     outputs.loss.backward()
     parts = []
     gradients = []
-    for start, stop in ((0, 5), (5, 5), (5, 24), (24, 30)):  # one part is empty
+    for start, stop in ((0, 5), (5, 5), (5, 25), (25, 30)):  # whole sequences of 5 tokens; one part is empty
         current = whole.logprobs.detach()[start:stop].requires_grad_()
         part = LossInputs(
             logprobs=current,
@@ -128,6 +132,8 @@ def test_loss_gradient_and_metrics_add_up_over_any_cut():
             rollout_logprobs=whole.rollout_logprobs[start:stop],
             advantages=whole.advantages[start:stop],
             denominator_tokens=30,
+            sequence_id=whole.sequence_id[start:stop] - start // 5,
+            denominator_sequences=6,
             old_logprobs=whole.old_logprobs[start:stop],
             reference_logprobs=whole.reference_logprobs[start:stop],
         )

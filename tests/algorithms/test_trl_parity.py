@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rlhfless.algorithms.base import LossInputs
-from rlhfless.algorithms.grpo import grpo_loss
-from rlhfless.spec import GRPOSpec, KLSpec
+from rlhfless.algorithms.grpo import GRPO
+from rlhfless.spec import GRPOSpec, ImportanceSpec, KLSpec
 
 VOCABULARY = 7
 ROWS = 6
@@ -78,7 +78,7 @@ def stand_in(algorithm: GRPOSpec, table: torch.Tensor) -> SimpleNamespace:
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
         use_vllm=True,
-        vllm_importance_sampling_correction=algorithm.importance_cap is not None,
+        vllm_importance_sampling_correction=algorithm.importance is not None,
     )
 
 
@@ -99,7 +99,7 @@ def trl_run(compute_loss, case: Case, algorithm: GRPOSpec):
             "old_per_token_logps": old,
             "ref_per_token_logps": logprobs_of(case.reference, tokens),
             "importance_sampling_ratio": weight.clamp(
-                max=algorithm.importance_cap or torch.inf
+                max=algorithm.importance.high if algorithm.importance else torch.inf
             ),  # its mode "token_truncate"
             "num_items_in_batch": mask.sum(),
         }
@@ -121,10 +121,12 @@ def our_run(case: Case, algorithm: GRPOSpec):
             rollout_logprobs=logprobs_of(case.engine, tokens)[mask],
             advantages=advantages[:, None].expand_as(mask)[mask],
             denominator_tokens=int(mask.sum()),
+            sequence_id=torch.arange(ROWS)[:, None].expand_as(mask)[mask],
+            denominator_sequences=ROWS,
             old_logprobs=logprobs_of(case.start, tokens)[mask],
             reference_logprobs=logprobs_of(case.reference, tokens)[mask],
         )
-        outputs = grpo_loss(given, algorithm)
+        outputs = GRPO(algorithm).loss(given)
         (gradient,) = torch.autograd.grad(outputs.loss, table)
         results.append((outputs.loss.detach(), gradient))
         metrics.append(outputs.metrics)
@@ -136,9 +138,9 @@ def our_run(case: Case, algorithm: GRPOSpec):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        GRPOSpec(importance_cap=1.2),
-        GRPOSpec(importance_cap=None, clip_low=0.1, clip_high=0.4),
-        GRPOSpec(importance_cap=2.0, kl=KLSpec(coefficient=0.3, estimator="k3")),
+        GRPOSpec(importance=ImportanceSpec(high=1.2)),
+        GRPOSpec(importance=None, clip_low=0.1, clip_high=0.4),
+        GRPOSpec(kl=KLSpec(coefficient=0.3, estimator="k3")),
     ],
     ids=["importance", "clip", "kl"],
 )

@@ -62,6 +62,8 @@ def test_advantages_and_loss_by_hand(own: Path) -> None:
         rollout_logprobs=torch.zeros(2),
         advantages=torch.tensor([2.0, -1.0]),
         denominator_tokens=4,
+        sequence_id=torch.zeros(2, dtype=torch.int64),
+        denominator_sequences=2,
     )
     outputs = algorithm.loss(inputs)
     assert outputs.loss.item() == -(2 * -1 + -1 * -3) / 4
@@ -114,7 +116,9 @@ print(type(settings).__module__, algorithm_of(settings).loss(inputs).loss.item()
 def test_another_process_has_it_without_knowing_of_it_before(own: Path, tmp_path: Path) -> None:
     """As a learner rank gets it: in a process of its own, in another folder, from a pickle."""
     ones = torch.ones(2)
-    inputs = LossInputs(logprobs=-ones, entropy=ones, rollout_logprobs=ones, advantages=ones, denominator_tokens=2)
+    inputs = LossInputs(
+        -ones, ones, ones, ones, 2, sequence_id=torch.zeros(2, dtype=torch.int64), denominator_sequences=1
+    )
     file = tmp_path / "rank.pickle"
     file.write_bytes(pickle.dumps((load_spec("run.yaml").algorithm, inputs)))
     command = [sys.executable, "-c", SCRIPT, str(file)]

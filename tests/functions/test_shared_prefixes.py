@@ -75,7 +75,14 @@ def _passed(policy: PolicyNetwork, batch: PackedBatch, parts: Sequence[MicroBatc
             if name in ("rollout_logprobs", "advantages")
         }
         loss = algorithm.loss(
-            LossInputs(current.logprobs, current.entropy, denominator_tokens=part.denominators.tokens, **columns)
+            LossInputs(
+                current.logprobs,
+                current.entropy,
+                denominator_tokens=part.denominators.tokens,
+                sequence_id=torch.from_numpy(part.sequence_id[part.response_mask]),
+                denominator_sequences=part.denominators.sequences,
+                **columns,
+            )
         ).loss
         loss.backward()
         at = (np.repeat(batch.starts[micro_batch.indices], part.lengths) + part.positions)[part.response_mask]

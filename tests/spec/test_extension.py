@@ -188,7 +188,7 @@ def test_the_fault_of_a_module_is_told_with_its_line(load, module, tmp_path):
 
 def test_the_json_schema_knows_the_built_in_ones_and_that_there_may_be_others():
     schema = json_schema()
-    grpo, own, named = schema["properties"]["algorithm"]["anyOf"]
+    grpo, *_, own, named = schema["properties"]["algorithm"]["anyOf"]
     assert grpo["properties"]["type"]["const"] == "grpo"
     assert "clip_high" in grpo["properties"]
     assert own["properties"]["type"]["pattern"] == r"^[\w.]+:[\w.]+$"

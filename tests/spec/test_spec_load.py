@@ -138,7 +138,7 @@ def test_overrides_reach_sections_lists_and_keys_that_the_file_leaves_out(load):
 
 
 def test_an_empty_override_is_null(load):
-    assert load(MINIMAL, "algorithm.importance_cap=").algorithm.importance_cap is None
+    assert load(MINIMAL, "algorithm.importance=").algorithm.importance is None
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("generation: hot", ["generation (line 7)", "section", "'hot'"]),
         ("logging: {console: of}", ["logging.console", "'of'", "'live', 'lines' or 'off'"]),
         ("logging: {console: line}", ["did you mean `lines`?"]),
-        ("algorithm: {type: ppo}", ["algorithm.type", "'ppo'", "'grpo'"]),
+        ("algorithm: {type: a2c}", ["algorithm.type", "'a2c'", "'grpo'"]),
         ("samples_per_prompt: 1", ["samples_per_prompt is 1", "set it to 2 or more"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
         (

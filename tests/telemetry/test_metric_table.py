@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-from rlhfless.algorithms.base import LossInputs, common_metrics
-from rlhfless.algorithms.grpo import grpo_loss
+from rlhfless.algorithms.base import LossInputs, algorithm_of, common_metrics
 from rlhfless.scaling.step_times import Phase
 from rlhfless.spec import GRPOSpec, KLSpec
 from rlhfless.telemetry.metrics import METRICS, Kind, Metric, UndeclaredMetric, Unit, resolve
@@ -71,9 +70,11 @@ def test_what_the_loss_reports_is_declared() -> None:
         rollout_logprobs=zeros,
         advantages=torch.ones(3),
         denominator_tokens=3,
+        sequence_id=torch.tensor([0, 0, 1]),
+        denominator_sequences=2,
         reference_logprobs=zeros,
     )
-    of_the_algorithm = grpo_loss(inputs, GRPOSpec(kl=KLSpec(coefficient=0.1))).metrics
+    of_the_algorithm = algorithm_of(GRPOSpec(kl=KLSpec(coefficient=0.1))).loss(inputs).metrics
     for name in (*common_metrics(inputs), *of_the_algorithm, "loss"):
         assert resolve(name)[0].kind is Kind.GAUGE
 

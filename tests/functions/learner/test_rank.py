@@ -45,7 +45,7 @@ def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec
             ratio = (logprobs - old).exp()
             clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
             policy = -torch.minimum(ratio * advantage, clipped * advantage)
-            policy = policy * (old - rollout).exp().clamp(max=algorithm.importance_cap)
+            policy = policy * (old - rollout).exp().clamp(max=algorithm.importance.high)
             x = reference - logprobs
             kl = x.exp() - x - 1
             loss = loss + ((policy + algorithm.kl.coefficient * kl) * mask).sum() / part.response_mask.sum().item()

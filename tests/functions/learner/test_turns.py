@@ -99,7 +99,7 @@ def test_reference_logprobs_go_to_the_tokens_that_were_drawn(groups: list[Group]
 
 def test_nothing_is_learned_about_what_the_environment_said(groups: list[Group], policy: PolicyNetwork) -> None:
     batch = pack(groups[1:])
-    algorithm = GRPO(GRPOSpec(normalize_std=False, importance_cap=None))
+    algorithm = GRPO(GRPOSpec(normalize_std=False, importance=None))
     batch = batch.with_columns(advantages=algorithm.advantages(batch))
     assert batch.advantages is not None
     assert batch.advantages.tolist() == [0, 0.5, 0.5, 0, 0, 0.5, 0, -0.5]  # rewards 1 and 0, mean 0.5
@@ -112,6 +112,8 @@ def test_nothing_is_learned_about_what_the_environment_said(groups: list[Group],
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[mask]),
         advantages=torch.from_numpy(batch.advantages[mask]),
         denominator_tokens=batch.denominators.tokens,
+        sequence_id=torch.from_numpy(batch.sequence_id[mask]),
+        denominator_sequences=batch.denominators.sequences,
     )
     loss = algorithm.loss(inputs).loss
     assert loss.item() == pytest.approx(-(3 * 0.5 - 0.5) / 4)

@@ -1,0 +1,126 @@
+"""The settings that the losses of the built-in algorithms share: clip, KL, aggregation, off-policy correction."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.spec.base import SpecModel, Tokens
+
+Level = Literal["token", "sequence", "geometric"]
+"""What a probability ratio is of: a token, a sequence (the product over its tokens), or a sequence's tokens on average
+(the geometric mean)."""
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+class KLSpec(SpecModel):
+    """KL divergence to the frozen reference policy. With `coefficient` 0 no reference is deployed at all."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+
+    where: Literal["loss", "reward"] = "loss"
+    """Add the term to the loss of each token, or subtract it from the reward: of each token where the algorithm has
+    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response."""
+
+    @property
+    def on(self) -> bool:
+        return self.coefficient > 0
+
+    @property
+    def in_reward(self) -> bool:
+        return self.on and self.where == "reward"
+
+
+class RewardKLSpec(KLSpec):
+    """KL divergence to the frozen reference policy, by default in the reward, as RLHF began (arXiv 2203.02155). With
+    `coefficient` 0 no reference is deployed at all."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
+
+    where: Literal["loss", "reward"] = "reward"
+    """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`,
+    `reinforce_plus_plus`) and else of the response; or add it to the loss of each token."""
+
+
+class ImportanceSpec(SpecModel):
+    """Importance weight of the learner's policy against the engine's, which drew the tokens: the same weights, computed
+    by different kernels, or older ones. The defaults are truncated importance sampling per token
+    (https://fengyao.notion.site/off-policy-rl). It is measured without this section, too (`importance_weight`)."""
+
+    level: Level = "token"
+    """Each token's own ratio, the product of its sequence's, or their geometric mean."""
+
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Lower bound of the weight."""
+
+    high: Annotated[float, Field(gt=1)] = 2.0
+    """Upper bound of the weight."""
+
+    outside: Literal["truncate", "mask"] = "truncate"
+    """A weight out of bounds is set to the bound; or to 0, so that nothing is learned from its tokens, as in IcePop
+    (arXiv 2510.18855), with `low` 0.5 and `high` 5."""
+
+
+class RejectionSpec(SpecModel):
+    """Nothing is learned from tokens or sequences whose ratio of the learner's to the engine's probability is out of
+    bounds. The defaults are the geometric sequence mask of SkyRL's recipe."""
+
+    level: Level = "geometric"
+    """The ratio of a token, of the product over its sequence, or of their geometric mean."""
+
+    low: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Smallest ratio that is learned from."""
+
+    high: Annotated[float, Field(gt=1)] = 1.01
+    """Largest ratio that is learned from."""
+
+
+class PolicyLossSpec(SpecModel):
+    """Keys of every built-in algorithm."""
+
+    type: str
+
+    aggregation: Aggregation = "token"
+    """`token`: mean over the tokens of the optimiser step (DAPO, arXiv 2503.14476). `sequence`: mean over sequences of
+    their token means (GRPO, arXiv 2402.03300), so that a token of a long response counts less. `constant`: sum over
+    tokens, divided by the number of sequences and `constant_tokens` (Dr. GRPO, arXiv 2503.20783)."""
+
+    constant_tokens: Tokens = 3000
+    """The constant of the aggregation `constant`, as published; no other aggregation reads it."""
+
+    importance: ImportanceSpec | None = ImportanceSpec()
+    """Off-policy correction by a weight; `null` for none."""
+
+    rejection: RejectionSpec | None = None
+    """Off-policy correction by leaving tokens or sequences out; `null` for none."""
+
+    kl: KLSpec = KLSpec()
+
+
+class ClippedLossSpec(PolicyLossSpec):
+    """Keys of the algorithms with PPO's clip (arXiv 1707.06347)."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped from below at 1 - clip_low."""
+
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """The ratio is clipped from above at 1 + clip_high; larger than `clip_low` it is DAPO's clip-higher."""
+
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """A token of negative advantage A costs at most `dual_clip` times -A, however large the ratio (arXiv 1912.09729,
+    which takes 3.0); `null` for no such bound."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_outside(self) -> ClippedLossSpec:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip ({self.dual_clip:g}) must be larger than 1 + clip_high ({1 + self.clip_high:g})"
+            )
+        return self
