@@ -23,11 +23,11 @@ HALVES = (COLUMNS[:5], COLUMNS[5:])
 
 
 def comparison_table(comparison: PolicyComparison) -> RenderableType:
-    """One row per policy: means over the seeds, and below each the half width of its confidence interval."""
+    """One row per policy: means over the seeds, and below each the ends of its confidence interval."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     rows = comparison.rows(part)
     what = f"{PARTS[part]} of {scenario.steps} steps, {scenario.seeds} seeds; simulated"
-    legend = "dim: half of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
+    legend = "dim: the ends of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
     return Group(title, *parts, "", *infeasible(comparison), Text(legend, style="dim"))
@@ -50,10 +50,10 @@ def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arr
 def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:
     made = table("policy", *(f"{column.title}\n{column.unit}" for column in columns), padding=1)
     for shown, column in zip(made.columns[1:], columns, strict=True):
-        shown.min_width = max(len(text) for row in rows for text in (column.text(row), column.half(row)))
+        shown.min_width = max(len(text) for row in rows for text in (column.text(row), *column.limits(row)))
     for row in rows:
         cells = [
-            column.text(row) + (f"\n[dim]{half}[/dim]" if (half := column.half(row)) else "") for column in columns
+            "\n".join((column.text(row), *(f"[dim]{end}[/dim]" for end in column.limits(row)))) for column in columns
         ]
         made.add_row(row.label, *cells)
     return made

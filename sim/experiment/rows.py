@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from rlhfless.sim.experiment.figures import StepFigures
-from rlhfless.sim.experiment.statistics import Interval, mean_interval, quantile, ratio_interval
+from rlhfless.sim.experiment.statistics import (
+    Interval,
+    mean_interval,
+    positive_interval,
+    quantile,
+    ratio_interval,
+    share_interval,
+)
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 Part = Literal["all", "first", "later"]
@@ -98,7 +105,7 @@ def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets:
     """`runs` and `first` are by seed, in the same order."""
 
     def mean(figure: Callable[[Totals], float]) -> Interval:
-        return mean_interval([figure(run) for run in runs])
+        return positive_interval([figure(run) for run in runs])
 
     kept = [run.kept for run in runs if run.kept is not None]
     return ResultRow(
@@ -109,10 +116,12 @@ def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets:
         busy_device_s=mean(lambda run: run.busy_device_s / run.steps),
         idle_device_s=mean(lambda run: run.idle_device_s / run.steps),
         cold_device_s=mean(lambda run: run.cold_device_s / run.steps),
-        utilisation=mean(lambda run: run.busy_device_s / run.held_device_s if run.held_device_s else 0.0),
+        utilisation=share_interval(
+            [run.busy_device_s / run.held_device_s if run.held_device_s else 0.0 for run in runs]
+        ),
         p50_s=mean(lambda run: run.p50_s),
         p99_s=mean(lambda run: run.p99_s),
-        kept=mean_interval(kept) if kept else None,
+        kept=share_interval(kept) if kept else None,
         speed_up=ratio_interval([run.time_s for run in first], [run.time_s for run in runs]),
         cost_ratio=ratio_interval([run.usd for run in runs], [run.usd for run in first]),
         regret=None if regrets is None else mean_interval(regrets),

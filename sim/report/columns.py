@@ -26,19 +26,12 @@ class ReportColumn:
         interval = self.pick(row)
         return DASH if interval is None else self._number(interval.mean)
 
-    def span(self, row: ResultRow) -> str:
-        """The interval; empty where it is the mean alone."""
-        interval = self._spread(row)
-        return f"{self._number(interval.low)} to {self._number(interval.high)}" if interval else ""
-
-    def half(self, row: ResultRow) -> str:
-        """Half the width of the interval; empty where it is the mean alone."""
-        interval = self._spread(row)
-        return f"±{self._number((interval.high - interval.low) / 2)}" if interval else ""
-
-    def _spread(self, row: ResultRow) -> Interval | None:
+    def limits(self, row: ResultRow) -> tuple[str, ...]:
+        """Both ends of the interval; empty where it is the mean alone."""
         interval = self.pick(row)
-        return None if interval is None or interval.low == interval.high else interval
+        if interval is None or interval.low == interval.high:
+            return ()
+        return self._number(interval.low), self._number(interval.high)
 
     def _number(self, value: float) -> str:
         return f"{100 * value:,.{self.digits}f}" if self.percent else f"{value:,.{self.digits}f}"

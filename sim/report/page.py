@@ -64,7 +64,9 @@ def _table(rows: Sequence[ResultRow]) -> str:
     head = "".join(f"<th>{escape(column.title)}<small>{escape(column.unit)}</small></th>" for column in COLUMNS)
     lines = []
     for row in rows:
-        cells = "".join(f"<td>{column.text(row)}<small>{column.span(row)}</small></td>" for column in COLUMNS)
+        cells = "".join(
+            f"<td>{column.text(row)}<small>{' to '.join(column.limits(row))}</small></td>" for column in COLUMNS
+        )
         lines.append(f"<tr><td>{escape(row.label)}</td>{cells}</tr>")
     return f'<div class="wide"><table><tr><th>policy</th>{head}</tr>{"".join(lines)}</table></div>'
 

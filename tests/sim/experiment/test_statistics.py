@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhfless.sim.experiment.statistics import (
     Interval,
     mean_interval,
+    positive_interval,
     quantile,
     ratio_interval,
+    share_interval,
     student_quantile,
 )
 
@@ -27,6 +31,25 @@ def test_the_interval_of_three_values_by_hand() -> None:
     assert interval.high - 2.0 == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
     assert 2.0 - interval.low == pytest.approx(interval.high - 2.0)
     assert mean_interval([5.0]) == Interval(5.0, 5.0, 5.0)
+
+
+def test_two_seeds_give_no_limit_below_zero() -> None:
+    """Of 1 and 2 the mean is 1.5 +- 12.7062 x 0.5: -4.85 to 7.85 on the scale of the values; a factor of e^4.235 on the
+    scale of logarithms."""
+    interval = positive_interval([1.0, 2.0])
+    assert mean_interval([1.0, 2.0]).low < 0 < interval.low
+    assert (interval.low, interval.high) == pytest.approx((1.5 / math.exp(4.2354), 1.5 * math.exp(4.2354)), rel=1e-4)
+    assert positive_interval([0.0, 2.0]).low > 0  # the largest spread that two values can have
+    assert positive_interval([0.0, 0.0]) == Interval(0.0, 0.0, 0.0)
+    assert share_interval([0.5, 1.0]) == Interval(0.75, 0.0, 1.0)
+    with pytest.raises(ValueError, match="is below 0; take mean_interval"):
+        positive_interval([-1.0, 1.0])
+
+
+@given(st.lists(st.floats(1.0, 1.05), min_size=8, max_size=20))
+def test_on_the_scale_of_logarithms_close_values_have_the_plain_interval(values: list[float]) -> None:
+    plain, logs = mean_interval(values), positive_interval(values)
+    assert (logs.low, logs.high) == pytest.approx((plain.low, plain.high), rel=1e-3)
 
 
 def test_ratios_in_pairs_do_not_feel_what_both_share() -> None:
