@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rlhfless.spec.fleet import MOST_TENANTS
-
-if TYPE_CHECKING:
-    from rlhfless.records.traces import Trace
-    from rlhfless.scaling.policy import Policy
 
 PIPED_COLUMNS = 160
 """Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
@@ -33,7 +29,8 @@ def simulate(
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds, instead of the scenario's number.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Folder of the reports; with --calibrate, the file to write.")
+        Path | None,
+        typer.Option(metavar="PATH", help="Folder of the reports; with --calibrate or --replay, the file to write."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that work in parallel.")] = 1,
     step: Annotated[int | None, typer.Option(min=1, help="The step that the Gantt charts show.")] = None,
@@ -50,6 +47,10 @@ def simulate(
             metavar="NAME", help="With --replay: what another policy would have done; a name, or module:Class."
         ),
     ] = None,
+    actors: Annotated[int | None, typer.Option(min=1, help="With --replay: so many generation actors.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="With --replay: other accelerators, extrapolated by data sheets.")
+    ] = None,
     latency: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --replay: a file that --calibrate has written.")
     ] = None,
@@ -62,7 +63,7 @@ def simulate(
     elif replay is not None:
         if paths:
             raise typer.BadParameter(f"--replay takes no scenario, got {paths[0]}; leave one of the two out")
-        _replay(replay, policy, latency)
+        _replay(replay, policy, latency, out, actors, kind)
     else:
         for path in _require_some(paths, "scenario file"):
             if runs is not None:
@@ -125,40 +126,31 @@ def _calibrate(folders: Sequence[Path], out: Path) -> None:
     typer.echo(f"{out}: fitted to {latency.steps} steps of {', '.join(latency.traces)}")
 
 
-def _replay(folder: Path, policy: str | None, latency: Path | None) -> None:
-    """Print predicted and measured seconds; with a policy, the seconds that it would have taken."""
+def _replay(
+    folder: Path, policy: str | None, latency: Path | None, out: Path | None, actors: int | None, kind: str | None
+) -> None:
+    """Print predicted and measured seconds, with a policy those that it would have taken; `out`: and write them."""
+    import json
+
     from rich.console import Console
 
     from rlhfless.cli.simulate_tables import replay_table
     from rlhfless.records.traces import read_trace, trace_folder
+    from rlhfless.scaling.policies.registry import PolicyError
     from rlhfless.sim.replay.latency_file import load_latency
     from rlhfless.sim.replay.replay import replay
+    from rlhfless.sim.replay.what_if import OtherDevices, run_policy
     from rlhfless.sim.workloads.runtime import read_runtime
 
     folder = trace_folder(folder)
     trace = read_trace(folder, tokens=False)
     typer.echo(f"replaying {len(trace.steps)} steps of {trace.meta.run_id}", err=True)
-    chosen = None if policy is None else (policy, _policy(policy, trace))
-    again = replay(trace, read_runtime(folder), load_latency(latency) if latency else None, chosen)
-    Console(highlight=False).print(replay_table(again))
-
-
-def _policy(name: str, trace: Trace) -> Policy:
-    """The named policy under the contract of the run, with the run's own keys if the run used this policy. Raises
-    BadParameter for an unknown name."""
-    from pydantic import TypeAdapter
-
-    from rlhfless.scaling.plan import RunContract
-    from rlhfless.scaling.policies import make_policy
-    from rlhfless.scaling.policies.registry import PolicyError, configured
-    from rlhfless.spec import ContractSpec, WeightedSpec
-
-    scaling = trace.meta.spec.get("scaling") or {}
-    contract = TypeAdapter(ContractSpec).validate_python(scaling["contract"]) if "contract" in scaling else None
-    run = RunContract(contract or WeightedSpec(), len(trace.steps))
-    ran = scaling.get("policy")
-    keys = ran if isinstance(ran, dict) and ran.get("type") == name else {}
     try:
-        return make_policy(name, configured(name, keys), run)
+        chosen = None if policy is None and actors is None else run_policy(trace, policy)
     except PolicyError as error:
         raise typer.BadParameter(f"--policy: {error}") from error
+    fit = load_latency(latency) if latency else None
+    again = replay(trace, read_runtime(folder), fit, chosen, OtherDevices(kind, actors))
+    Console(highlight=False).print(replay_table(again))
+    if out is not None:
+        out.write_text(json.dumps(again.report(), indent=1) + "\n", "utf-8")

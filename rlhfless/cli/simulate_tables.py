@@ -68,11 +68,14 @@ def replay_table(again: Replay) -> RenderableType:
     for step in again.steps:
         pairs = [(step.predicted_s[stage], step.measured_s[stage]) for stage in stages]
         steps.add_row(str(step.step), *(f"{predicted:.2f} / {measured:.2f}" for predicted, measured in pairs))
-    off = "median error %" if again.policy == AS_RECORDED else "median change %"
-    over_all = table("seconds per step", "predicted", "measured", off, "of the mean %")
+    changed = again.policy != AS_RECORDED or again.extrapolated_to
+    off = "median change %" if changed else "median error %"
+    over_all = table("seconds per step", "predicted", "measured", off, "of the mean %", "skill")
     for error in again.errors:
         shares = (decimal(100 * share, 1) for share in (error.error, error.error_of_mean))
-        over_all.add_row(error.stage, decimal(error.predicted_s), decimal(error.measured_s), *shares)
+        over_all.add_row(
+            error.stage, decimal(error.predicted_s), decimal(error.measured_s), *shares, decimal(error.skill)
+        )
     prompts = [
         f"prompt tokens computed / unique, {each.function}  "
         f"{each.predicted:.2f} predicted, {each.measured:.2f} measured"
@@ -81,7 +84,7 @@ def replay_table(again: Replay) -> RenderableType:
     cost = f"{money(again.predicted_usd)} predicted, {money(again.measured_usd)} measured"
     legend = (
         "above: predicted / measured seconds. of the mean: the median error of always predicting the mean of the "
-        "fitted steps."
+        "fitted steps. skill: 1 - error / error of the mean."
     )
     faults = [str(step.step) for step in again.steps if step.done_again]
     if faults:
@@ -89,6 +92,13 @@ def replay_table(again: Replay) -> RenderableType:
             f" Steps {', '.join(faults)} were done again after a fault: measured is their last try, and the errors and "
             "means leave them out."
         )
-    title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
-    last: tuple[RenderableType, ...] = (f"cost of these steps  {cost}", *prompts, Text(legend, style="dim"))
+    kv = "not in the trace: assumed to suffice"
+    if again.kv_tokens is not None:
+        kv = f"{again.kv_tokens:,} tokens" + ("" if again.extrapolated_to else ", as the engines reported")
+    same = sum(ran == replayed for _, ran, replayed in again.plans)
+    plans = [f"plans as in the run  {same} of {len(again.plans)} steps"] if again.plans else []
+    to = f"; extrapolated to {again.extrapolated_to}, not measured" if again.extrapolated_to else ""
+    title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}{to}")
+    facts = f"cost of these steps  {cost}", *prompts, f"KV memory of an actor  {kv}", *plans
+    last: tuple[RenderableType, ...] = (*facts, Text(legend, style="dim"))
     return Group(title, "", steps, "", over_all, "", *last)

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
+    KV_CAPACITY,
     START,
     TRANSPORT,
     Decision,
@@ -156,6 +157,8 @@ class Replica:
         engine = self.info.start_seconds
         phases = {StartPhase.REPLICA: max(self._start_s - sum(engine.values()), 0.0), **engine, **opening}
         inputs: dict[str, float | int | str | bool] = {f"{phase}_s": seconds for phase, seconds in phases.items()}
+        if self.info.kv_capacity_tokens:
+            inputs[KV_CAPACITY] = self.info.kv_capacity_tokens
         self._recorder.add_decision(Decision(call.step, self._launched_s, START, self.name, inputs))
 
     def record_transport(self, call: Call, transport: Transport | None) -> None:

@@ -2,6 +2,7 @@
 
 from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (
+    KV_CAPACITY,
     PREFIXES,
     START,
     TRANSPORT,

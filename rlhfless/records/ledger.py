@@ -150,7 +150,11 @@ TRANSPORT = "transport"
 """Kind of a decision: how an actor's weights come, at its first load and when that changes."""
 
 START = "start"
-"""Kind of a decision: an engine has started. Its inputs are the seconds of each phase, as `PHASE_s` (StartPhase)."""
+"""Kind of a decision: an engine has started. Its inputs are the seconds of each phase, as `PHASE_s` (StartPhase), and
+KV_CAPACITY."""
+
+KV_CAPACITY = "kv_capacity_tokens"
+"""Input of START: tokens that the KV memory of the engine holds; absent if it does not say."""
 
 
 class StartPhase(StrEnum):

@@ -111,7 +111,10 @@ def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], l
 def started(decisions: Iterable[Decision]) -> list[dict[str, float]]:
     """The starts of engines in these rows: the seconds of each phase, by StartPhase."""
     starts = [decision.inputs for decision in decisions if decision.kind == START]
-    return [{name.removesuffix("_s"): float(seconds) for name, seconds in inputs.items()} for inputs in starts]
+    return [
+        {name.removesuffix("_s"): float(value) for name, value in inputs.items() if name.endswith("_s")}
+        for inputs in starts
+    ]
 
 
 def mean_phases(starts: Sequence[Mapping[str, float]]) -> dict[str, float]:

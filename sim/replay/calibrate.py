@@ -7,11 +7,9 @@ lines in the tokens of a call, by medians (Theil, Sen): a few delayed calls do n
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -22,13 +20,13 @@ from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.intervals import clip, length, union
-from rlhfless.scaling.latency.devices import UnknownDevice, device_of
+from rlhfless.scaling.latency.devices import device_of, load_devices
 from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
-from rlhfless.sim.replay.measured import helper_cores, means_s
+from rlhfless.sim.replay.measured import helper_cores, means_s, outside_s
+from rlhfless.sim.replay.what_if import model_shape
 
 MOST_PAIRS = 200
 """Most calls whose pairwise slopes are computed; of more calls, this many, evenly spread."""
@@ -89,7 +87,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         evaluate=_line(by_work[Work.EVALUATE]),
         learn=_line(by_work[Work.LEARN]) or LineFit(fixed_s=0.0),
         publish_s=_median_s(by_work[Work.PUBLISH]),
-        driver_s=median(_outside_s(*step) for step in steps),
+        driver_s=median(outside_s(*step)[0] for step in steps),
         helper_cores=_helper_cores(steps),
         mean_s=means_s(steps),
     )
@@ -156,14 +154,11 @@ def _every_step(step: int) -> bool:
 
 def _prior(trace: Trace) -> EngineModel:
     """A roofline of the run's model and devices; if they are not known, the measured seconds per token."""
-    try:
-        config = json.loads((Path(trace.meta.spec["model"]["path"]) / "config.json").read_text())
-        dtype = trace.meta.spec["model"].get("dtype")
-        shape = ModelShape.of_config(config | ({"dtype": dtype} if dtype else {}))
-        return Roofline(shape, device_of(device_kind(trace)))
-    except (OSError, KeyError, TypeError, ValueError, UnknownShape, UnknownDevice):
-        pace_s = median((row.finished_s - row.started_s) / row.response_tokens for row in trace.rollouts)
-        return LinearEngine(pace_s, 0.0, 0.0, pace_s / 100, 0.0)
+    shape, kind = model_shape(trace), device_kind(trace)
+    if shape is not None and kind in load_devices():
+        return Roofline(shape, device_of(kind))
+    pace_s = median((row.finished_s - row.started_s) / row.response_tokens for row in trace.rollouts)
+    return LinearEngine(pace_s, 0.0, 0.0, pace_s / 100, 0.0)
 
 
 def _generation_by_step(
@@ -213,12 +208,6 @@ def _start_s(traces: Sequence[Trace]) -> float:
 def _helper_cores(steps: Sequence[tuple[StepRecord, Trace]]) -> float:
     known = [cores for step in steps if (cores := helper_cores(*step)) is not None]
     return median(known) if known else 0.0
-
-
-def _outside_s(record: StepRecord, trace: Trace) -> float:
-    """Time of a step in which no function did anything at all."""
-    worked = union((call.start_s, call.end_s) for call in trace.invocations)
-    return max(record.end_s - record.resumed_s - length(clip(worked, record.resumed_s, record.end_s)), 0.0)
 
 
 def _line(calls: Sequence[Invocation]) -> LineFit | None:

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.step_times import Phase, step_times
 
@@ -30,6 +31,16 @@ def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
     )
     wall_s = times.wall_s - times.recovery_s - length(apart)
     return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: wall_s}
+
+
+def outside_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
+    """Seconds of a recorded step in which no function worked: the driver's own, and those of starts."""
+    worked = [(call.start_s, call.end_s) for call in trace.invocations]
+    begin_s, end_s = record.resumed_s, record.end_s
+    idle_s = end_s - begin_s - length(clip(union(worked), begin_s, end_s))
+    busy = union((*worked, *cold_starts(trace.holdings)))
+    driver_s = max(end_s - begin_s - length(clip(busy, begin_s, end_s)), 0.0)
+    return driver_s, max(idle_s - driver_s, 0.0)
 
 
 def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:

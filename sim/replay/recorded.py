@@ -1,6 +1,6 @@
 """A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
 
-Limits that a trace does not contain are assumed not to apply: KV memory suffices, and no actor was interrupted. The
+KV memory has the size that the engines reported; in a trace that does not say it suffices. No actor is interrupted. The
 start of the fleet, and the replacement of lost replicas, are no part of a replay; what another policy releases and
 starts again takes as long as the run's own starts took.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import median
 
 import numpy as np
 
@@ -24,48 +24,67 @@ from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBega
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
 from rlhfless.sim.replay.fleet import RecordedFleet
-from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
+from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec import LearnerSpec
 
 FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
 """For a trace whose spec does not say."""
 
+AS_IT_WAS = OtherDevices()
+
 MOVE_S = 0.01
 """Seconds until a sample is at another actor: one request."""
 
 
-def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
-    """The run's fleet. Raises TraceError if the trace lacks a part of it."""
-    fleet = RecordedFleet(trace)
-    services = [_service(trace, fleet, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
-    for name, line in latency.columns.items():
-        services.append(_service(trace, fleet, name, Work.LOGPROBS, line.fixed_s, line.token_s))
+def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS) -> Setup:
+    """The run's fleet, or one on other devices, for whose kind `latency` is. Raises TraceError if the trace lacks
+    a part of it."""
+    fleet, kind = RecordedFleet(trace), device_kind(trace)
+
+    def allocation(function: str) -> Allocation:
+        return other.allocation(fleet.allocation(function), kind)
+
+    def service(function: str, work: Work, line: LineFit) -> ServiceShape:
+        slot_setup = _slot_setup(allocation(function), _start_s(trace, function))
+        return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s)
+
+    services = [service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s))]
+    services += [service(name, Work.LOGPROBS, line) for name, line in latency.columns.items()]
     evaluates = latency.evaluate
     ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
     learner = LearnerShape(
-        _slot_setup(fleet.allocation(FunctionName.LEARNER), 0.0),
+        _slot_setup(allocation(FunctionName.LEARNER), 0.0),
         latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
         evaluates.token_s if evaluates else 0.0,
         latency.learn.token_s,
         latency.publish_s,
         int(trace.meta.spec.get("mini_batches", 1)) * (ranks if isinstance(ranks, int) else 1),
     )
-    shape, start_s = _engine_shape(trace), _start_s(trace, FunctionName.GENERATION)
+    shape, start_s = (
+        _engine_shape(trace, kv_tokens(trace, kind, other.kind or kind)),
+        _start_s(trace, FunctionName.GENERATION),
+    )
+    bounds = trace.meta.spec.get("scaling", {}).get("generation", {})
+    most = bounds["max_actors"] if isinstance(bounds.get("max_actors"), int) else 0
     prices = PricedModel(latency.engine, shape.max_sequences)
     return Setup(
-        tuple(ActorShape(_slot_setup(allocation, start_s), shape, prices) for allocation in fleet.actors),
+        tuple(
+            ActorShape(_slot_setup(held, start_s), shape, prices)
+            for held in other.allocations(fleet.actors, kind, most)
+        ),
         tuple(services),
         learner,
         Transport("folder", 1.0, latency.load_weights_s, 0),
         Links(_beat_s(trace), MOVE_S),
         "sync",
         0.0,
-        max(row.response_tokens for row in trace.rollouts),
+        int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),
         0,
         prefixes=_prefix_use(trace),
         warm=True,
-        fewest_actors=int(trace.meta.spec.get("scaling", {}).get("generation", {}).get("min_actors", 0)),
+        fewest_actors=int(bounds.get("min_actors", 0)),
     )
 
 
@@ -91,7 +110,8 @@ class AsRecorded:
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         if not isinstance(event, StepBegan):
             return []
-        absent = [slot for slot, slot_view in enumerate(view.slots) if slot_view.state is None]
+        unused = view.fleet.generation()[len(self._fleet.actors) :]
+        absent = [slot for slot, slot_view in enumerate(view.slots) if slot_view.state is None and slot not in unused]
         return [*(Start(slot) for slot in absent), *self._assigned(view)]
 
     def _assigned(self, view: StepView) -> list[Action]:
@@ -108,29 +128,22 @@ def _samples(begun: list[tuple[float, int]]) -> Ints:
     return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
 
 
-def _service(
-    trace: Trace, fleet: RecordedFleet, function: str, work: Work, group_s: float, token_s: float
-) -> ServiceShape:
-    slot_setup = _slot_setup(fleet.allocation(function), _start_s(trace, function))
-    return ServiceShape(slot_setup, function, work, group_s, token_s)
-
-
 def _slot_setup(allocation: Allocation, start_s: float) -> SlotSetup:
     """The live fleet keeps all functions of a device up at the same time, each with its share."""
     return SlotSetup(allocation, "recorded", start_s, beside=True)
 
 
 def _start_s(trace: Trace, function: str) -> float:
-    """Mean seconds of the function's cold starts; 0 if the trace has none."""
+    """Median seconds of the function's cold starts, of which some are given up before they end; 0 if there are none."""
     starts = cold_starts([holding for holding in trace.holdings if holding.function == function])
-    return fmean(end_s - start_s for start_s, end_s in starts) if starts else 0.0
+    return median(end_s - start_s for start_s, end_s in starts) if starts else 0.0
 
 
-def _engine_shape(trace: Trace) -> EngineShape:
+def _engine_shape(trace: Trace, kv_tokens: int | None) -> EngineShape:
     sequences = max_sequences(trace)
     longest = max(row.prompt_tokens + row.response_tokens for row in trace.rollouts)
     block = CPU_BLOCK_TOKENS if device_kind(trace) == CPU_KIND else BLOCK_TOKENS
-    blocks = sequences * (longest // block + 1)
+    blocks = sequences * (longest // block + 1) if kv_tokens is None else kv_tokens // block
     tokens = int(trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences))
     return EngineShape(sequences, blocks, block, max(tokens, sequences))
 

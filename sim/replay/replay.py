@@ -1,17 +1,17 @@
 """Predicted and measured seconds of a recorded run, stage by stage. Pure.
 
-Generation, scoring, reference, learning and weights are simulated with fitted latencies; `outside`, in which no
-function works, is the fitted constant. The error is compared with the error of always
-predicting the mean of the fitted steps.
+Generation, scoring, reference, learning and weights are simulated with fitted latencies. The driver's own time, in
+which no function works, is the fitted constant; with a policy starts are simulated, without one they are as in the run.
+The error is compared with the error of always predicting the mean of the fitted steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
+from typing import Any
 
 from rlhfless.records import StepRecord, Work, in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
@@ -21,10 +21,11 @@ from rlhfless.scaling.intervals import clip, union
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase, step_times
-from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, shared_s
-from rlhfless.sim.replay.recorded import AsRecorded, setup_of
+from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s
+from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of
+from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.simulation import Simulation
 
@@ -56,6 +57,12 @@ class StageError:
     error_of_mean: float
     """The same for always predicting the mean of the fitted steps."""
 
+    @property
+    def skill(self) -> float | None:
+        """1 - error / error_of_mean: 1 is perfect, 0 as good as the mean, less is worse. None if the mean is
+        perfect."""
+        return 1 - self.error / self.error_of_mean if self.error_of_mean else None
+
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
@@ -83,6 +90,12 @@ class Replay:
     """Mean seconds of the fitted steps, by stage."""
     prompt_tokens: tuple[PromptTokens, ...] = ()
     """By function; none if the trace does not say."""
+    kv_tokens: int | None = None
+    """Tokens of an actor's KV memory, by its engine's own report; None: not in the trace, and assumed to suffice."""
+    extrapolated_to: str = ""
+    """The devices that the run did not have; empty for its own."""
+    plans: tuple[tuple[int, str, str], ...] = ()
+    """The steps that a policy planned in the run and in the replay, with both choices."""
 
     @property
     def errors(self) -> list[StageError]:
@@ -94,6 +107,11 @@ class Replay:
             for stage in (*map(str, STAGES), WALL)
             if any(step.measured_s[stage] > 0 for step in steps)
         ]
+
+    def report(self) -> dict[str, Any]:
+        """All figures as JSON values."""
+        errors = [{**asdict(error), "skill": error.skill} for error in self.errors]
+        return {**asdict(self), "errors": errors}
 
     def _error(self, stage: str, steps: Sequence[ReplayedStep]) -> StageError:
         pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in steps]
@@ -112,11 +130,14 @@ def replay(
     drawn: Sequence[RolloutBatch],
     latency: LatencyFile | None = None,
     policy: tuple[str, Policy] | None = None,
+    other: OtherDevices = AS_IT_WAS,
 ) -> Replay:
     """Simulates the steps of a trace again; `drawn` are their batches (`read_runtime`).
 
-    Without `latency` it is fitted to the first half of the steps, and the second half is predicted. Without `policy`
-    samples go to the actors that drew them. Raises TraceError for a trace without whole steps.
+    Without `latency` it is fitted to the first half of the steps, and the second half is judged; all are simulated, so
+    that a policy knows what it knew in the run. Without `policy` samples go to the actors that drew them. A fit to
+    another kind of device than the one asked for is extrapolated. Raises TraceError for a trace without whole steps,
+    and for another number of actors without a policy.
     """
     batches = {batch.step: batch for batch in drawn}
     records = [record for record in trace.steps if record.step in batches]
@@ -128,29 +149,56 @@ def replay(
         judged = records[len(learned) :] or records
         last = learned[-1].step
         latency, fitted_to = calibrate([trace], keep=lambda step: step <= last), f"steps 1 to {last}"
+    if policy is None and other.actors is not None:
+        raise TraceError(f"{other.actors} actors draw other samples than in {trace.meta.run_id}; name a policy")
     name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
     prices = PriceBook.model_validate(trace.meta.prices)
-    simulated = _simulated(trace, latency, chosen, [batches[record.step] for record in judged], prices)
+    kind = other.kind or device_kind(trace)
+    extrapolated = replace(other, kind=kind if kind != latency.device_kind else None)
+    latency = on_kind(latency, kind)
+    simulation = Simulation(setup_of(trace, latency, other), chosen, prices)
+    for record in records:
+        simulation.step(batches[record.step])
+    simulated = simulation.close()
+    again = {record.step: step for record, step in zip(records, simulated.steps, strict=True)}
     cores = machine_cores(trace)
     steps = [
         ReplayedStep(
             record.step,
-            _predicted_s(again, simulated, latency, batches[record.step], cores),
+            _predicted_s(
+                again[record.step],
+                simulated,
+                latency,
+                batches[record.step],
+                cores,
+                latency.driver_s + (outside_s(record, trace)[1] if policy is None else 0.0),
+            ),
             measured_s(record, trace),
             done_again=record.resumed_s > record.start_s,
         )
-        for record, again in zip(judged, simulated.steps, strict=True)
+        for record in judged
     ]
+    predicted = [again[record.step] for record in judged]
     return Replay(
         trace.meta.run_id,
         name,
         fitted_to,
         tuple(steps),
-        _usd(simulated, simulated.steps, prices),
+        _usd(simulated, predicted, prices),
         _usd(trace, judged, prices),
         latency.mean_s,
-        tuple(_prompt_tokens(judged, simulated.steps)),
+        tuple(_prompt_tokens(judged, predicted)),
+        kv_tokens(trace, device_kind(trace), kind),
+        str(extrapolated),
+        tuple(_plans(trace, simulated)),
     )
+
+
+def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:
+    """The last plan of each step, which a step that was done again has several of."""
+    ran, again = ({row.step: row.choice for row in each.decisions if row.kind == "plan"} for each in (trace, simulated))
+    for step in ran.keys() & again.keys():
+        yield step, ran[step], again[step]
 
 
 def _prompt_tokens(measured: Sequence[StepRecord], predicted: Sequence[StepRecord]) -> Iterator[PromptTokens]:
@@ -168,8 +216,14 @@ def _prompt_tokens(measured: Sequence[StepRecord], predicted: Sequence[StepRecor
 
 
 def _predicted_s(
-    record: StepRecord, simulated: Trace, latency: LatencyFile, batch: RolloutBatch, cores: float | None
+    record: StepRecord,
+    simulated: Trace,
+    latency: LatencyFile,
+    batch: RolloutBatch,
+    cores: float | None,
+    outside_s: float,
 ) -> dict[str, float]:
+    """`outside_s`: of the step, in which no function works and nothing is simulated."""
     times = step_times(record, simulated.invocations)
     seconds = {str(stage): times.phases_s[stage] for stage in STAGES}
     late_s = latency.call_s
@@ -186,23 +240,14 @@ def _predicted_s(
     for name, line in latency.columns.items():
         tokens = fed - sum(call.cached_tokens for call in passes if call.function == name)
         seconds[Phase.REFERENCE] += line.fixed_s * batch.groups + line.token_s * tokens
-    return {**seconds, WALL: times.wall_s + late_s + latency.driver_s}
-
-
-def _simulated(
-    trace: Trace, latency: LatencyFile, policy: Policy, batches: Sequence[RolloutBatch], prices: PriceBook
-) -> Trace:
-    simulation = Simulation(setup_of(trace, latency), policy, prices)
-    for batch in batches:
-        simulation.step(batch)
-    return simulation.close()
+    return {**seconds, WALL: times.wall_s + late_s + outside_s}
 
 
 def _usd(trace: Trace, records: Sequence[StepRecord], prices: PriceBook) -> float:
     """The cost of the holdings during these steps."""
     spans = union((record.start_s, record.end_s) for record in records)
     return prices.cost_usd(
-        dataclasses.replace(holding, start_s=low, end_s=high)
+        replace(holding, start_s=low, end_s=high)
         for holding in trace.holdings
         for low, high in clip(spans, holding.start_s, holding.end_s)
     )

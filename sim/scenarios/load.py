@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhfless.sim.scenarios.recorded import with_recorded_keys
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import document
 from rlhfless.spec.errors import InputError, Problem
@@ -34,6 +35,7 @@ def load_scenario(path: str | os.PathLike[str]) -> Scenario:
         raise InputError(str(path), [Problem("", what, hint)])
     for keys in _PATHS:
         _resolve(data, keys, path.absolute().parent)
+    data = with_recorded_keys(data)
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
@@ -127,11 +128,9 @@ class ScenarioEngineSpec(SpecModel):
     kv_bits: Literal[8, 16] = 16
     """Bits of a number of the KV cache."""
 
-    runtime_s: Annotated[float, Field(ge=0)] = 0.005
-    """Seconds of every iteration that no kernel accounts for: scheduling, sampling, detokenising, and the runtime's own
-    calls. Added to `roofline` and `kernels`; a fit has it already. The default is the median of 10.0, 16.9 and 20.5 ms
-    a token, measured in RL runs of 7B (TP 1), 14B and 32B (TP 2) on H800, less the 5.9, 7.9 and 15.5 ms of the data
-    sheet."""
+    runtime_s: Annotated[float, Field(ge=0)] = RUNTIME_S
+    """Seconds of every iteration that no kernel accounts for. Added to `roofline` and `kernels`; a fit has it
+    already."""
 
     latency: LatencySpec = RooflineLatency()
     """The latency model."""

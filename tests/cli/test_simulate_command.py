@@ -15,6 +15,7 @@ from fakes.recorded_run import record
 from fakes.tiny_scenario import values
 from rlhfless.cli import main
 from rlhfless.cli.simulate_progress import Estimates
+from rlhfless.sim.scenarios import load_scenario
 
 
 def invoke(*arguments: Any) -> Result:
@@ -95,11 +96,17 @@ def test_several_runs_on_one_cluster(tmp_path: Path) -> None:
 
 def test_a_recorded_run_is_a_workload_by_its_own_folder(run: Path, tmp_path: Path) -> None:
     path, entry = tmp_path / "tiny.yaml", [{"name": "static"}]
-    recorded = {"type": "recorded", "path": str(run)}
-    sizes = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens": 112, "steps": 4, "seeds": 1}
-    path.write_text(yaml.safe_dump(values(workload=recorded, policies=entry, **sizes)))
+    recorded = values(workload={"type": "recorded", "path": str(run)}, policies=entry, seeds=1, engine={})
+    held = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens": 112, "steps": 4}
+    path.write_text(yaml.safe_dump({key: value for key, value in recorded.items() if key not in held}))
     result = invoke(path, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
+    scenario = load_scenario(path)
+    assert scenario.model_dump(include=set(held)) == held
+    assert (scenario.engine.max_sequences, scenario.engine.max_batch_tokens) == (256, 8192)
+    path.write_text(yaml.safe_dump({**recorded, **held, "steps": 3, "engine": {"max_sequences": 8}}))
+    asked = load_scenario(path)
+    assert (asked.steps, asked.engine.max_sequences, asked.engine.max_batch_tokens) == (3, 8, 8192)
 
 
 @pytest.mark.parametrize(
@@ -141,5 +148,13 @@ def test_a_run_is_calibrated_and_replayed(run: Path, tmp_path: Path) -> None:
     result = invoke("--replay", run, "--latency", tmp_path / "latency.yaml")
     assert result.exit_code == 0, result.output
     assert "as recorded; fitted to the file given" in result.stdout
+    assert "KV memory of an actor  not in the trace: assumed to suffice" in result.stdout
+    result = invoke("--replay", run, "--policy", "static", "--actors", 3, "--out", tmp_path / "replay.json")
+    assert result.exit_code == 0, result.output
+    assert "extrapolated to 3 actors, not measured" in " ".join(result.stdout.split())
+    written = json.loads((tmp_path / "replay.json").read_text())
+    assert written["errors"][-1]["stage"] == "step"
+    assert written["errors"][-1]["skill"] <= 1
+    result = invoke("--replay", run, "--latency", tmp_path / "latency.yaml")
     assert "generation" in result.stdout
     assert "cost of these steps" in result.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,25 @@ import numpy as np
 
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
-from rlhfless.records import PREFIXES, Decision, FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
-from rlhfless.records.traces import TraceMeta, TraceWriter
+from rlhfless.records import (
+    PREFIXES,
+    Decision,
+    FinishReason,
+    FunctionName,
+    Holding,
+    Invocation,
+    Rollout,
+    Score,
+    StepRecord,
+    Work,
+)
+from rlhfless.records.traces import Trace, TraceMeta, TraceWriter
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import behind_prefixes
 from rlhfless.sim.scenarios.work import PrefixLevel
@@ -38,20 +50,24 @@ def record(
     median_tokens: float = 20.0,
     steps: int = 8,
     levels: Sequence[PrefixLevel] = (),
+    scaling: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes the trace of a run with static actors on CPU cores, and returns its folder. `levels`: of shared
-    prefixes."""
+    """Writes the trace of a run with actors on CPU cores, and returns its folder. `levels`: of shared prefixes;
+    `scaling`: as in the spec, by default static actors."""
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
     workload = SyntheticWorkload(shape, 64, prompts, 4, 7.0, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
-    setup = _setup(actors)
+    setup, policy = _setup(actors), make_policy("static")
+    meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(scaling), {})
+    if scaling is not None:  # a live run's first step begins when its replicas are up
+        setup = dataclasses.replace(setup, warm=True, fewest_actors=scaling["generation"]["min_actors"])
+        policy = run_policy(Trace(meta, steps=(StepRecord(0, 0.0, 1.0, {}),) * steps))[1]
     if levels:
         batches = [behind_prefixes(batch, levels) for batch in batches]
         setup = dataclasses.replace(setup, prefixes=PrefixUse(planned=True, forward=SharedForward(8192)))
-    simulation = Simulation(setup, make_policy("static"), load_price_book())
+    simulation = Simulation(setup, policy, load_price_book())
     generations = [simulation.step(batch) for batch in batches]
     trace = simulation.close()
-    meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(), {})
     with TraceWriter(folder, meta, record_tokens=False) as writer:
         for holding in trace.holdings:
             writer.add_holding(_later(holding))
@@ -78,6 +94,8 @@ def record(
                     EPOCH_S + float(table.finish_s[sample]),
                 )
                 writer.add_rollout(batch.step, rollout, Score(0.0, {}), int(table.prompt[sample]))
+        for decision in trace.decisions:
+            writer.add_decision(dataclasses.replace(decision, at_s=EPOCH_S + decision.at_s))
         for step in trace.steps:
             moved = dataclasses.replace(step, start_s=EPOCH_S + step.start_s, end_s=EPOCH_S + step.end_s)
             writer.add_step(moved)
@@ -105,9 +123,11 @@ def _setup(actors: int) -> Setup:
     )
 
 
-def _spec() -> dict[str, Any]:
+def _spec(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     engine = {"max_sequences": 256, "max_batch_tokens": 8192}
-    return {"model": {"path": "nowhere"}, "generation": {"max_tokens": 112, "engine": engine}}
+    return {"model": {"path": "nowhere"}, "generation": {"max_tokens": 112, "engine": engine}} | (
+        {} if scaling is None else {"scaling": scaling}
+    )
 
 
 def _told(call: Invocation, batches: Sequence[RolloutBatch]) -> Invocation:

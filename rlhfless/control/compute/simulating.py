@@ -11,11 +11,12 @@ from pydantic import ValidationError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import make_policy
-from rlhfless.scaling.policies.registry import PolicyError, configured, policy_kind
+from rlhfless.scaling.policies.registry import PolicyError, policy_kind
 from rlhfless.sim.experiment.compare import compare, quoted_part
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.measured import WALL
 from rlhfless.sim.replay.replay import AS_RECORDED, Replay, replay
+from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.workloads.runtime import read_runtime
@@ -80,14 +81,11 @@ def simulated(question: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replayed(folder: str, policies: list[str]) -> dict[str, Any]:
     trace, drawn = read_trace(folder, tokens=False), read_runtime(folder)
-    run = RunContract(WeightedSpec(), max(len(trace.steps), 1))
     rows = []
     for name in [AS_RECORDED, *policies]:
-        chosen = None if name == AS_RECORDED else (name, make_policy(name, configured(name, {}), run))
-        again = replay(trace, drawn, None, chosen)
-        stages = {
-            error.stage: {"predicted_s": error.predicted_s, "measured_s": error.measured_s} for error in again.errors
-        }
+        again = replay(trace, drawn, None, None if name == AS_RECORDED else run_policy(trace, name))
+        keys = ("predicted_s", "measured_s", "error", "error_of_mean", "skill")
+        stages = {error.stage: {key: getattr(error, key) for key in keys} for error in again.errors}
         rows.append({"label": name, "steps": len(again.steps), "predicted_usd": again.predicted_usd,
                      "measured_usd": again.measured_usd, "stages": stages})  # fmt: skip
     return {"part": "replay", "rows": rows}

@@ -18,6 +18,11 @@ from rlhfless.scaling.latency.shape import ModelShape
 KERNEL_S = 3e-6
 """Start of a kernel: the constant that aiconfigurator adds to each memory operation."""
 
+RUNTIME_S = 0.005
+"""Seconds of an iteration that no kernel accounts for: scheduling, sampling, detokenising, and the runtime's own calls.
+The median of 10.0, 16.9 and 20.5 ms a token, measured in RL runs of 7B (TP 1), 14B and 32B (TP 2) on H800, less the
+5.9, 7.9 and 15.5 ms of the data sheet."""
+
 KERNELS_PER_LAYER = 8
 """Norm, QKV, rotation, attention, output, norm, two of the gated MLP: fused as vLLM does."""
 

@@ -70,7 +70,8 @@ def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:
     wall = again.errors[-1]
     assert wall.stage == "step"
     assert wall.error < 0.03
-    assert wall.error < wall.error_of_mean
+    assert wall.skill == pytest.approx(1 - wall.error / wall.error_of_mean)
+    assert wall.skill > 0.5
     assert again.predicted_usd == pytest.approx(again.measured_usd, rel=0.05)
 
 
