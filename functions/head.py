@@ -50,17 +50,22 @@ def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
 
 
 def head_logprobs(
-    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    head: OutputHead,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
-    chunk's logits anew."""
+    """Logprobs and entropy, [positions] each; the entropy has a gradient only with `entropy_gradient`. In chunks; where
+    there are several, the backward pass computes each chunk's logits anew."""
     rows = max(1, (head.chunk_elements or LOGITS_CHUNK_ELEMENTS) // head.linear.weight.shape[0])
     if len(targets) > rows:
         linear = head.linear
-        logprobs, entropy = _ChunkedHead.apply(hidden, linear.weight, linear.bias, targets, head, temperature, rows)
+        given = (hidden, linear.weight, linear.bias, targets, head, temperature, rows, entropy_gradient)
+        logprobs, entropy = _ChunkedHead.apply(*given)
         return logprobs, entropy
     everything = _log_softmax(head, head.linear(hidden), temperature)
-    return _taken(everything, targets), _entropy(everything)
+    return _taken(everything, targets), _entropy(everything if entropy_gradient else everything.detach())
 
 
 def _log_softmax(head: OutputHead, products: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -73,7 +78,6 @@ def _taken(everything: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return everything.gather(1, targets.unsqueeze(1)).squeeze(1)
 
 
-@torch.no_grad()
 def _entropy(everything: torch.Tensor) -> torch.Tensor:
     return -(everything.exp() * everything).sum(-1)
 
@@ -93,6 +97,7 @@ class _ChunkedHead(torch.autograd.Function):
         head: OutputHead,
         temperature: float,
         rows: int,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = []
         for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
@@ -100,8 +105,9 @@ class _ChunkedHead(torch.autograd.Function):
             parts.append((_taken(everything, target), _entropy(everything)))
         logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
-        ctx.mark_non_differentiable(entropy)
+        ctx.head, ctx.temperature, ctx.rows, ctx.entropy_gradient = head, temperature, rows, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
@@ -110,15 +116,18 @@ class _ChunkedHead(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight, of_bias = (None if each is None else torch.zeros_like(each, dtype=wide) for each in (weight, bias))
-        chunks = (torch.split(each, ctx.rows) for each in (hidden, targets, gradients[0], of_hidden))
-        for part, target, upstream, result in zip(*chunks, strict=True):
+        chunks = (torch.split(each, ctx.rows) for each in (hidden, targets, *gradients, of_hidden))
+        for part, target, of_logprobs, of_entropy, result in zip(*chunks, strict=True):
             products = linear(part, weight, bias).requires_grad_()
             with torch.enable_grad():
-                taken = _taken(_log_softmax(ctx.head, products, ctx.temperature), target)
-            (slope,) = torch.autograd.grad(taken, products, upstream)
+                everything = _log_softmax(ctx.head, products, ctx.temperature)
+                outputs, upstream = [_taken(everything, target)], [of_logprobs]
+                if ctx.entropy_gradient:
+                    outputs, upstream = [*outputs, _entropy(everything)], [*upstream, of_entropy]
+            (slope,) = torch.autograd.grad(outputs, products, upstream)
             result.copy_(slope @ weight)
             of_weight += slope.T @ part
             if of_bias is not None:
                 of_bias += slope.sum(0, dtype=wide)
         of_parameters = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return of_hidden, *of_parameters, None, None, None, None
+        return of_hidden, *of_parameters, None, None, None, None, None

@@ -124,7 +124,7 @@ class ResponseLogprobs:
     """Values of the response tokens of a batch, in its order."""
 
     logprobs: torch.Tensor  # [response tokens], float32
-    entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
+    entropy: torch.Tensor  # [response tokens], float32, nats; with a gradient only if it was asked for
 
 
 def load_policy(
@@ -210,7 +210,12 @@ def _place(model: Any, device: torch.device, *, offload: bool) -> None:
 
 
 def response_logprobs(
-    policy: PolicyNetwork, batch: PackedBatch, temperature: float, packed: PackedSegments | None = None
+    policy: PolicyNetwork,
+    batch: PackedBatch,
+    temperature: float,
+    packed: PackedSegments | None = None,
+    *,
+    entropy_gradient: bool = False,
 ) -> ResponseLogprobs:
     """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch. With `packed`,
     the layout of its sequences but for their last tokens, prefixes that they share are computed once.
@@ -226,7 +231,7 @@ def response_logprobs(
     padded = packed is None and not policy.side_by_side
     tokens, predictors = _padded(batch) if padded else _in_one_row(batch, packed)
     shared = NOT_SHARED if padded else _layout(policy, batch, packed)
-    fed = (tokens.to(policy.device), predictors.to(policy.device), targets, temperature, shared)
+    fed = (tokens.to(policy.device), predictors.to(policy.device), targets, temperature, shared, entropy_gradient)
     return ResponseLogprobs(*policy.inside(_passed, policy, *fed))
 
 
@@ -267,11 +272,12 @@ def _passed(
     targets: torch.Tensor,
     temperature: float,
     shared: Mapping[str, Any] = NOT_SHARED,
+    entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`tokens` [batch, width] -> logprobs and entropy of `targets` [response tokens], which the flat positions
     `predictors` [response tokens] predict. `shared`: see Policy.hidden_states."""
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
-    logprobs, entropy = head_logprobs(policy.head, hidden, targets, temperature)
+    logprobs, entropy = head_logprobs(policy.head, hidden, targets, temperature, entropy_gradient)
     return logprobs.clone(), entropy  # FSDP hangs its hook on the result, and warns of views
 
 

@@ -23,10 +23,9 @@ BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 
 
 def reference() -> str:
-    """One table per section, the whole spec's first."""
-    return "\n".join(
-        section for title, model, union in _sections("", RunSpec) for section in _table(title, model, union)
-    )
+    """One table per section, the whole spec's first; a section that several algorithms share, once."""
+    sections = dict.fromkeys(_sections("", RunSpec))
+    return "\n".join(section for title, model, union in sections for section in _table(title, model, union))
 
 
 def _sections(prefix: str, model: type[BaseModel], union: bool = False) -> Iterator[tuple[str, type[BaseModel], bool]]:

@@ -83,6 +83,7 @@ class LearnerRank:
         self._spec = model
         self._learner = learner
         self._algorithm = algorithm_of(algorithm)
+        self._entropy_gradient = algorithm.needs.entropy_gradient
         self._temperature = temperature
         device, self._mesh = join(init_method, rank, world_size, timeout_s, learner.split_over(world_size))
         self._alone = is_alone(self._mesh, offload=learner.offload)
@@ -258,7 +259,9 @@ class LearnerRank:
         def of_responses(values: FloatArray | IntArray) -> torch.Tensor:
             return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
 
-        current = response_logprobs(self._policy, batch, self._temperature, packed)
+        current = response_logprobs(
+            self._policy, batch, self._temperature, packed, entropy_gradient=self._entropy_gradient
+        )
         inputs = LossInputs(
             logprobs=current.logprobs,
             entropy=current.entropy,

@@ -93,7 +93,7 @@ def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
     """As LearnerRank's constructor makes it, but for the weights."""
     rank = LearnerRank.__new__(LearnerRank)
     rank._learner, rank._mesh, rank._alone = learner, mesh, is_alone(mesh, offload=False)
-    rank._algorithm, rank._temperature = algorithm_of(GRPOSpec()), 1.0
+    rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
     rank._policy = _policy(config, learner, mesh)
     rank._model = rank._policy.model
     rank._optimizer = ShardedAdamW(rank._model, AdamWSpec())

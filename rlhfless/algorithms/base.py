@@ -22,7 +22,16 @@ from rlhfless.records import FloatArray
 from rlhfless.spec import AlgorithmSpec
 from rlhfless.spec.extension import make
 
-BUILT_IN: Mapping[str, str] = {"grpo": "rlhfless.algorithms.grpo:GRPO", "ppo": "rlhfless.algorithms.ppo:PPO"}
+BUILT_IN: Mapping[str, str] = {
+    "grpo": "rlhfless.algorithms.grpo:GRPO",
+    "dr_grpo": "rlhfless.algorithms.dr_grpo:DrGRPO",
+    "rloo": "rlhfless.algorithms.rloo:RLOO",
+    "reinforce_plus_plus": "rlhfless.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+    "gspo": "rlhfless.algorithms.gspo:GSPO",
+    "cispo": "rlhfless.algorithms.cispo:CISPO",
+    "sapo": "rlhfless.algorithms.sapo:SAPO",
+    "ppo": "rlhfless.algorithms.ppo:PPO",
+}
 """Import paths of the built-in algorithms, by the `type` of their settings."""
 
 MAXIMUM_SUFFIX = "_max"
@@ -33,8 +42,8 @@ MAXIMUM_SUFFIX = "_max"
 class LossInputs:
     """Response tokens only, of whole sequences. Fields with the name of a batch's column hold that column's values."""
 
-    logprobs: torch.Tensor  # [tokens], current; the only column with a gradient
-    entropy: torch.Tensor  # [tokens], of the current policy; a metric only
+    logprobs: torch.Tensor  # [tokens], current, with a gradient
+    entropy: torch.Tensor  # [tokens], of the current policy; with a gradient only if `needs` says so
     rollout_logprobs: torch.Tensor  # [tokens]
     advantages: torch.Tensor  # [tokens]
     denominator_tokens: int
@@ -133,7 +142,7 @@ def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
     """
     magnitude = (inputs.old - inputs.rollout_logprobs).detach().abs()
     return {
-        "entropy": inputs.entropy.sum() * inputs.scale,
+        "entropy": inputs.entropy.detach().sum() * inputs.scale,
         "rollout_logprob_difference": magnitude.sum() * inputs.scale,
         "rollout_logprob_difference_max": largest(magnitude),
     }

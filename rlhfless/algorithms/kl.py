@@ -79,12 +79,13 @@ def rewards_with_kl(batch: PackedBatch, kl: KLSpec) -> npt.NDArray[np.float64]:
     return rewards - kl.coefficient * summed
 
 
-def token_rewards(batch: PackedBatch, kl: KLSpec) -> npt.NDArray[np.float64]:
-    """Rewards `[drawn tokens]`: the sequence's at its last drawn token, minus each token's KL if it is part of the
-    reward. A sequence without drawn tokens has none. Raises ValueError as `rewards_with_kl` does."""
+def token_rewards(batch: PackedBatch, rewards: FloatLike, kl: KLSpec) -> npt.NDArray[np.float64]:
+    """Rewards `[drawn tokens]`: the sequence's, of `rewards` [sequences], at its last drawn token, minus each token's
+    KL if it is part of the reward. A sequence without drawn tokens has none. Raises ValueError if reference logprobs
+    are missing."""
     lengths = batch.response_lengths
     per_token = np.zeros(int(lengths.sum()))
-    per_token[(np.cumsum(lengths) - 1)[lengths > 0]] = finite_rewards(batch)[lengths > 0]
+    per_token[(np.cumsum(lengths) - 1)[lengths > 0]] = rewards[lengths > 0]
     return per_token - kl.coefficient * old_kl_to_reference(batch, kl.estimator) if kl.in_reward else per_token
 
 

@@ -1,5 +1,5 @@
-"""What the losses of all built-in algorithms share: correction, aggregation, KL and metrics, around the loss of each
-token, which is the algorithm's own."""
+"""What the losses of all built-in algorithms share: correction, aggregation, KL, entropy and metrics, around the loss
+of each token, which is the algorithm's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rlhfless.spec import ClippedLossSpec, PolicyLossSpec
 def policy_loss(
     inputs: LossInputs, per_token: torch.Tensor, own_metrics: Mapping[str, torch.Tensor], settings: PolicyLossSpec
 ) -> LossOutputs:
-    """The loss of each token `[tokens]`, corrected and aggregated, plus KL if it is part of the loss.
+    """The loss of each token `[tokens]`, corrected and aggregated, plus KL if it is part of the loss, minus the entropy
+    bonus.
 
     Raises ValueError if KL is part of the loss and there are no reference logprobs.
     """
@@ -32,6 +33,8 @@ def policy_loss(
         if inputs.reference_logprobs is None:
             raise ValueError("KL in the loss needs reference logprobs, and the batch has none")
         loss = loss + settings.kl.coefficient * aggregated(inputs, kl, settings)
+    if settings.entropy_bonus:
+        loss = loss - settings.entropy_bonus * aggregated(inputs, inputs.entropy, settings)
     return LossOutputs(loss, metrics)
 
 

@@ -14,7 +14,7 @@ from rlhfless.algorithms.base import LossInputs, LossOutputs, ValueInputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.explained_variance import explained_variance_parts
 from rlhfless.algorithms.gae import gae
-from rlhfless.algorithms.kl import FloatLike, token_rewards
+from rlhfless.algorithms.kl import FloatLike, finite_rewards, token_rewards
 from rlhfless.algorithms.policy_loss import clipped_policy_loss
 from rlhfless.algorithms.statistics import whitened
 from rlhfless.records import FloatArray
@@ -46,7 +46,7 @@ class PPO:
         return batch.placed(advantages + _drawn_values(batch)).astype(np.float32)
 
     def _gae(self, batch: PackedBatch, lambda_: FloatLike | float) -> FloatLike:
-        rewards = token_rewards(batch, self._settings.kl)
+        rewards = token_rewards(batch, finite_rewards(batch), self._settings.kl)
         return gae(rewards, _drawn_values(batch), batch.response_lengths, self._settings.gamma, lambda_)
 
     def loss(self, inputs: LossInputs) -> LossOutputs:

@@ -1,7 +1,18 @@
 """The spec of a run, as the user writes it. Frozen; unknown keys are refused; every default lives here and only
 here."""
 
-from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, Needs, OwnAlgorithmSpec, PPOSpec
+from rlhfless.spec.algorithm import (
+    AlgorithmSpec,
+    CISPOSpec,
+    DrGRPOSpec,
+    GRPOSpec,
+    GSPOSpec,
+    OwnAlgorithmSpec,
+    PPOSpec,
+    ReinforcePlusPlusSpec,
+    RLOOSpec,
+    SAPOSpec,
+)
 from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, PromptsSpec
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
@@ -22,8 +33,10 @@ from rlhfless.spec.generation import EngineSpec, GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
 from rlhfless.spec.losses import (
     ClippedLossSpec,
+    GroupRelativeSpec,
     ImportanceSpec,
     KLSpec,
+    Needs,
     PolicyLossSpec,
     RejectionSpec,
     RewardKLSpec,

@@ -1,52 +1,109 @@
-"""The settings of each algorithm, and what it needs from a run.
+"""The settings of each algorithm.
 
-Each algorithm has its own fields and no others; `type` selects it (see rlhfless.spec.extension). Needs are declared
-here and not in rlhfless.algorithms, because replicas are placed by them before there is any tensor.
+Each algorithm has its own fields and no others; `type` selects it (see rlhfless.spec.extension). Defaults are as
+published, but for KL, which is off: a reference costs memory and time in every step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhfless.spec.extension import OwnSpec, Seam
-from rlhfless.spec.losses import ClippedLossSpec, RewardKLSpec
+from rlhfless.spec.losses import Aggregation, ClippedLossSpec, GroupRelativeSpec, Needs, RewardKLSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What an algorithm needs from a run in addition to samples with rewards."""
-
-    reference: bool = False
-    """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
-
-    old_logprobs: bool = False
-    """Its advantages are computed from the old logprobs. If a step has several updates, the learner evaluates them
-    before the first; if it has one, the rollout logprobs are used instead."""
-
-    values: bool = False
-    """Values of a critic."""
-
-    samples_per_prompt: int = 1
-    """Fewest samples of a prompt, for algorithms that compare them with each other."""
-
-
-class GRPOSpec(ClippedLossSpec):
+class GRPOSpec(GroupRelativeSpec, ClippedLossSpec):
     """Group relative policy optimisation (arXiv 2402.03300), with the token mean and the clip of DAPO (2503.14476)."""
 
     type: Literal["grpo"] = "grpo"
 
-    normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation. False: as in Dr. GRPO (arXiv 2503.20783)."""
-
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio is clipped from above at 1 + clip_high (DAPO's clip-higher)."""
 
+
+class DrGRPOSpec(ClippedLossSpec):
+    """GRPO without its biases (Dr. GRPO, arXiv 2503.20783): no division by a group's standard deviation, which favours
+    prompts that are too easy or too hard, nor by a response's length, which favours long wrong responses."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+
+    aggregation: Aggregation = "constant"
+    """As in every algorithm; `constant` is the published one."""
+
+
+class RLOOSpec(ClippedLossSpec):
+    """REINFORCE with the mean of a prompt's other samples as the baseline (arXiv 2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+
+    kl: RewardKLSpec = RewardKLSpec()
+
+
+class ReinforcePlusPlusSpec(ClippedLossSpec):
+    """REINFORCE with PPO's clip, a KL reward per token and advantages that are whitened over the whole step
+    (REINFORCE++, arXiv 2501.03262): no critic, and one sample of a prompt is enough."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token."""
+
+    group_baseline: bool = False
+    """Subtract the mean reward of a prompt's samples first (REINFORCE++-baseline)."""
+
+    kl: RewardKLSpec = RewardKLSpec()
+
     @property
     def needs(self) -> Needs:
-        return Needs(reference=self.kl.on, old_logprobs=self.kl.in_reward, samples_per_prompt=2)
+        return replace(super().needs, samples_per_prompt=2 if self.group_baseline else 1)
+
+
+class GSPOSpec(GroupRelativeSpec, ClippedLossSpec):
+    """Group sequence policy optimisation (arXiv 2507.18071): the ratio that is clipped is the geometric mean over the
+    response, so that a token's noise, such as another expert of a mixture, does not clip it."""
+
+    type: Literal["gspo"] = "gspo"
+
+    aggregation: Aggregation = "sequence"
+    """As in every algorithm; `sequence` is the published one."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    """The ratio is clipped from below at 1 - clip_low (section 5.1). A ratio of a sequence moves far less than a
+    token's: at 0.2 the clip would hardly ever act."""
+
+    clip_high: Annotated[float, Field(gt=0)] = 4e-4
+    """The ratio is clipped from above at 1 + clip_high (section 5.1)."""
+
+
+class CISPOSpec(GroupRelativeSpec):
+    """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585): REINFORCE, weighted by a ratio
+    that is bounded and has no gradient, so that no token is left out."""
+
+    type: Literal["cispo"] = "cispo"
+
+    weight_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Smallest weight; 0, as published, is no bound."""
+
+    weight_high: Annotated[float, Field(gt=1)] = 5.0
+    """Largest weight; the paper gives none, and ScaleRL (arXiv 2510.13786) takes 5."""
+
+
+class SAPOSpec(GroupRelativeSpec):
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid of the ratio in place of the clip."""
+
+    type: Literal["sapo"] = "sapo"
+
+    aggregation: Aggregation = "sequence"
+    """As in every algorithm; `sequence` is the published one."""
+
+    temperature_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Steepness of the sigmoid for tokens of positive advantage (section 5)."""
+
+    temperature_negative: Annotated[float, Field(gt=0)] = 1.05
+    """Steepness for the others: larger, since pushing a token down raises many that were not drawn."""
 
 
 class PPOSpec(ClippedLossSpec):
@@ -79,7 +136,7 @@ class PPOSpec(ClippedLossSpec):
 
     @property
     def needs(self) -> Needs:
-        return Needs(reference=self.kl.on, old_logprobs=self.kl.in_reward, values=True)
+        return replace(super().needs, values=True, samples_per_prompt=1)
 
 
 class OwnAlgorithmSpec(OwnSpec):
@@ -93,6 +150,28 @@ class OwnAlgorithmSpec(OwnSpec):
 
 
 AlgorithmSpec = Annotated[
-    GRPOSpec | PPOSpec | OwnAlgorithmSpec,
-    Seam("algorithm", built_in=(GRPOSpec, PPOSpec), methods=("advantages", "loss"), settings=OwnAlgorithmSpec),
+    GRPOSpec
+    | DrGRPOSpec
+    | RLOOSpec
+    | ReinforcePlusPlusSpec
+    | GSPOSpec
+    | CISPOSpec
+    | SAPOSpec
+    | PPOSpec
+    | OwnAlgorithmSpec,
+    Seam(
+        "algorithm",
+        built_in=(
+            GRPOSpec,
+            DrGRPOSpec,
+            RLOOSpec,
+            ReinforcePlusPlusSpec,
+            GSPOSpec,
+            CISPOSpec,
+            SAPOSpec,
+            PPOSpec,
+        ),
+        methods=("advantages", "loss"),
+        settings=OwnAlgorithmSpec,
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,28 @@ Level = Literal["token", "sequence", "geometric"]
 (the geometric mean)."""
 
 Aggregation = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an algorithm needs from a run in addition to samples with rewards. It is known from the settings, because
+    replicas are placed by it before there is any tensor."""
+
+    reference: bool = False
+    """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
+
+    old_logprobs: bool = False
+    """Its advantages are computed from the old logprobs. If a step has several updates, the learner evaluates them
+    before the first; if it has one, the rollout logprobs are used instead."""
+
+    values: bool = False
+    """Values of a critic."""
+
+    entropy_gradient: bool = False
+    """Its loss has a gradient through the entropy of the policy, which takes the learner more memory and time."""
+
+    samples_per_prompt: int = 1
+    """Fewest samples of a prompt, for algorithms that compare them with each other."""
 
 
 class KLSpec(SpecModel):
@@ -38,8 +61,8 @@ class KLSpec(SpecModel):
 
 
 class RewardKLSpec(KLSpec):
-    """KL divergence to the frozen reference policy, by default in the reward, as RLHF began (arXiv 2203.02155). With
-    `coefficient` 0 no reference is deployed at all."""
+    """KL divergence to the frozen reference policy, for `rloo`, `reinforce_plus_plus` and `ppo` by default in the
+    reward, as RLHF began (arXiv 2203.02155). With `coefficient` 0 no reference is deployed at all."""
 
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
@@ -101,7 +124,26 @@ class PolicyLossSpec(SpecModel):
     rejection: RejectionSpec | None = None
     """Off-policy correction by leaving tokens or sequences out; `null` for none."""
 
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the policy's mean entropy, which is subtracted from the loss. It takes the learner more memory."""
+
     kl: KLSpec = KLSpec()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            reference=self.kl.on,
+            old_logprobs=self.kl.in_reward,
+            entropy_gradient=self.entropy_bonus > 0,
+            samples_per_prompt=2,
+        )
+
+
+class GroupRelativeSpec(PolicyLossSpec):
+    """Keys of the algorithms with GRPO's advantages."""
+
+    normalize_std: bool = True
+    """Divide a group's advantages by its standard deviation. False: as in Dr. GRPO (arXiv 2503.20783)."""
 
 
 class ClippedLossSpec(PolicyLossSpec):

@@ -127,8 +127,8 @@ METRICS = _table(
         Metric("host_busy_cores", Unit.NONE, "CPU cores of the driver's machine that were busy during generation"),
         Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
         # The learner
-        Metric("loss", Unit.NONE, "Loss, with KL if it is part of it"),
-        Metric("policy_loss", Unit.NONE, "Policy loss, without KL"),
+        Metric("loss", Unit.NONE, "Loss, with KL and entropy if they are part of it"),
+        Metric("policy_loss", Unit.NONE, "Policy loss, without KL and entropy"),
         Metric("learning_rate", Unit.NONE, "Learning rate, mean over the optimiser steps"),
         Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
         Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
@@ -139,6 +139,10 @@ METRICS = _table(
         Metric("clipped_low", _RATIO, "Tokens without gradient because of the lower clip"),
         Metric("clipped_high", _RATIO, "Tokens without gradient because of the upper clip"),
         Metric("clipped_dual", _RATIO, "Tokens without gradient because of the dual clip"),
+        Metric("bounded_low", _RATIO, "Tokens whose ratio is the lower bound of the weight instead, with its gradient"),
+        Metric(
+            "bounded_high", _RATIO, "Tokens whose ratio is the upper bound of the weight instead, with its gradient"
+        ),
         Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
         Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
         Metric("importance_weight", Unit.NONE, "Mean importance weight of a token, old policy to engine, unbounded"),

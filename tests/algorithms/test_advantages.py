@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.algorithms.batch import pack
-from rlhfless.algorithms.grpo import GRPO, grpo_advantages
+from rlhfless.algorithms.group_relative import group_advantages
+from rlhfless.algorithms.grpo import GRPO
 from rlhfless.algorithms.kl import rewards_with_kl, token_rewards
 from rlhfless.spec import GRPOSpec, KLSpec
 
@@ -20,8 +21,8 @@ def test_by_hand():
     rewards = np.array([1.0, 2.0, 3.0, 1.0, 4.0])
     groups = np.array([0, 0, 0, 1, 1])
     expected = [-1, 0, 1, -1.5 / math.sqrt(4.5), 1.5 / math.sqrt(4.5)]
-    np.testing.assert_allclose(grpo_advantages(rewards, groups, normalize_std=True), expected, rtol=2e-6)
-    plain = grpo_advantages(rewards, groups, normalize_std=False)
+    np.testing.assert_allclose(group_advantages(rewards, groups, normalize_std=True), expected, rtol=2e-6)
+    plain = group_advantages(rewards, groups, normalize_std=False)
     assert plain.tolist() == [-1, 0, 1, -1.5, 1.5]
     assert plain.dtype == np.float32
 
@@ -30,7 +31,7 @@ def test_by_hand():
 def test_groups_that_say_nothing_get_exactly_zero(normalize_std):
     # 0.1 added up three times is not 0.3: without care this constant group would have a small spread.
     rewards = np.array([0.1, 0.1, 0.1, 5.0])
-    assert grpo_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std).tolist() == [0, 0, 0, 0]
+    assert group_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std).tolist() == [0, 0, 0, 0]
 
 
 def test_rewards_must_be_finite(make_group):
@@ -46,8 +47,8 @@ def test_rewards_must_be_finite(make_group):
 def test_sum_to_zero_in_each_group_and_ignore_a_shift(pairs, shift):
     groups = np.array([group for group, _ in pairs])
     rewards = np.round([reward for _, reward in pairs], 2)
-    plain = grpo_advantages(rewards, groups, normalize_std=False)
-    shifted = grpo_advantages(rewards + np.round(shift, 2), groups, normalize_std=False)
+    plain = group_advantages(rewards, groups, normalize_std=False)
+    shifted = group_advantages(rewards + np.round(shift, 2), groups, normalize_std=False)
     np.testing.assert_allclose(shifted, plain, atol=1e-4)
     np.testing.assert_allclose(np.bincount(groups, plain), 0, atol=1e-3)
 
@@ -61,7 +62,7 @@ def test_kl_in_the_reward(make_group):
     batch = batch.with_columns(reference_logprobs=np.full(5, -0.6, np.float32))
     np.testing.assert_allclose(rewards_with_kl(batch, kl), [1 - 2 * (0.5 + 0.4), 2 - 2 * 0.3], rtol=1e-6)
     # By token it is the same, with the reward at the last one.
-    np.testing.assert_allclose(token_rewards(batch, kl), [-1, 1 - 0.8, 2 - 0.6], rtol=1e-6)
+    np.testing.assert_allclose(token_rewards(batch, batch.rewards, kl), [-1, 1 - 0.8, 2 - 0.6], rtol=1e-6)
     old = batch.with_columns(old_logprobs=np.full(5, -0.7, np.float32))
     np.testing.assert_allclose(rewards_with_kl(old, kl), [1.4, 2.2], rtol=1e-6)
 

@@ -13,24 +13,24 @@ from rlhfless.functions.head import OutputHead, head_logprobs
 POSITIONS, HIDDEN, VOCABULARY = 400, 16, 30
 
 
-def found(dtype: torch.dtype, *, bias: bool = False) -> Iterator[torch.Tensor]:
-    """Logprobs, entropy, and the gradients of hidden states and of the head."""
+def found(dtype: torch.dtype, *, bias: bool = False, entropy_gradient: bool = False) -> Iterator[torch.Tensor]:
+    """Logprobs, entropy, and the gradients of hidden states and of the head, of both with `entropy_gradient`."""
     torch.manual_seed(3)
     linear = torch.nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=torch.bfloat16).to(dtype)
     hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.bfloat16).to(dtype).requires_grad_()
     targets, weights = torch.randint(VOCABULARY, (POSITIONS,)), torch.rand(POSITIONS)
-    logprobs, entropy = head_logprobs(OutputHead(linear, 0.5, 3.0), hidden, targets, 0.7)
-    assert not entropy.requires_grad
-    (logprobs * weights).sum().backward()
-    yield from (logprobs.detach(), entropy, hidden.grad)
+    logprobs, entropy = head_logprobs(OutputHead(linear, 0.5, 3.0), hidden, targets, 0.7, entropy_gradient)
+    assert entropy.requires_grad is entropy_gradient
+    ((logprobs + 3 * entropy if entropy_gradient else logprobs) * weights).sum().backward()
+    yield from (logprobs.detach(), entropy.detach(), hidden.grad)
     yield from (parameter.grad for parameter in linear.parameters())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_in_float64_chunks_are_all_at_once_to_1e12(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
-    whole = list(found(torch.float64, bias=bias))
+@pytest.mark.parametrize(("bias", "entropy"), [(False, False), (True, False), (True, True)])
+def test_in_float64_chunks_are_all_at_once_to_1e12(monkeypatch: pytest.MonkeyPatch, bias: bool, entropy: bool) -> None:
+    whole = list(found(torch.float64, bias=bias, entropy_gradient=entropy))
     monkeypatch.setattr(head, "LOGITS_CHUNK_ELEMENTS", 7 * VOCABULARY)
-    for mine, expected in zip(found(torch.float64, bias=bias), whole, strict=True):
+    for mine, expected in zip(found(torch.float64, bias=bias, entropy_gradient=entropy), whole, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.reward_samples import samples_of
-from rlhfless.algorithms.grpo import grpo_advantages
+from rlhfless.algorithms.group_relative import group_advantages
 from rlhfless.rewards import Failed, combined
 from rlhfless.rewards.protocol import MAX_REWARD, finite
 from rlhfless.spec import PythonRewardSpec
@@ -50,7 +50,7 @@ def test_what_passes_adds_up_and_its_advantages_can_be_squared_in_float32(
     rewards = np.array([score.total for score in scores])
     assert np.isfinite(rewards).all()
     for normalize_std in (False, True):
-        advantages = grpo_advantages(rewards, np.zeros(samples, np.int64), normalize_std=normalize_std)
+        advantages = group_advantages(rewards, np.zeros(samples, np.int64), normalize_std=normalize_std)
         assert np.isfinite(np.square(advantages).sum(dtype=np.float32))
 
 

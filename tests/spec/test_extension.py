@@ -144,7 +144,7 @@ def test_a_process_that_cannot_import_it_says_so(load, module, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("algorithm", "parts"),
     [
-        ("{type: gpro}", ["algorithm.type (line 4)", "'gpro' is no algorithm", "did you mean `grpo`?", "module:Name"]),
+        ("{type: grp}", ["algorithm.type (line 4)", "'grp' is no algorithm", "did you mean `grpo`?", "module:Name"]),
         ("gprrpo", ["algorithm (line 4)", "'gprrpo' is no algorithm"]),
         ("3", ["algorithm (line 4)", "section with keys of its own, got 3"]),
         ("{type: 3}", ["algorithm.type (line 4)", "3", "'grpo'"]),

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
-from rlhfless.algorithms.base import LossInputs, algorithm_of, common_metrics
+from rlhfless.algorithms.base import BUILT_IN, LossInputs, algorithm_of, common_metrics
 from rlhfless.scaling.step_times import Phase
-from rlhfless.spec import GRPOSpec, KLSpec
+from rlhfless.spec import AlgorithmSpec
 from rlhfless.telemetry.metrics import METRICS, Kind, Metric, UndeclaredMetric, Unit, resolve
 
 
@@ -62,7 +63,8 @@ def test_every_phase_of_a_step_within_it_has_a_metric() -> None:
             assert f"{phase}_s" in METRICS
 
 
-def test_what_the_loss_reports_is_declared() -> None:
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_each_loss_reports_is_declared(name: str) -> None:
     zeros = torch.zeros(3)
     inputs = LossInputs(
         logprobs=zeros.clone().requires_grad_(),
@@ -74,9 +76,10 @@ def test_what_the_loss_reports_is_declared() -> None:
         denominator_sequences=2,
         reference_logprobs=zeros,
     )
-    of_the_algorithm = algorithm_of(GRPOSpec(kl=KLSpec(coefficient=0.1))).loss(inputs).metrics
-    for name in (*common_metrics(inputs), *of_the_algorithm, "loss"):
-        assert resolve(name)[0].kind is Kind.GAUGE
+    settings = {"type": name, "kl": {"coefficient": 0.1}, "rejection": {}, "entropy_bonus": 0.1}
+    of_the_algorithm = algorithm_of(TypeAdapter(AlgorithmSpec).validate_python(settings)).loss(inputs).metrics
+    for metric in (*common_metrics(inputs), *of_the_algorithm, "loss"):
+        assert resolve(metric)[0].kind is Kind.GAUGE
 
 
 def test_a_metric_without_a_unit_keeps_its_name() -> None:
