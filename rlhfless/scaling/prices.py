@@ -1,8 +1,8 @@
 """The price book: the price of a device while it is held, working or not.
 
-A YAML file that the user edits; `prices.yaml` beside this module is the default, docs/prices.md the guide. Every
-figure carries its source and date, because rental prices differ by a factor of three between sellers and change by
-the month.
+A YAML file of the user's, by default the prices in the table of devices (`devices.yaml` beside this module);
+docs/prices.md is the guide. Every figure carries its source and date, because rental prices differ by a factor of three
+between sellers and change by the month.
 
 The bill of a run (`cost_usd`) is time held x price, to the second. Rounding by a seller concerns the machine, which
 outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
@@ -14,10 +14,12 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from datetime import date
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rlhfless.records import Holding, ReplicaState
@@ -27,6 +29,9 @@ from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.spec.explain import explain, nearest
 
 SECONDS_PER_HOUR = 3600.0
+
+DEVICES_FILE = "rlhfless/scaling/devices.yaml"
+"""The table of devices, for a reader of a message."""
 
 
 class PriceError(UserError):
@@ -103,11 +108,8 @@ class Owned(SpecModel):
     """Share of the price that a released device earns, because another job uses it; 0 if none does."""
 
 
-class DevicePrice(SpecModel):
-    """The price of one kind of device."""
-
-    kind: Annotated[str, Field(min_length=1)]
-    """Name of the device kind, as holdings carry it."""
+class DeviceTerms(SpecModel):
+    """What a device costs, and on which terms."""
 
     usd_per_hour: Usd
     """US dollars per hour of one whole device, on demand; for owned hardware, of owning it."""
@@ -138,7 +140,7 @@ class DevicePrice(SpecModel):
     nothing; or single devices, which are paid for while they are held. Means nothing for owned devices."""
 
     @model_validator(mode="after")
-    def _owned_is_not_rented(self) -> DevicePrice:
+    def _owned_is_not_rented(self) -> DeviceTerms:
         if self.owned is not None and (self.spot is not None or self.billing is not None):
             raise ValueError("hardware that is owned has no spot price and no billing; take `spot` and `billing` out")
         return self
@@ -154,6 +156,13 @@ class DevicePrice(SpecModel):
     def saved_usd_per_hour(self) -> float:
         """The saving per hour of releasing a device."""
         return self.usd_per_hour - self.released_usd_per_hour
+
+
+class DevicePrice(DeviceTerms):
+    """The price of one kind of device."""
+
+    kind: Annotated[str, Field(min_length=1)]
+    """Name of the device kind, as holdings carry it."""
 
 
 class PriceBook(SpecModel):
@@ -228,17 +237,24 @@ class PriceBook(SpecModel):
         return self.model_dump(mode="json")
 
 
+@cache
+def bundled_devices() -> tuple[dict[str, Any], ...]:
+    """The entries of the bundled table of devices: figures and price of each kind."""
+    text = files(__package__).joinpath("devices.yaml").read_text("utf-8")
+    return tuple(yaml.load(text, yaml.CSafeLoader)["devices"])
+
+
 def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
-    """Reads a price book; the bundled one without `path`.
+    """Reads a price book; the prices of the bundled table of devices without `path`.
 
     Raises InputError with all problems: file, line, field, value, and the hint.
     """
     if path is None:
-        source, text = "prices.yaml (bundled)", files(__package__).joinpath("prices.yaml").read_text("utf-8")
-    else:
-        source, text = str(path), _read(Path(path))
+        priced = [{"kind": entry["kind"], **entry["price"]} for entry in bundled_devices() if "price" in entry]
+        return PriceBook.model_validate({"devices": priced})
+    source = str(path)
     try:
-        parsed = document.parse(text)
+        parsed = document.parse(_read(Path(path)))
     except document.DocumentError as error:
         raise InputError(source, [error.problem]) from error
     if not isinstance(parsed.data, dict):

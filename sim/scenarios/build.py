@@ -32,6 +32,9 @@ def price_book(scenario: Scenario) -> PriceBook:
     """The prices of the scenario's cluster. Raises InputError or PriceError for a kind without a price."""
     book = load_price_book(scenario.cluster.prices)
     tenures = {machines.kind: machines for machines in scenario.cluster.machines}
+    own = [sheet for kind in tenures if kind not in book.kinds and (sheet := scenario.cluster.sheet(kind)).price]
+    added = (DevicePrice(kind=sheet.kind, **dict(sheet.price or {})) for sheet in own)
+    book = book.model_copy(update={"devices": (*book.devices, *added)})
     for kind in tenures:
         book.device(kind)
     devices = tuple(

@@ -85,7 +85,8 @@ class ClusterSpec(SpecModel):
     """Price book (YAML); the bundled one when left out."""
 
     devices: str | None = None
-    """Devices of one's own (YAML, in the form of rlhfless/scaling/latency/devices.yaml), beside the bundled table."""
+    """Devices of one's own (YAML, in the form of rlhfless/scaling/devices.yaml), beside the bundled table; with a
+    `price` there a kind needs none in the price book."""
 
     provisioning_s: NotNegative = 0.0
     """Seconds to provision a machine that has not been used yet. 0: all machines run from the start."""

@@ -6,8 +6,10 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
+from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError, load_price_book
 from rlhfless.spec.errors import InputError
 
@@ -44,6 +46,16 @@ def test_the_bundled_book_has_what_a_laptop_and_a_gpu_node_need() -> None:
     with_spot = {device.kind: device for device in book.devices if device.spot is not None}
     assert with_spot.keys() == {"h100", "h200"}
     assert all(device.spot and device.spot.usd_per_hour < device.usd_per_hour for device in with_spot.values())
+
+
+def test_every_device_has_figures_and_a_price_or_says_why_it_has_none() -> None:
+    sheets = load_devices()
+    priced = {kind for kind, sheet in sheets.items() if sheet.price is not None}
+    assert set(load_price_book().kinds) == priced
+    assert {kind for kind, sheet in sheets.items() if not sheet.unpriced} == priced
+    assert {"gb200", "mi325x"} <= priced  # they had prices, and no figures
+    with pytest.raises(ValidationError, match="take one of them out"):
+        DeviceSheet.model_validate(sheets["h100"].model_dump() | {"unpriced": "nobody sells it"})
 
 
 def test_a_book_of_the_users_own(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
-"""The figures of devices: `devices.yaml`, with a source for every figure."""
+"""The figures of devices: `rlhfless/scaling/devices.yaml`, with a source for every figure, and their prices."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from rlhfless.scaling.prices import DEVICES_FILE, DeviceTerms, bundled_devices
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem, UserError
@@ -49,6 +48,10 @@ class DeviceSheet(SpecModel):
     """Its name, as in the price book."""
     flops_per_s: Figure
     """Peak of dense matrix products in 16 bit (fp32 on a CPU)."""
+    fp8_flops_per_s: Figure | None = None
+    """Peak of dense products of 8 bit floats; None for a device without them."""
+    fp4_flops_per_s: Figure | None = None
+    """Peak of dense products of 4 bit floats; None for a device without them."""
     memory_bytes_per_s: Figure
     memory_bytes: Figure
     link_bytes_per_s: Figure
@@ -66,6 +69,16 @@ class DeviceSheet(SpecModel):
     all_reduce_bytes_per_s: GroupRates
     """Rate at which each device of a group sends and receives in a large all-reduce. Without NVLink they share a
     bus."""
+    price: DeviceTerms | None = None
+    """In a price book of its own, a kind's entry there counts."""
+    unpriced: Annotated[str, Field(min_length=1)] | None = None
+    """Why the bundled table has no price."""
+
+    @model_validator(mode="after")
+    def _priced_or_not(self) -> DeviceSheet:
+        if self.price is not None and self.unpriced is not None:
+            raise ValueError(f"{self.kind} has a price, and `unpriced` says why it has none; take one of them out")
+        return self
 
 
 class _DeviceTable(SpecModel):
@@ -84,8 +97,7 @@ def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
 
     Raises InputError for a file that cannot be read, with all problems.
     """
-    bundled = files(__package__).joinpath("devices.yaml").read_text("utf-8")
-    sheets = {device.kind: device for device in _DeviceTable.model_validate(yaml.safe_load(bundled)).devices}
+    sheets = {device.kind: device for device in _DeviceTable.model_validate({"devices": bundled_devices()}).devices}
     if path is not None:
         sheets |= {device.kind: device for device in _own_table(path).devices}
     return sheets
@@ -95,7 +107,7 @@ def _own_table(path: str) -> _DeviceTable:
     try:
         parsed = document.parse(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        hint = "name a file in the form of rlhfless/scaling/latency/devices.yaml"
+        hint = f"name a file in the form of {DEVICES_FILE}"
         raise InputError(path, [Problem("", f"cannot be read: {error}", hint)]) from error
     except document.DocumentError as error:
         raise InputError(path, [error.problem]) from error

@@ -175,15 +175,14 @@ def test_prompts_share_their_iterations() -> None:
 
 
 def test_devices_of_ones_own(tmp_path: Path) -> None:
-    table = yaml.safe_load((files("rlhfless.scaling.latency") / "devices.yaml").read_text("utf-8"))
+    table = yaml.safe_load((files("rlhfless.scaling") / "devices.yaml").read_text("utf-8"))
     sheet = next(device for device in table["devices"] if device["kind"] == "l40s")
-    mine = sheet | {"kind": "mine", "memory_bytes": {"value": 96e9, "source": "its box"}}
+    price = {"usd_per_hour": 1.0, "source": "a bill", "as_of": "2026-11-01"}
+    mine = sheet | {"kind": "mine", "memory_bytes": {"value": 96e9, "source": "its box"}, "price": price}
     (tmp_path / "devices.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
-    book = yaml.safe_load((files("rlhfless.scaling") / "prices.yaml").read_text("utf-8"))
-    price = {"kind": "mine", "usd_per_hour": 1.0, "source": "a bill", "as_of": "2026-11-01"}
-    (tmp_path / "prices.yaml").write_text(yaml.safe_dump({**book, "devices": [*book["devices"], price]}))
-    own = {"machines": [{"kind": "mine", "devices_per_node": 2}], "devices": "devices.yaml", "prices": "prices.yaml"}
+    own = {"machines": [{"kind": "mine", "devices_per_node": 2}], "devices": "devices.yaml"}
     loaded = load_scenario(written(tmp_path, cluster=own))
+    assert price_book(loaded).device("mine").usd_per_hour == 1.0
     plain = timing.kv_tokens(scenario(), "l40s")
     assert timing.kv_tokens(loaded, "mine") > plain
     assert ScenarioLayout(loaded, ScenarioPlacementSpec()).actors()[0].slot_setup.allocation.devices[0].kind == "mine"
