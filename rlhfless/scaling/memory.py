@@ -93,7 +93,7 @@ def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
     to 2 % (tests/prepare). Models without a norm of queries and keys keep 8 (q + k) less in float32. Attention keeps no
     matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one).
     """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries, keys = shape.query_width, shape.key_width
     if dtype == "float32":
         return 24 * shape.hidden + 16 * (queries + keys) + 16 * mlp_width(shape)
     return 16 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape)
@@ -108,7 +108,7 @@ def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool) -> i
         backward    q (12 + 14 b)    three gradients in float32; five tensors by segments, and their three gradients;
                                      keys and values for all heads
     """
-    queries, b = shape.heads * shape.head_dim, DTYPE_BYTES[dtype]
+    queries, b = shape.query_width, DTYPE_BYTES[dtype]
     return queries * (12 + 14 * b if backward else 4 + 8 * b)
 
 
@@ -282,9 +282,9 @@ def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
 
 
 def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int:
-    """KV of one token on each device: 2 L k b / t. A key head that several devices need is kept by each of them."""
-    heads = max(shape.kv_heads / tensor_parallel, 1)
-    return round(2 * shape.layers * heads * shape.head_dim * DTYPE_BYTES[dtype])
+    """KV of one token on each device: 2 L k b / t. A key head that several devices need is kept by each of them, and so
+    is latent KV."""
+    return round(shape.layers * shape.kv_width / min(tensor_parallel, shape.kv_heads) * DTYPE_BYTES[dtype])
 
 
 def engine_parts(

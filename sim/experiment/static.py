@@ -38,7 +38,7 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
     """Every fleet of the scenario's first kind that the model fits on, with all devices of the other kinds: co-located
     on the devices of 1, 2, 3, ... actors; and disaggregated, with every number of actors and a learner of 1, 2, 4, ...
     times the devices it needs."""
-    machines, each = scenario.cluster.machines[0], scenario.engine.tensor_parallel
+    machines, each = scenario.cluster.machines[0], scenario.engine.devices
     needed = timing.learner_devices_needed(scenario, machines.kind)
     shapes: list[FleetShape] = []
     if scenario.schedule == "sync":

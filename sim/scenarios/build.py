@@ -119,8 +119,7 @@ class ScenarioLayout:
                 devices = devices.without(self.learner_side)
             shapes += self._of_kind(machines, devices)
         if not shapes:
-            tensor_parallel = self._scenario.engine.tensor_parallel
-            what = f"no node has {tensor_parallel} devices left for an actor"
+            what = f"no node has {self._scenario.engine.devices} devices left for an actor"
             hint = "lower engine.tensor_parallel or placement.learner_devices, or take more devices"
             raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, hint)])
         return tuple(shapes)
@@ -140,7 +139,7 @@ class ScenarioLayout:
                 machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
                 _spot_mean_s(self._scenario, machines),
             )
-            for node, devices in devices.actors(engine.tensor_parallel)
+            for node, devices in devices.actors(engine.devices)
         ]
 
     def learner(self) -> LearnerShape:
@@ -192,7 +191,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
     transport, engine = scenario.transport, scenario.engine
     terms = RentalTerms() if reserved else lease_terms(scenario, layout)
     size = scenario.model.shape.total_bytes
-    per_actor = transport.device_bytes_per_s * engine.tensor_parallel
+    per_actor = transport.device_bytes_per_s * engine.devices
     prefix_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
     try:
         return Setup(
@@ -248,7 +247,7 @@ def _spot_mean_s(scenario: Scenario, machines: MachinesSpec) -> float:
     if machines.tenure != "spot":
         return math.inf
     spot = load_price_book(scenario.cluster.prices).device(machines.kind).spot
-    rate = spot.interruptions_per_hour * scenario.engine.tensor_parallel if spot is not None else 0.0
+    rate = spot.interruptions_per_hour * scenario.engine.devices if spot is not None else 0.0
     return SECONDS_PER_HOUR / rate if rate else math.inf
 
 

@@ -103,7 +103,10 @@ class ScenarioEngineSpec(SpecModel):
     """One generation actor."""
 
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Devices per actor."""
+    """Devices of a rank."""
+
+    data_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks per actor, which divide its sequences, and spread the experts of a model over all its devices."""
 
     max_sequences: Annotated[int, Field(ge=1)] = 256
     """Most sequences that run at once (vLLM's default for large devices is 256 or more)."""
@@ -121,9 +124,11 @@ class ScenarioEngineSpec(SpecModel):
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one KV block."""
 
-    weight_bits: Literal[8, 16] = 16
-    """Bits of a weight in the engine. 8 bits halve what is read and held; matrix products are priced at the rate of 16.
-    Weights still travel as the learner has them."""
+    weight_bits: Literal[4, 8, 16] = 16
+    """Bits of a weight in the engine, which is read and held so. Weights still travel as the learner has them."""
+
+    product_bits: Literal[4, 8, 16] = 16
+    """Bits of matrix products: at the rate of fp8 or fp4 of the device. A quantised model has its own."""
 
     kv_bits: Literal[8, 16] = 16
     """Bits of a number of the KV cache."""
@@ -134,6 +139,11 @@ class ScenarioEngineSpec(SpecModel):
 
     latency: LatencySpec = RooflineLatency()
     """The latency model."""
+
+    @property
+    def devices(self) -> int:
+        """Devices per actor."""
+        return self.tensor_parallel * self.data_parallel
 
     @model_validator(mode="after")
     def _everyone_decodes(self) -> ScenarioEngineSpec:

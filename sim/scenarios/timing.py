@@ -16,8 +16,8 @@ from rlhfless.spec.errors import InputError, Problem
 
 GB = 1e9
 
-EIGHT = 8
-"""Bits of the smaller format of weights and KV."""
+EIGHT, FULL = 8, 16
+"""Bits of a byte, and of a format that is not quantised."""
 
 LEARNER_MEMORY_SHARE = 0.8
 """Share of the devices' memory for weights, gradients and the optimiser's state; the rest is for activations."""
@@ -58,8 +58,10 @@ class Packed:
 def engine_shape(scenario: Scenario) -> ModelShape:
     """The model as the engine holds it, with weights and KV in the engine's formats."""
     shape, engine = scenario.model.shape, scenario.engine
-    weights = 1 if engine.weight_bits == EIGHT else shape.weight_bytes
-    return replace(shape, weight_bytes=weights, kv_number_bytes=1 if engine.kv_bits == EIGHT else shape.weight_bytes)
+    kept = replace(shape, kv_number_bytes=1 if engine.kv_bits == EIGHT else shape.weight_bytes)
+    if engine.weight_bits < FULL:
+        kept = replace(kept, matrix_bytes=engine.weight_bits / EIGHT)
+    return replace(kept, product_bits=min(engine.product_bits, shape.product_bits))
 
 
 def engine_model(scenario: Scenario, kind: str) -> EngineModel:
@@ -73,9 +75,12 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
     if isinstance(engine.latency, FittedLatency):
         return load_latency(engine.latency.path).engine
     if not isinstance(engine.latency, KernelsLatency):
-        return Roofline(shape, scenario.cluster.sheet(kind), engine.tensor_parallel)
-    if EIGHT in (engine.weight_bits, engine.kv_bits):
-        what = "type `kernels` has tables of 16 bits, and weight_bits or kv_bits is 8"
+        try:
+            return Roofline(shape, scenario.cluster.sheet(kind), engine.tensor_parallel, engine.data_parallel)
+        except UnknownShape as error:
+            raise InputError(scenario.name, [Problem("engine.product_bits", str(error), "take 16")]) from error
+    if min(engine.weight_bits, engine.kv_bits, shape.product_bits) < FULL or engine.data_parallel > 1:
+        what = "type `kernels` has tables of 16 bits and one rank"
         raise InputError(scenario.name, [Problem("engine.latency", what, "use type `roofline`")])
     try:
         model = MeasuredKernels(shape, kind, engine.tensor_parallel, tables_folder())
@@ -91,7 +96,8 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
     usable = device.memory_bytes.value * engine.memory_fraction - engine.reserved_gb * GB
-    left = usable - shape.total_bytes / engine.tensor_parallel
+    elsewhere = shape.expert_bytes * (1 - 1 / engine.data_parallel)
+    left = usable - (shape.total_bytes - elsewhere) / engine.tensor_parallel
     tokens = int(left / (shape.kv_bytes * share))
     if tokens < scenario.max_tokens:
         what = (
@@ -100,7 +106,7 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
         )
         problem = Problem("engine.tensor_parallel", what, "raise it, or take devices with more memory")
         raise DoesNotFit(scenario.name, [problem])
-    return tokens
+    return tokens * engine.data_parallel
 
 
 def learner_devices_needed(scenario: Scenario, kind: str) -> int:

@@ -121,8 +121,11 @@ class MeasuredKernels:
     def __post_init__(self) -> None:
         if self.kind not in SYSTEMS:
             raise NoTables(f"no tables of {self.kind!r}; {nearest(self.kind, SYSTEMS)}There are {', '.join(SYSTEMS)}")
-        if self.shape.experts:
-            raise UnknownShape("experts: kernel tables are read for dense models only; take a roofline")
+        if self.shape.experts or self.shape.latent or self.shape.matrix_bytes is not None:
+            raise UnknownShape(
+                "experts, latent attention or quantised weights: kernel tables are read for dense models only, of 16 "
+                "bits and with grouped-query attention; take a roofline"
+            )
 
     @property
     def context_s(self) -> float:

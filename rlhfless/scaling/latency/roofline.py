@@ -4,8 +4,10 @@
     prefill   max(2 active T / peak, weights read / bandwidth) + attention + kernel starts + all-reduces
 
 with the shares of each peak that kernels were measured to reach. Tensor parallelism divides all but the last two, and
-adds two all-reduces a layer, at the rate that groups of that size were measured to reach. A first guess, within some
-30 %: a fit to the run's own ledger takes over (`fitted`).
+adds two all-reduces a layer, at the rate that groups of that size were measured to reach. Data-parallel ranks of one
+engine divide the sequences and have copies of all but the experts, which are spread over all devices (expert
+parallelism): two exchanges a layer carry each token to its experts and back. Experts are taken to be asked for evenly.
+A first guess, within some 30 %: a fit to the run's own ledger takes over (`fitted`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhfless.scaling.latency.devices import DeviceSheet
-from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 
 KERNEL_S = 3e-6
 """Start of a kernel: the constant that aiconfigurator adds to each memory operation."""
@@ -28,6 +30,8 @@ KERNELS_PER_LAYER = 8
 
 ALL_REDUCES_PER_LAYER = 2
 
+EXCHANGES_PER_LAYER = 2
+
 ACTIVATION_BYTES = 2
 """Fewest bytes of an activation: weights of 8 bits are multiplied with activations that are reduced in 16."""
 
@@ -39,10 +43,20 @@ class Roofline:
     shape: ModelShape
     device: DeviceSheet
     tensor_parallel: int = 1
+    """Devices of a rank."""
+    data_parallel: int = 1
+    """Ranks of the engine. Raises UnknownShape for products that the device has no rate for."""
+
+    def __post_init__(self) -> None:
+        if self._peak is None:
+            raise UnknownShape(
+                f"products of {self.shape.product_bits} bits: the table of devices has no rate of {self.device.kind} "
+                "for them"
+            )
 
     @property
     def context_s(self) -> float:
-        share = max(self.tensor_parallel, 1) if self.shape.kv_heads >= self.tensor_parallel else self.shape.kv_heads
+        share = self.data_parallel * min(self.tensor_parallel, self.shape.kv_heads)
         rate = self.device.memory_bytes_per_s.value * self.device.attention_efficiency.value
         return self.shape.kv_bytes / share / rate
 
@@ -53,21 +67,39 @@ class Roofline:
         if tokens == 0:
             return 0.0
         pairs = tokens * (context_tokens + tokens / 2)
-        attention = 4 * self.shape.layers * self.shape.heads * self.shape.head_dim * pairs
-        return self._forward_s(tokens) + attention / self._flops_per_s
+        attention = self.shape.pair_operations * pairs
+        return self._forward_s(tokens) + attention / self._flops_per_s(self.device.flops_per_s.value)
 
     @property
-    def _flops_per_s(self) -> float:
-        return self.tensor_parallel * self.device.flops_per_s.value * self.device.matmul_efficiency.value
+    def _peak(self) -> float | None:
+        device = self.device
+        rates = {16: device.flops_per_s, 8: device.fp8_flops_per_s, 4: device.fp4_flops_per_s}
+        rate = rates.get(self.shape.product_bits)
+        return None if rate is None else rate.value
+
+    def _flops_per_s(self, peak: float) -> float:
+        return self.tensor_parallel * self.data_parallel * peak * self.device.matmul_efficiency.value
 
     def _forward_s(self, tokens: int) -> float:
+        shape, ranks = self.shape, self.data_parallel
         bandwidth = self.tensor_parallel * self.device.memory_bytes_per_s.value * self.device.weights_efficiency.value
-        reading_s = self.shape.read(tokens) * self.shape.weight_bytes / bandwidth
-        computing_s = 2 * self.shape.active * tokens / self._flops_per_s
-        starts_s = KERNEL_S * KERNELS_PER_LAYER * self.shape.layers
-        return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens)
+        copied = shape.read_bytes(0)
+        reading_s = (copied + (shape.read_bytes(tokens) - copied) / ranks) / bandwidth
+        computing_s = 2 * (shape.active - shape.head) * tokens / self._flops_per_s(self._peak or 0.0)
+        computing_s += 2 * shape.head * tokens / self._flops_per_s(self.device.flops_per_s.value)
+        starts_s = KERNEL_S * KERNELS_PER_LAYER * shape.layers
+        return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens / ranks) + self._exchanges_s(tokens)
 
-    def _all_reduces_s(self, tokens: int) -> float:
+    def _exchanges_s(self, tokens: int) -> float:
+        """Tokens to their experts and back, over the links of the devices."""
+        devices = self.tensor_parallel * self.data_parallel
+        if self.data_parallel == 1 or not self.shape.experts:
+            return 0.0
+        sent = tokens / devices * self.shape.experts_per_token * self.shape.hidden * ACTIVATION_BYTES
+        sent_s = sent * (devices - 1) / devices / self.device.link_bytes_per_s.value
+        return EXCHANGES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + sent_s)
+
+    def _all_reduces_s(self, tokens: float) -> float:
         others = self.tensor_parallel - 1
         if others == 0:
             return 0.0

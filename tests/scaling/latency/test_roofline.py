@@ -32,6 +32,26 @@ MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
 SHAPE = ModelShape.of_config(LLAMA_8B)
 
 
@@ -85,10 +105,84 @@ def test_a_batch_reads_the_experts_it_asks_for() -> None:
 def test_a_config_that_says_too_little() -> None:
     with pytest.raises(UnknownShape, match="`hidden_size` of the model's config is None"):
         ModelShape.of_config({key: value for key, value in LLAMA_8B.items() if key != "hidden_size"})
-    with pytest.raises(UnknownShape, match="kv_lora_rank"):
+    with pytest.raises(UnknownShape, match="qk_rope_head_dim"):
         ModelShape.of_config(LLAMA_8B | {"kv_lora_rank": 512})
     with pytest.raises(UnknownShape, match="'int4'"):
         ModelShape.of_config(LLAMA_8B | {"torch_dtype": "int4"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "`layer_types`.*'linear_attention'"),
+        ({"sliding_window": 4096}, "`sliding_window` is 4096"),
+        ({"index_topk": 2048}, "`index_topk`"),
+        ({"mamba_d_state": 128}, "`mamba_d_state`"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'.*known are fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "'bits': 3"),
+    ],
+)
+def test_what_is_not_counted_is_refused(keys: dict[str, object], said: str) -> None:
+    with pytest.raises(UnknownShape, match=said):
+        ModelShape.of_config(LLAMA_8B | keys)
+    assert ModelShape.of_config(LLAMA_8B | {"sliding_window": 4096, "use_sliding_window": False}) == SHAPE
+
+
+def test_latent_attention_and_experts_by_the_published_counts() -> None:
+    """DeepSeek-V3: 671 billion parameters, 37 of them active, without its extra layer (arXiv 2412.19437). The KV of a
+    token is 512 + 64 numbers in each of 61 layers."""
+    shape = ModelShape.of_config(DEEPSEEK_V3)
+    assert shape.parameters == pytest.approx(671e9, rel=2e-3)
+    assert shape.active == pytest.approx(37e9, rel=0.02)
+    assert shape.kv_bytes == 61 * (512 + 64) * 2
+    assert (shape.matrix_bytes, shape.product_bits) == (1.0, 8)
+    assert shape.total_bytes == pytest.approx(671e9 + 2 * shape.head, rel=2e-3)
+    assert Roofline(shape, device(fp8_flops_per_s=2e15), 8).context_s == pytest.approx(
+        shape.kv_bytes / 1e12
+    )  # a copy each
+    with pytest.raises(UnknownShape, match="products of 8 bits"):
+        Roofline(shape, device())
+
+
+def test_quantised_weights() -> None:
+    """Of matrices; embedding and head stay in 16 bits."""
+    known = [
+        ({"quant_method": "fp8"}, 1.0, 8),
+        ({"quant_method": "awq", "bits": 4}, 0.5, 16),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 1.0, 16),
+    ]
+    for settings, number_bytes, bits in known:
+        shape = ModelShape.of_config(LLAMA_8B | {"quantization_config": settings})
+        assert (shape.matrix_bytes, shape.product_bits) == (number_bytes, bits)
+        matrices = SHAPE.parameters - 2 * SHAPE.head
+        assert shape.total_bytes == int(matrices * number_bytes) + 4 * SHAPE.head
+
+
+def test_layers_without_experts() -> None:
+    """Of 32: the first one; every second one, as the experts are in the last of two; the named ones."""
+
+    def dense(keys: dict[str, object]) -> float:
+        shape = ModelShape.of_config(MIXTRAL | {"moe_intermediate_size": 100} | keys)
+        return shape.dense_mlp / (3 * 4096 * 14336)
+
+    assert dense({}) == 0
+    assert dense({"first_k_dense_replace": 1}) == 1
+    assert dense({"decoder_sparse_step": 2}) == 16
+    assert dense({"mlp_only_layers": [3, 4]}) == 2
+    assert dense({"moe_layer_freq": [0] + [1] * 31}) == 1
+
+
+def test_data_parallel_ranks_by_hand() -> None:
+    """Two ranks read all but the experts each, and half of the experts; all weights work for all tokens."""
+    shape, one = ModelShape.of_config(MIXTRAL), device()
+    two = Roofline(shape, one, data_parallel=2)
+    experts = 8 * shape.expert_mlp
+    sent_s = 64 / 2 * 2 * 4096 * 2 / 2 / 1e11
+    expected_s = 2 * (shape.read(0) + (shape.read(64) - shape.read(0)) / 2) / 1e12 + 3e-6 * 8 * 32
+    assert two.iteration_s(64) == pytest.approx(expected_s + 2 * 32 * (1e-5 + sent_s))
+    assert two.context_s == pytest.approx(shape.kv_bytes / 2e12)
+    assert experts > shape.read(64) - shape.read(0)
 
 
 def test_decoding_by_hand() -> None:

@@ -195,16 +195,29 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
 def test_weights_and_kv_of_8_bits() -> None:
     plain, small = (scenario(model={"name": "qwen2.5-7b"}, engine=engine) for engine in ({}, {"weight_bits": 8}))
     halved = scenario(model={"name": "qwen2.5-7b"}, engine={"weight_bits": 8, "kv_bits": 8})
-    weights = plain.model.shape.total_bytes
-    # 48 GB x 0.85 less 3.9 GB and half of the weights; a token's KV takes 57,344 bytes, or half.
-    assert timing.kv_tokens(small, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights / 2) / 57_344)
-    assert timing.kv_tokens(halved, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights / 2) / 28_672)
+    kept = 2 * plain.model.shape.head  # numbers of embedding and head, which stay in 16 bits
+    saved = plain.model.shape.total_bytes / 2 - kept
+    weights = plain.model.shape.total_bytes - saved
+    # 48 GB x 0.85 less 3.9 GB and the weights; a token's KV takes 57,344 bytes, or half.
+    assert timing.kv_tokens(small, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights) / 57_344)
+    assert timing.kv_tokens(halved, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights) / 28_672)
     models = [timing.engine_model(one, "l40s") for one in (plain, small, halved)]
-    reading_s = weights / 2 / (864e9 * 0.81)
-    # The embedding is not read for a batch of 1.
-    embedding_s = plain.model.shape.head * 2 / 2 / (864e9 * 0.81)
-    assert models[0].iteration_s(1) - models[1].iteration_s(1) == pytest.approx(reading_s - embedding_s)
+    assert models[0].iteration_s(1) - models[1].iteration_s(1) == pytest.approx(saved / (864e9 * 0.81))
     assert models[2].context_s == pytest.approx(models[1].context_s / 2)
     kernels = scenario(engine={"kv_bits": 8, "latency": {"type": "kernels"}})
-    with pytest.raises(InputError, match="has tables of 16 bits, and weight_bits or kv_bits is 8"):
+    with pytest.raises(InputError, match="has tables of 16 bits and one rank"):
         timing.engine_model(kernels, "l40s")
+
+
+def test_products_of_8_bits_and_ranks_that_spread_the_experts() -> None:
+    """An L40S multiplies 733 / 362 as fast in 8 bits, but for the head; an A100 has no such rate."""
+    plain, fast = (scenario(model={"name": "qwen2.5-7b"}, engine={"product_bits": bits}) for bits in (16, 8))
+    slow_s, fast_s = (timing.engine_model(one, "l40s").iteration_s(4096) for one in (plain, fast))
+    shape, rate = plain.model.shape, 362e12 * 0.61
+    saved_s = 2 * (shape.active - shape.head) * 4096 / rate * (1 - 362 / 733)
+    assert slow_s - fast_s == pytest.approx(saved_s)
+    with pytest.raises(InputError, match="no rate of a100-80gb"):
+        timing.engine_model(fast, "a100-80gb")
+    wide = scenario(cluster={"machines": [{"kind": "l40s", "devices_per_node": 4}]}, engine={"data_parallel": 2})
+    assert len(ScenarioLayout(wide, ScenarioPlacementSpec()).actors()) == 2
+    assert timing.kv_tokens(wide, "l40s") == 2 * timing.kv_tokens(scenario(), "l40s")
