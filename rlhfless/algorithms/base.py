@@ -24,6 +24,7 @@ from rlhfless.spec.extension import make
 
 BUILT_IN: Mapping[str, str] = {
     "grpo": "rlhfless.algorithms.grpo:GRPO",
+    "dapo": "rlhfless.algorithms.dapo:DAPO",
     "dr_grpo": "rlhfless.algorithms.dr_grpo:DrGRPO",
     "rloo": "rlhfless.algorithms.rloo:RLOO",
     "reinforce_plus_plus": "rlhfless.algorithms.reinforce_plus_plus:ReinforcePlusPlus",

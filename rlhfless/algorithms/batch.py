@@ -287,6 +287,14 @@ def mini_batches(batch: PackedBatch, count: int) -> tuple[PackedBatch, ...]:
     return tuple(_own_denominators(select(batch, np.flatnonzero(np.isin(groups, part)))) for part in parts)
 
 
+def leave_out(batch: PackedBatch, sequences: BoolArray) -> PackedBatch:
+    """The batch, in which nothing is learned from what the model drew in these `sequences` [sequences]. They keep their
+    rewards and their places in their groups, and count in no denominator."""
+    mask = batch.response_mask & ~sequences[batch.sequence_id]
+    masked = dataclasses.replace(batch, response_mask=mask)
+    return _own_denominators(masked.with_columns(**masked.columns()))
+
+
 def _own_denominators(batch: PackedBatch) -> PackedBatch:
     groups = int(batch.group_id.max(initial=-1)) + 1
     answered = int(np.count_nonzero(batch.response_lengths))

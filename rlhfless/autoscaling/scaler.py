@@ -50,6 +50,10 @@ class Scaler:
         lengths from them; so is a step that is already in the trace, because its lengths are known."""
         if work is Work.GENERATE and not self._ledger.has_rollouts_of(step):
             return self.runner
+        return self.even_split()
+
+    def even_split(self) -> PolicyRunner:
+        """A runner without a plan: also for what a step draws again, because the policy plans a step once."""
         return PolicyRunner(EvenSplit(), self.fleet, self._ledger.add_decision)
 
     def idle(self, function: str, step: int) -> None:

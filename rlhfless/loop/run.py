@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
+from rlhfless.loop.algorithm_state import AlgorithmState
 from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
@@ -73,11 +73,11 @@ class Run:
     clock: StepClock = field(default_factory=StepClock)
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
-    algorithm: Algorithm = field(init=False)
-    """The algorithm that the spec selects."""
+    algorithms: AlgorithmState = field(init=False)
+    """The algorithm that the spec selects, as of each step."""
 
     def __post_init__(self) -> None:
-        self.algorithm = algorithm_of(self.spec.algorithm)
+        self.algorithms = AlgorithmState(self.spec.algorithm)
 
     def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
         """The pools of the functions with one of these roles."""
@@ -146,14 +146,14 @@ class Run:
             seed_step=HELD_OUT_SEED_STEP,
         )
 
-    def generate(self, request: RolloutRequest) -> GenerationStage:
-        """The generation of a step or of an evaluation. An evaluation takes nothing from the journal. The trace is
-        written while the engines are at work."""
+    def generate(self, request: RolloutRequest, *, again: bool = False) -> GenerationStage:
+        """The generation of a step or of an evaluation, or what a step draws `again`. An evaluation takes nothing from
+        the journal. The trace is written while the engines are at work."""
         stage = GenerationStage(
             self.generation,
             request,
             self.spec,
-            self.scaler.runner_of(request.call.step, request.work),
+            self.scaler.even_split() if again else self.scaler.runner_of(request.call.step, request.work),
             self.journal if request.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
@@ -241,6 +241,7 @@ class Run:
             digest=self.published.version.digest,
             score=self.latest.get(self.spec.checkpoint.best_by),
             before=self.before,
+            kl_coefficient=self.algorithms.coefficient_after(step),
         )
         self.clock.interrupt()
         self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
@@ -260,12 +261,14 @@ class Run:
         if newest is None:
             await self.learner.stop(*(replica for replica in self.learner.replicas() if replica.learned_step))
             await self._require_shared(await self.learner.ready(self.call(0)))
+            self.algorithms.restore(0, None)
             return 0
         step = newest.notes.step
         replica = await self.learner.ready(self.call(step))
         await self._require_shared(replica)
         await self._work(replica, Work.RESTORE, "restore", self.call(step), newest.location)
         self.before = newest.notes.before
+        self.algorithms.restore(step, newest.notes.kl_coefficient)
         return step
 
     async def move_learner(self) -> None:

@@ -7,14 +7,18 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from rlhfless.algorithms.batch import pack
+import numpy as np
+
+from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
 from rlhfless.loop.failures import log_failures, without_failures
+from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
 from rlhfless.loop.stages import collect
 from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.summary import drawn_metrics, mean_parts, step_metrics
-from rlhfless.records import Experience, StepRecord
+from rlhfless.records import Experience, FinishReason, StepRecord
+from rlhfless.spec import Needs
 from rlhfless.tasks import gather_or_cancel
 
 
@@ -25,12 +29,18 @@ async def rollout(run: Run, context: StepContext) -> Experience:
     raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
     call, request = context.call, context.request
-    context.stage = run.generate(request)
-    groups = context.stage.groups()
-    _, experience = await gather_or_cancel(
-        run.weights.sync(context.published, call),
-        collect(groups, len(request.prompts), run.scoring_of(call), run.columns_of(call)),
-    )
+
+    async def draw(wanted: RolloutRequest) -> Experience:
+        stage = run.generate(wanted, again=wanted is not request)
+        context.stage = context.stage or stage
+        _, experience = await gather_or_cancel(
+            run.weights.sync(context.published, call),
+            collect(stage.groups(), len(wanted.prompts), run.scoring_of(call), run.columns_of(call)),
+        )
+        return experience
+
+    redraws = run.spec.algorithm.needs.redraws
+    experience = await redrawn(await draw(request), request, run.order, redraws, draw)
     run.release_idle(context.step)
     return experience
 
@@ -39,22 +49,33 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     """Learn from the samples of a step, and publish the weights that result. Raises as `rollout` does."""
     step, call = context.step, context.call
     kept = without_failures(experience, run.spec.scoring, step)
-    batch = pack(kept.groups)
+    learned_from = with_signal(kept) if run.spec.algorithm.needs.redraws else kept
+    batch = batch_of(learned_from, run.spec.algorithm.needs)
     if run.spec.algorithm.needs.old_logprobs and run.spec.mini_batches > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
-    batch = batch.with_columns(advantages=run.algorithm.advantages(batch))
+    batch = batch.with_columns(advantages=run.algorithms.at(step).advantages(batch))
     learning, publishing = asyncio.Event(), asyncio.Event()
     learned, run.published, drawn = await gather_or_cancel(
         run.learn(call, batch, learning),
         run.publish(call, sent=publishing),
         taken(run, context, experience, kept, after=[learning, publishing]),
     )
-    metrics = step_metrics(run, context, experience, kept, drawn, learned)
+    learned = {**learned, **run.algorithms.learn(step, batch)}
+    metrics = step_metrics(run, context, experience, learned_from, drawn, learned)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
     run.check_rollouts(record, context.published.version)
     return record
+
+
+def batch_of(experience: Experience, needs: Needs) -> PackedBatch:
+    """What the learner gets of the samples of a step."""
+    batch = pack(experience.groups)
+    if not needs.whole_responses:
+        return batch
+    samples = [sample for group in in_batch_order(experience.groups) for sample in group.samples]
+    return leave_out(batch, np.array([sample.finish_reason == FinishReason.LENGTH for sample in samples]))
 
 
 async def taken(
@@ -65,7 +86,7 @@ async def taken(
     for sent in after:
         await sent.wait()
     run.take(context.step, experience)
-    return drawn_metrics(experience, kept)
+    return drawn_metrics(experience, kept, len(context.request.prompts))
 
 
 async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.loop.redraws import has_signal
 from rlhfless.loop.run import Run
 from rlhfless.loop.step_context import StepContext
 from rlhfless.prefixes.trie import shared_prefixes
@@ -16,16 +17,17 @@ from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTE
 from rlhfless.scaling.step_times import Phase
 
 
-def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
-    """Figures of the rollouts of a step. `kept` is the part of it that is trained on."""
+def drawn_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
+    """Figures of the rollouts of a step for `prompts` prompts. `kept` are those that did not fail."""
     samples = experience.samples
     lengths = np.array([sample.model_tokens for sample in samples])
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in experience.groups for _ in group.samples])
-    signal = sum(len({sample.scored.total for sample in group.samples}) > 1 for group in kept.groups)
+    signal = sum(map(has_signal, kept.groups))
     cached = sum(rollout.cached_tokens for sample in samples for rollout in sample.rollouts)
     return {
         **reward_metrics(kept.scores),
         "failed_rewards": float(len(list(experience.failed()))),
+        "redrawn_groups": float(max(len(experience.groups) - prompts, 0)),
         "groups_without_signal": 1 - signal / len(experience.groups),
         "prompt_tokens_mean": float(prompt_tokens.mean()),
         "response_tokens_mean": float(lengths.mean()),

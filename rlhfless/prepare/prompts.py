@@ -8,9 +8,10 @@ resumed run sees what an uninterrupted one would have seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from rlhfless.text import storable, storable_values
 
 # 64 bits: a collision among 1e5 prompts has a chance of 3e-10.
 _ID_BYTES = 8
+
+_OTHERS = 1
+"""Makes the order of `PromptOrder.others` another than any of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,12 @@ class PromptOrder:
         epoch, position = divmod(step, total // n)
         chosen = self._order(epoch)[position * n : (position + 1) * n]
         return [self._prompts[i] for i in chosen]
+
+    def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
+        """Up to n prompts for a step, counted from 0, whose ids are not `used`, in an order of the step's own."""
+        order = np.random.default_rng([self._seed % 2**64, step, _OTHERS]).permutation(len(self._prompts))
+        unused = (self._prompts[i] for i in order if self._prompts[i].prompt_id not in used)
+        return list(islice(unused, n))
 
     def _draw(self, epoch: int) -> IntArray:
         return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))

@@ -55,6 +55,8 @@ class CheckpointNotes:
     """The score that decides which checkpoint is the best; None if it was not measured yet."""
     before: Mapping[str, float]
     """Held-out figures before the first step of the run."""
+    kl_coefficient: float | None = None
+    """Of the next step, if it follows a target."""
     version: int = CHECKPOINT_VERSION
 
     def as_json(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ here."""
 from rlhfless.spec.algorithm import (
     AlgorithmSpec,
     CISPOSpec,
+    DAPOSpec,
     DrGRPOSpec,
     GRPOSpec,
     GSPOSpec,

@@ -24,6 +24,20 @@ class GRPOSpec(GroupRelativeSpec, ClippedLossSpec):
     """The ratio is clipped from above at 1 + clip_high (DAPO's clip-higher)."""
 
 
+class DAPOSpec(GroupRelativeSpec, ClippedLossSpec):
+    """Decoupled clip and dynamic sampling policy optimisation (arXiv 2503.14476): GRPO with clip-higher, token mean,
+    dynamic sampling and no KL. Its soft overlong penalty is the reward `length_penalty`."""
+
+    type: Literal["dapo"] = "dapo"
+
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio is clipped from above at 1 + clip_high (section 3.1)."""
+
+    max_redraws: Annotated[int, Field(ge=0, le=100)] = 9
+    """How many times a step draws other prompts in place of those whose samples have all the same reward (section 3.2,
+    which has no bound; verl's recipe draws at most 10 times in all). If that was not enough, the step has fewer."""
+
+
 class DrGRPOSpec(ClippedLossSpec):
     """GRPO without its biases (Dr. GRPO, arXiv 2503.20783): no division by a group's standard deviation, which favours
     prompts that are too easy or too hard, nor by a response's length, which favours long wrong responses."""
@@ -151,6 +165,7 @@ class OwnAlgorithmSpec(OwnSpec):
 
 AlgorithmSpec = Annotated[
     GRPOSpec
+    | DAPOSpec
     | DrGRPOSpec
     | RLOOSpec
     | ReinforcePlusPlusSpec
@@ -163,6 +178,7 @@ AlgorithmSpec = Annotated[
         "algorithm",
         built_in=(
             GRPOSpec,
+            DAPOSpec,
             DrGRPOSpec,
             RLOOSpec,
             ReinforcePlusPlusSpec,

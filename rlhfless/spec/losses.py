@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -37,6 +37,14 @@ class Needs:
     samples_per_prompt: int = 1
     """Fewest samples of a prompt, for algorithms that compare them with each other."""
 
+    whole_responses: bool = False
+    """Nothing is learned from responses that were cut off at the longest length; their rewards still count in their
+    group."""
+
+    redraws: int = 0
+    """How many times a step draws other prompts in place of those whose samples have all the same reward. With any,
+    the latter are not learned from."""
+
 
 class KLSpec(SpecModel):
     """KL divergence to the frozen reference policy. With `coefficient` 0 no reference is deployed at all."""
@@ -70,6 +78,19 @@ class RewardKLSpec(KLSpec):
     where: Literal["loss", "reward"] = "reward"
     """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`,
     `reinforce_plus_plus`) and else of the response; or add it to the loss of each token."""
+
+    target: Annotated[float, Field(gt=0)] | None = None
+    """KL per token, in nats, that the coefficient follows from step to step (arXiv 1909.08593, section 2.2), beginning
+    with `coefficient`; `null` for a fixed one."""
+
+    horizon: Annotated[int, Field(ge=1)] = 10_000
+    """Samples over which an adaptive coefficient changes by at most 20 %; only with `target`."""
+
+    @model_validator(mode="after")
+    def _target_is_of_the_reward(self) -> RewardKLSpec:
+        if self.target is not None and not self.in_reward:
+            raise ValueError("target needs a coefficient above 0 to begin with, and where: reward")
+        return self
 
 
 class ImportanceSpec(SpecModel):
@@ -124,6 +145,10 @@ class PolicyLossSpec(SpecModel):
     rejection: RejectionSpec | None = None
     """Off-policy correction by leaving tokens or sequences out; `null` for none."""
 
+    mask_truncated: bool = False
+    """Learn nothing from responses that were cut off at `generation.max_tokens` (overlong filtering of DAPO, arXiv
+    2503.14476, section 3.4): what they would have come to is not known. Their rewards still count in their group."""
+
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy's mean entropy, which is subtracted from the loss. It takes the learner more memory."""
 
@@ -136,6 +161,7 @@ class PolicyLossSpec(SpecModel):
             old_logprobs=self.kl.in_reward,
             entropy_gradient=self.entropy_bonus > 0,
             samples_per_prompt=2,
+            whole_responses=self.mask_truncated,
         )
 
 
@@ -144,6 +170,15 @@ class GroupRelativeSpec(PolicyLossSpec):
 
     normalize_std: bool = True
     """Divide a group's advantages by its standard deviation. False: as in Dr. GRPO (arXiv 2503.20783)."""
+
+    max_redraws: Annotated[int, Field(ge=0, le=100)] = 0
+    """How many times a step draws other prompts in place of those whose samples have all the same reward, from which
+    nothing can be learned (dynamic sampling of DAPO, section 3.2). With any, the step learns from the others alone, of
+    which there are fewer than `prompts_per_step` if all redraws were not enough; with 0 they only have no gradient."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, redraws=self.max_redraws)
 
 
 class ClippedLossSpec(PolicyLossSpec):

@@ -87,6 +87,8 @@ METRICS = _table(
         Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),
         Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
         Metric("groups_without_signal", _RATIO, "Groups whose rewards are all equal: their advantage is 0"),
+        Metric("redrawn_groups", Unit.NONE, "Groups that were drawn in place of those without signal"),
+        Metric("kl_coefficient", Unit.NONE, "Weight of the KL in the reward, where it follows a target"),
         Metric("prompt_tokens_mean", _TOKENS, "Mean prompt length"),
         Metric("response_tokens", _TOKENS, "Response lengths", Kind.HISTOGRAM),
         Metric("response_tokens_mean", _TOKENS, "Mean response length"),

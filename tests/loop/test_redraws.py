@@ -1,0 +1,139 @@
+"""Dynamic sampling: which prompts a step draws again, what it learns from, and that a step done again repeats it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_two_steps
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes.fleet import group, prompt, runner
+from fakes.stage import until
+from rlhfless.functions.base import Call
+from rlhfless.loop.redraws import has_signal, redrawn, with_signal
+from rlhfless.loop.rollout_request import RolloutRequest
+from rlhfless.loop.step import rollout, train
+from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.records import Experience, Group, Score, Work
+from rlhfless.spec import DAPOSpec
+
+EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
+
+
+def scored(name: str, rewards: tuple[float, ...]) -> Group:
+    return group(name, len(rewards)).adding(score=[Score(reward, {"r": reward}) for reward in rewards])
+
+
+def request_for(*names: str) -> RolloutRequest:
+    prompts = tuple(prompt(name) for name in names)
+    return RolloutRequest(Call("run", 1, 1), prompts, 2, None, "v", Work.GENERATE, 0, 1)  # type: ignore[arg-type]
+
+
+def run_redraws(easy: set[str], names: list[str], prompts: int, redraws: int) -> tuple[Experience, list[list[str]]]:
+    """What a step of the first `prompts` names comes to, and the prompts of each redraw; `easy` have equal rewards."""
+    rounds: list[list[str]] = []
+
+    def drawn(request: RolloutRequest) -> Experience:
+        ids = [each.prompt_id for each in request.prompts]
+        return Experience(tuple(scored(each, EQUAL if each in easy else DIFFERENT) for each in sorted(ids)))
+
+    async def draw(request: RolloutRequest) -> Experience:
+        rounds.append([each.prompt_id for each in request.prompts])
+        return drawn(request)
+
+    request = request_for(*names[:prompts])
+    order = PromptOrder([prompt(name) for name in names], 7, shuffle=True)
+    return asyncio.run(redrawn(drawn(request), request, order, redraws, draw)), rounds
+
+
+def test_a_step_draws_as_many_others_as_it_lacks() -> None:
+    names = list("abcdefgh")
+    found, rounds = run_redraws({"a", "c"}, names, 4, redraws=5)
+    ((first, second),) = rounds
+    assert {first, second} <= set("efgh")
+    assert [each.prompt.prompt_id for each in found.groups] == sorted({*"abcd", first, second})
+    assert [each.prompt.prompt_id for each in with_signal(found).groups] == sorted({"b", "d", first, second})
+
+
+@given(
+    st.sets(st.sampled_from(list("abcdefghij"))),
+    st.integers(1, 6),
+    st.integers(0, 4),
+)
+def test_redraws_are_bounded_and_never_of_the_same_prompt(easy: set[str], prompts: int, redraws: int) -> None:
+    names = list("abcdefghij")
+    found, rounds = run_redraws(easy, names, prompts, redraws)
+    drawn = [*names[:prompts], *(name for each in rounds for name in each)]
+    assert len(rounds) <= redraws
+    assert len(drawn) == len(set(drawn)) == len(found.groups)
+    signals = sum(map(has_signal, found.groups))
+    assert signals <= prompts
+    # It ends early only with a full batch or without any prompt left.
+    assert len(rounds) == redraws or signals == prompts or len(drawn) == len(names)
+    assert run_redraws(easy, names, prompts, redraws)[1] == rounds
+
+
+def test_a_step_without_any_signal_keeps_its_groups(caplog: pytest.LogCaptureFixture) -> None:
+    found, rounds = run_redraws({"a", "b", "c"}, ["a", "b", "c"], 1, redraws=2)
+    assert len(rounds) == 2
+    assert with_signal(found) is found
+    assert "learns from 1 prompts fewer: 2 redraws" in caplog.text
+
+
+class Scene(test_two_steps.Scene):
+    """A run with `dapo`, in which prompt p has equal rewards."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        algorithm = DAPOSpec(max_redraws=2)
+        self.run.spec = self.run.spec.model_copy(update={"algorithm": algorithm})
+        self.learner.gate.set()
+        self.batches: list[Any] = []
+        call = self.learner.call
+
+        async def learning(method: str, *arguments: Any, **keywords: Any) -> Any:
+            if method == "learn":
+                self.batches.append(arguments[1])
+            return await call(method, *arguments, **keywords)
+
+        self.learner.call = learning  # type: ignore[method-assign]
+
+    def scaler(self) -> Any:
+        return SimpleNamespace(**vars(super().scaler()), even_split=lambda: runner(self.actors))
+
+
+async def test_the_loop_learns_from_the_redrawn_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = test_two_steps.scored
+
+    def equal_for_p(groups: list[Group]) -> list[list[Score]]:
+        return [[Score(1.0, {"r": 1.0})] * 2 if each.prompt.prompt_id == "p" else whole([each])[0] for each in groups]
+
+    monkeypatch.setattr(test_two_steps, "scored", equal_for_p)
+    scene = Scene(tmp_path)
+    context = scene.run.begin(1)
+    drawing = asyncio.create_task(rollout(scene.run, context))
+    actor = scene.actors["a"]
+    await until(lambda: bool(actor.running))
+    actor.finish("p", tokens=4)
+    await until(lambda: bool(actor.running))
+    (other,) = {key[0] for key in actor.running}
+    assert other in ("q", "r")
+    actor.finish(other, tokens=6)
+    experience = await drawing
+    record = await train(scene.run, context, experience)
+    assert {sample.key[0] for sample in experience.samples} == {"p", other}
+    (batch,) = scene.batches
+    assert batch.denominators.groups == 1
+    assert batch.response_lengths.tolist() == [6, 6]
+    assert record.metrics["redrawn_groups"] == 1.0
+    assert record.metrics["groups_without_signal"] == 0.5
+    assert record.metrics["reward_mean"] == 0.75  # of all that was drawn: 1, 1, 0, 1
+    assert {rollout.prompt_id for rollout in scene.journal.rollouts(1)} == {"p", other}
+    # Done again, all of it comes from the journal: nothing runs on the actor.
+    again = await rollout(scene.run, scene.run.begin(1))
+    assert [sample.key for sample in again.samples] == [sample.key for sample in experience.samples]
