@@ -27,7 +27,7 @@ def aggregated(inputs: LossInputs, values: torch.Tensor, settings: PolicyLossSpe
         case "token":
             return values.sum() * inputs.scale
         case "sequence":
-            return (values / drawn_tokens(inputs)[inputs.sequence_id]).sum() * inputs.sequence_scale
+            return (values / drawn_tokens(inputs)).sum() * inputs.sequence_scale
         case "constant":
             return values.sum() * inputs.sequence_scale / settings.constant_tokens
         case _:

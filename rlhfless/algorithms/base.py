@@ -50,7 +50,7 @@ class LossInputs:
     denominator_tokens: int
     """Response tokens of the optimiser step, over all micro-batches and ranks."""
     sequence_id: torch.Tensor  # [tokens], int64, from 0
-    """The sequence of each token in its micro-batch, which has all response tokens of each."""
+    """The sequence of each token in its micro-batch, which has all response tokens of each and no sequence without."""
     denominator_sequences: int
     """Sequences of the optimiser step that have response tokens."""
     old_logprobs: torch.Tensor | None = None  # [tokens]

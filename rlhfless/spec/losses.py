@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.spec.base import SpecModel, Tokens
+from rlhfless.spec.base import SpecModel, Steps, Tokens
 
 Level = Literal["token", "sequence", "geometric"]
 """What a probability ratio is of: a token, a sequence (the product over its tokens), or a sequence's tokens on average
@@ -83,7 +83,7 @@ class RewardKLSpec(KLSpec):
     """KL per token, in nats, that the coefficient follows from step to step (arXiv 1909.08593, section 2.2), beginning
     with `coefficient`; `null` for a fixed one."""
 
-    horizon: Annotated[int, Field(ge=1)] = 10_000
+    horizon: Steps = 10_000
     """Samples over which an adaptive coefficient changes by at most 20 %; only with `target`."""
 
     @model_validator(mode="after")
