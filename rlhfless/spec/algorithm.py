@@ -35,7 +35,7 @@ class DAPOSpec(GroupRelativeSpec, ClippedLossSpec):
 
     max_redraws: Annotated[int, Field(ge=0, le=100)] = 9
     """How many times a step draws other prompts in place of those whose samples have all the same reward (section 3.2,
-    which has no bound; verl's recipe draws at most 10 times in all). If that was not enough, the step has fewer."""
+    which has no bound; NeMo-RL draws at most 10 times in all). If that was not enough, the step has fewer."""
 
 
 class DrGRPOSpec(ClippedLossSpec):
