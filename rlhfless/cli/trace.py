@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rlhfless.scaling.lengths.evaluate import ForecastScore
+    from rlhfless.cli.length_scores import ForecastScore
 
 SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
 """Quantiles whose coverage `rlhfless trace lengths` shows."""
@@ -62,11 +62,11 @@ def lengths(folder: TraceFolder) -> None:
     forecasts."""
     from rich.console import Console
 
+    from rlhfless.cli.length_scores import score_forecasts
     from rlhfless.records.traces import read_trace, trace_folder
-    from rlhfless.scaling.lengths.evaluate import evaluate
 
     trace = read_trace(trace_folder(folder))
-    Console(highlight=False).print(_lengths_report(trace.meta.run_id, evaluate(trace)))
+    Console(highlight=False).print(_lengths_report(trace.meta.run_id, score_forecasts(trace)))
 
 
 def _lengths_report(run_id: str, scores: Sequence[ForecastScore]) -> RenderableType:

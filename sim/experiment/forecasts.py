@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.scaling.lengths import QUANTILE_LEVELS
-from rlhfless.scaling.lengths.evaluate import spearman
-from rlhfless.scaling.lengths.predictor import LengthPredictor
+from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor, StepSamples
+from rlhfless.scaling.lengths.quality import spearman
 from rlhfless.sim.samples import RolloutBatch
 
 Floats = npt.NDArray[np.float64]
@@ -43,18 +42,18 @@ def length_forecasts(batches: Sequence[RolloutBatch], max_tokens: int) -> Length
     ranks: list[float] = []
     covered = np.zeros(len(QUANTILE_LEVELS))
     for index, batch in enumerate(batches):
-        predictor.step_began(batch.step, batch.prompt_ids, np.bincount(batch.group))
         tokens = batch.response_tokens.astype(np.float64)
         if index:
-            forecast = predictor.forecast(batch.step)  # of all samples, in the batch's own order
+            none = np.zeros(batch.samples, np.bool_)
+            forecast = predictor.forecast(StepSamples(batch.prompt_ids, batch.group, np.zeros_like(tokens), none, none))
             expected.append(forecast.mean_tokens)
             of_mean.append(np.abs(np.concatenate(seen).mean() - tokens))
             covered += (tokens[:, None] <= forecast.total_tokens).sum(axis=0)
             rank = spearman(forecast.mean_tokens, tokens)
             ranks += [] if rank is None else [rank]
         seen.append(tokens)
-        predictor.look(batch.step, tokens, np.ones(batch.samples, np.bool_), tokens >= max_tokens)
-        predictor.step_ended(batch.step)
+        ended = np.ones(batch.samples, np.bool_)
+        predictor.learn(StepSamples(batch.prompt_ids, batch.group, tokens, ended, tokens >= max_tokens))
     guesses, lengths = np.concatenate(expected), np.concatenate(seen[1:])
     return LengthForecasts(
         guesses,

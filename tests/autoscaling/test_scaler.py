@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fakes.fleet import FakeActor, FakePool
@@ -21,7 +22,7 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
-from rlhfless.scaling.lengths import predictor_of
+from rlhfless.scaling.lengths import StepSamples, predictor_of
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policy import Policy
@@ -194,11 +195,11 @@ def test_a_resumed_policy_has_seen_the_lengths_of_its_trace() -> None:
     assert isinstance(resumed, CostAware)
     known: Any = resumed._forecaster
     expected = predictor_of(EARLIER)
-    for predictor in (known._predictor, expected):
-        predictor.step_began(3, ("p", "new"), 2)
-    mine, theirs = known._predictor.forecast(3), expected.forecast(3)
-    assert (mine.remaining_tokens == theirs.remaining_tokens).all()
-    assert mine.mean_tokens[0] != mine.mean_tokens[2]  # p was seen, the other was not
+    begun = np.zeros(2, np.bool_)
+    samples = StepSamples(("p", "new"), np.arange(2), np.zeros(2), begun, begun)
+    forecast = known._predictor.forecast(samples)
+    assert (forecast.table == expected.forecast(samples).table).all()
+    assert forecast.mean_tokens[0] != forecast.mean_tokens[1]  # p was seen, the other was not
 
 
 def test_the_spec_offers_policies_that_there_are_and_that_need_no_future() -> None:

@@ -1,76 +1,97 @@
-"""The level of a prompt's response lengths, from samples of which some are only "at least": an update in log space.
-Pure.
+"""The level of a prompt's log lengths, from samples of which some are only "at least". Pure.
 
-Log lengths of one prompt are normal around its level m with spread s, and m itself is normal around its prior. A
-finished sample pulls m towards itself. A sample still running after t tokens, or cut off at t, shows that its length is
-larger: with z = (log t - m) / s and the inverse Mills ratio k(z) = pdf(z) / P(Z > z), it pulls with k / s, and weighs k
-(k - z) in 0..1 of a finished one. The weight is near 0 for a sample that has hardly begun, and near 1 for one far
-beyond its prompt's level. The log posterior is concave: Newton's method finds its peak, and the curvature there is
-taken as the posterior's precision.
+Log lengths are normal around the level m with the standard deviation s, and m is normal around its prior. A known
+length pulls m towards itself. A sample that is longer than t tokens pulls m up: with z = (log t - m) / s and the
+inverse Mills ratio k(z) = pdf(z) / P(Z > z), it pulls by k / s, and weighs k (k - z), in 0..1, of a known length. The
+weight is near 0 for a sample that has hardly begun, and near 1 for one far beyond its prompt's level. The log posterior
+is concave: Newton's method finds its peak, and the curvature there is taken as the posterior's precision (Laplace's
+approximation).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from rlhfless.scaling.lengths import kernel
-from rlhfless.scaling.lengths.samples import Array, Samples
+from rlhfless.scaling.lengths.forecast import Array, BoolArray, Ints, StepSamples, runs
 
-NEWTON_STEPS = 4
-"""Steps of Newton's method from the peak of the prior and the finished samples, which is exact. Samples of which only
-"at least" is known can only lift it, by a pull that is convex in the level: the method climbs to the peak from below
-and never past it, so evidence of a long response never lowers a level. After these steps the error is below a hundredth
-of the spread."""
+NEWTON_STEPS = 3
+"""Steps of Newton's method from the peak without the samples of unknown length. Those only lift it, by a pull that is
+convex in the level: the method climbs to the peak from below and never past it. With 2 steps, forecasts at half time
+lose 0.1 % (pinball loss), with 1 step 2 %."""
 
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """The normal distributions of levels: log tokens."""
-
-    mean: Array  # [...]
-    variance: Array  # [...]
+# The standard normal distribution as a table, because numpy has no error function. Beyond its upper end it is held: no
+# length is so many spreads above its prompt's level that it mattered.
+_Z: Array = np.linspace(-8.0, 30.0, 3801)
+_SURVIVAL: Array = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in _Z.tolist()])
+_HAZARD: Array = -np.log(_SURVIVAL)
+_MILLS: Array = np.exp(-(_Z**2) / 2) / math.sqrt(2 * math.pi) / _SURVIVAL
 
 
-def mills(z: Array) -> Array:
-    """Inverse Mills ratio pdf(z) / P(Z > z) of the standard normal [values]: by how much Z > z moves the mean of Z."""
-    ratio = np.empty(z.size)
-    kernel.ratios(z, _MILLS, ratio)
-    return ratio
+class Levels(NamedTuple):
+    """The normal distributions of the levels of prompts, in log tokens."""
+
+    mean: Array  # [prompts]
+    variance: Array  # [prompts]
 
 
-def update(prior: Levels, spread: Array, samples: Samples) -> Levels:
-    """The levels [prompts] after the samples; `spread` [prompts] is the sd of one sample around its level."""
-    mean, precision, pull = np.empty((3, spread.size))
-    kernel.climb(prior.mean, 1 / prior.variance, spread, samples, _MILLS, NEWTON_STEPS, mean, precision, pull)
+class Evidence(NamedTuple):
+    """The samples of a step by what they say about lengths: siblings that are alike are one entry."""
+
+    prompt: npt.NDArray[np.integer]  # [entries]
+    log_tokens: Array  # [entries]: log of the length, or of the least length
+    known: BoolArray  # [entries]: whether it is the length
+    number: Array  # [entries]: number of samples
+
+    def sums(self, of_one: Array | float, prompts: int) -> Array:
+        """[prompts]: the sum over samples of a figure [entries] of one."""
+        return np.bincount(self.prompt, of_one * self.number, minlength=prompts).astype(np.float64, copy=False)
+
+    def where(self, entries: BoolArray) -> Evidence:
+        """Some of the entries."""
+        return Evidence(self.prompt[entries], self.log_tokens[entries], self.known[entries], self.number[entries])
+
+
+def evidence_of(samples: StepSamples) -> tuple[Evidence, Ints, Ints]:
+    """The evidence, the entry of each sample [samples], and the first sample of each entry [entries]. A sample that is
+    still running will have at least one more token."""
+    entry, first = runs(samples.prompt, samples.tokens, samples.ended, samples.truncated)
+    ended = samples.ended[first]
+    log_tokens = np.log(np.maximum(samples.tokens[first] + ~ended, 1.0))
+    known = ended & ~samples.truncated[first]
+    return Evidence(samples.prompt[first], log_tokens, known, np.bincount(entry).astype(np.float64)), entry, first
+
+
+def update(prior: Levels, spread: float, evidence: Evidence) -> Levels:
+    """The levels [prompts] after the evidence; `spread` is s."""
+    prompts, known, longer = prior.mean.size, evidence.where(evidence.known), evidence.where(~evidence.known)
+    weight = 1 / prior.variance + known.sums(spread**-2, prompts)
+    pull = prior.mean / prior.variance + known.sums(known.log_tokens * spread**-2, prompts)
+    mean, precision = pull / weight, weight
+    for _ in range(NEWTON_STEPS):
+        z = (longer.log_tokens - mean[longer.prompt]) / spread
+        ratio = inverse_mills(z)
+        precision = weight + longer.sums(np.clip(ratio * (ratio - z), 0.0, 1.0) * spread**-2, prompts)
+        mean = mean + (pull - weight * mean + longer.sums(ratio / spread, prompts)) / precision
     return Levels(mean, 1 / precision)
 
 
-def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
-    """For each sample the level [entries] by the evidence of all *other* samples, by one Newton step.
-
-    A forecast of a running sample is conditioned on its own tokens; those must not count twice.
-    """
-    mean, variance = np.empty((2, samples.prompt.size))
-    kernel.leave_out(levels.mean, levels.variance, spread, samples, _MILLS, mean, variance)
-    return Levels(mean, variance)
+def moments(level: Array, spread: float, evidence: Evidence) -> tuple[Array, Array]:
+    """Mean [entries] of a sample's log length, and of its squared distance from its prompt's level [prompts]."""
+    away = evidence.log_tokens - level[evidence.prompt]
+    lift = inverse_mills(away / spread) * spread
+    mean = np.where(evidence.known, evidence.log_tokens, level[evidence.prompt] + lift)
+    return mean, np.where(evidence.known, away**2, spread**2 + away * lift)
 
 
-def squared_residuals(mean: Array, spread: Array, samples: Samples) -> Array:
-    """Expected squared distance [entries] from the level; for a cut-off sample the expectation over its possible
-    ends."""
-    away, scale = samples.log_tokens - mean[samples.prompt], spread[samples.prompt]
-    z = away / scale
-    return np.where(samples.finished, away**2, scale**2 * (1 + z * mills(z)))
+def inverse_mills(z: Array) -> Array:
+    """pdf(z) / P(Z > z) of the standard normal, any shape: the mean of Z where Z > z."""
+    return np.interp(z, _Z, _MILLS)
 
 
-def _mills_of(z: float) -> float:
-    return math.exp(-z * z / 2) / math.sqrt(2 * math.pi) / (math.erfc(z / math.sqrt(2)) / 2)
-
-
-# A table, because numpy has no error function. Beyond its upper end, where the ratio is z itself to a thousandth, it
-# is held: no length is so many spreads above its prompt's level that it mattered.
-_LOWEST_Z, _HIGHEST_Z, _Z_CELL = -8.0, 30.0, 0.01
-_MILLS = kernel.Mills(_LOWEST_Z, _Z_CELL, np.array([_mills_of(z) for z in np.linspace(_LOWEST_Z, _HIGHEST_Z, 3801)]))
+def quantiles_beyond(z: Array, levels: Array) -> Array:
+    """[rows, Q]: quantiles of a standard normal Z, given that Z > z [rows], at `levels` [Q]."""
+    return np.asarray(np.interp(np.interp(z, _Z, _HAZARD)[:, None] - np.log1p(-levels), _HAZARD, _Z))

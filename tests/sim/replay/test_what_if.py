@@ -50,7 +50,7 @@ FIT = LatencyFile(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record(tmp_path_factory.mktemp("aware"), actors=4, prompts=32, median_tokens=40.0, scaling=AWARE)
+    return record(tmp_path_factory.mktemp("aware"), actors=4, prompts=40, median_tokens=40.0, scaling=AWARE)
 
 
 def test_the_policy_that_ran_decides_again_as_it_did(run: Path) -> None:

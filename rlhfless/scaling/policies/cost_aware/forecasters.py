@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor
+from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor, StepSamples
 from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.policy import Ints, StepView
 
@@ -146,20 +146,20 @@ class PredictedLengths(Forecaster):
     def begin(self, view: StepView) -> None:
         if self._predictor is None:
             self._predictor = LengthPredictor(view.fleet.max_tokens)
-        self._predictor.drop(view.step)  # a step that failed begins anew
-        self._predictor.step_began(view.step, view.prompt_ids, np.bincount(view.group))
 
     def revisits(self, view: StepView) -> bool:
         assert self._predictor is not None  # begin comes first
-        return bool(2 * np.count_nonzero(self._predictor.seen(view.step)) > len(view.prompt_ids))
+        return bool(2 * np.count_nonzero(self._predictor.seen(view.prompt_ids)) > len(view.prompt_ids))
 
     def look(self, view: StepView) -> RemainingLengths:
         assert self._predictor is not None
-        self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
-        forecast = self._predictor.forecast(view.step)
-        return RemainingLengths(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.kind, forecast.table)
+        forecast = self._predictor.forecast(_samples_of(view))
+        return RemainingLengths(forecast.rows, QUANTILE_LEVELS, forecast.kind, forecast.table)
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None
-        self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
-        self._predictor.step_ended(view.step)
+        self._predictor.learn(_samples_of(view))
+
+
+def _samples_of(view: StepView) -> StepSamples:
+    return StepSamples(view.prompt_ids, view.group, view.tokens, view.finished, view.truncated)

@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from fakes.traced import traced
 from rlhfless.cli import main
+from rlhfless.cli.length_scores import score_forecasts
 from rlhfless.records import FinishReason, Rollout, Score
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
-from rlhfless.scaling.lengths import QUANTILE_LEVELS, predictor_of
-from rlhfless.scaling.lengths.evaluate import evaluate, pinball, spearman
+from rlhfless.scaling.lengths import QUANTILE_LEVELS, StepSamples, predictor_of
+from rlhfless.scaling.lengths.quality import pinball, spearman
+from rlhfless.scaling.lengths.recorded import samples_at
 
 MAX_TOKENS = 512
 META = TraceMeta("known", 1, {}, {"generation": {"max_tokens": MAX_TOKENS}}, {})
@@ -58,7 +60,7 @@ def test_spearman_by_hand() -> None:
 
 
 def test_forecasts_beat_both_baselines_on_a_known_trace() -> None:
-    run_mean, last, ours, half = evaluate(known_trace())
+    run_mean, last, ours, half = score_forecasts(known_trace())
     assert [score.samples for score in (run_mean, last, ours)] == [11 * 64] * 3
     assert run_mean.rank_correlation is None
     assert run_mean.coverage is None
@@ -74,22 +76,34 @@ def test_forecasts_beat_both_baselines_on_a_known_trace() -> None:
 
 def test_a_resumed_predictor_has_seen_the_trace() -> None:
     trace = known_trace()
-    predictor = predictor_of(trace)
-    predictor.step_began(99, ("p0", "p15"), 1)
-    medians = predictor.forecast(99).remaining_tokens[:, QUANTILE_LEVELS.tolist().index(0.5)]
+    predictor, begun = predictor_of(trace), np.zeros(2, np.bool_)
+    forecast = predictor.forecast(StepSamples(("p0", "p15"), np.arange(2), np.zeros(2), begun, begun))
+    medians = forecast.table[:, QUANTILE_LEVELS.tolist().index(0.5)]
     assert predictor.max_tokens == MAX_TOKENS
     assert medians == pytest.approx([20, 400], rel=0.2)
+
+
+def test_the_state_of_a_recorded_step_at_a_time() -> None:
+    # A token every 10 ms: after 1.005 s the first has ended, and the others have drawn 100 tokens.
+    rollouts = [rollout(1, "p", 0, 80), rollout(1, "p", 1, 400), rollout(1, "q", 0, MAX_TOKENS)]
+    halfway, over = samples_at(rollouts, 1001.005), samples_at(rollouts)
+    assert (halfway.prompt_ids, halfway.prompt.tolist()) == (("p", "q"), [0, 0, 1])
+    assert halfway.tokens.tolist() == [80, 100, 100]
+    assert halfway.ended.tolist() == [True, False, False]
+    assert not halfway.truncated.any()
+    assert over.tokens.tolist() == [80, 400, MAX_TOKENS]
+    assert (over.ended.all(), over.truncated.tolist()) == (True, [False, False, True])
 
 
 def test_a_sample_that_was_dropped_is_not_compared() -> None:
     trace = known_trace(2)
     fewer = Trace(META, rollouts=trace.rollouts[:-1])
-    assert [score.samples for score in evaluate(fewer)[:3]] == [63] * 3
+    assert [score.samples for score in score_forecasts(fewer)[:3]] == [63] * 3
 
 
 def test_a_trace_that_cannot_be_judged() -> None:
     with pytest.raises(TraceError, match="rollouts of 1 steps; forecasts need 2"):
-        evaluate(known_trace(1))
+        score_forecasts(known_trace(1))
     with pytest.raises(TraceError, match=r"no generation\.max_tokens"):
         predictor_of(Trace(TraceMeta("old", 1, {}, {}, {})))
 

@@ -1,0 +1,25 @@
+"""How good forecasts were: figures for forecasts and the lengths that came. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Array
+
+
+def pinball(quantiles: Array, real: Array) -> Array:
+    """Pinball loss [samples, Q] of quantiles [samples, Q] at QUANTILE_LEVELS, against what came [samples]."""
+    above = real[:, None] - quantiles
+    return np.maximum(QUANTILE_LEVELS * above, (QUANTILE_LEVELS - 1) * above)
+
+
+def spearman(first: Array, second: Array) -> float | None:
+    """Spearman's rank correlation; ties share their mean rank. None if either is constant."""
+    one, two = _ranks(first), _ranks(second)
+    spread = float(np.sqrt(one.var() * two.var()))
+    return float(((one - one.mean()) * (two - two.mean())).mean()) / spread if spread > 0 else None
+
+
+def _ranks(values: Array) -> Array:
+    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(count) - (count - 1) / 2)[inverse])

@@ -1,0 +1,57 @@
+"""The samples of a recorded run, step by step, and the predictor that has learned them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from rlhfless.records import FinishReason
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.lengths.forecast import StepSamples
+from rlhfless.scaling.lengths.predictor import LengthPredictor
+
+Rollouts = Sequence[TracedRollout]
+
+
+def steps_of(trace: Trace) -> list[Rollouts]:
+    """The rollouts of each step that has some, in order; those of a step are ordered by prompt and sample index."""
+    ordered = sorted(trace.rollouts, key=lambda rollout: (rollout.step, rollout.prompt_id, rollout.sample_index))
+    return [tuple(group) for _, group in groupby(ordered, key=lambda rollout: rollout.step)]
+
+
+def samples_at(rollouts: Rollouts, at_s: float = float("inf")) -> StepSamples:
+    """The state of a step's samples at `at_s` (unix time). Samples are assumed to draw their tokens at an even pace."""
+    prompt_ids = tuple(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
+    row = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
+    prompt = np.array([row[rollout.prompt_id] for rollout in rollouts])
+    tokens = np.array([rollout.response_tokens for rollout in rollouts])
+    began_s, end_s = np.array([(rollout.started_s, rollout.finished_s) for rollout in rollouts]).T
+    ended = end_s <= at_s
+    drawn = np.where(ended, tokens, tokens * np.clip((at_s - began_s) / np.maximum(end_s - began_s, 1e-9), 0.0, 1.0))
+    truncated = np.array([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts])
+    return StepSamples(prompt_ids, prompt, np.floor(drawn), ended, ended & truncated)
+
+
+def max_tokens_of(trace: Trace) -> int:
+    """The max_tokens of a trace's responses. Raises TraceError if its spec does not say."""
+    try:
+        return int(trace.meta.spec["generation"]["max_tokens"])
+    except (KeyError, TypeError) as error:
+        raise TraceError(
+            f"the spec in the trace of {trace.meta.run_id} has no generation.max_tokens, without which a "
+            "truncated response cannot be told; restore meta.json from a copy of the run"
+        ) from error
+
+
+def predictor_of(trace: Trace) -> LengthPredictor:
+    """The predictor of a resumed run: it has learned all steps of the run's trace.
+
+    Raises TraceError if the trace does not say what max_tokens was.
+    """
+    predictor = LengthPredictor(max_tokens_of(trace))
+    for rollouts in steps_of(trace):
+        predictor.learn(samples_at(rollouts))
+    return predictor
