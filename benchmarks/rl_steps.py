@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from smoke import parsed
@@ -59,12 +60,25 @@ def _config(sizes: Sequence[int], **more: int) -> Mapping[str, object]:
     return dict(zip((*names, "intermediate_size", "vocab_size"), sizes, strict=True)) | more
 
 
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 CONFIGS: dict[str, Mapping[str, object]] = {  # of the models' own config.json
     "Llama-3.1-8B": BUILT_IN["llama-3.1-8b"],
     "Qwen3-32B": _config((64, 5120, 64, 8, 25600, 151936), head_dim=128),
     "Qwen3-30B-A3B": _config((48, 2048, 32, 4, 6144, 151936), **EXPERTS, moe_intermediate_size=768),
     "Qwen3-235B-A22B": _config((94, 4096, 64, 4, 12288, 151936), **EXPERTS, moe_intermediate_size=1536),
+    "DeepSeek-V3": _config(
+        (61, 7168, 128, 128, 18432, 129280),
+        **LATENT,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        moe_intermediate_size=2048,
+    ),
+    "Nemotron-3-Nano-30B-A3B": _config((52, 2688, 32, 2, 1856, 131072), mamba_num_heads=64),
+    "Qwen3-8B": _config((36, 4096, 32, 8, 12288, 151936), head_dim=128),
+    "Qwen2.5-Math-1.5B": BUILT_IN["qwen2.5-1.5b"],
     "deepseek-llm-7b": _config((30, 4096, 32, 32, 11008, 102400)),
 }
 
@@ -95,8 +109,8 @@ class Fit:
         return min(join((drawn_s, rest_s / mfu)) for drawn_s, rest_s in known.parts) + self.fixed_s
 
 
-def known_of(row: Mapping[str, str]) -> Known:
-    """Simulates the generation of a row."""
+def known_of(row: Mapping[str, Any]) -> Known:
+    """Simulates the generation of a row. Raises ValueError for a model whose shape is not known."""
     parallel, devices = int(row["generation_tp"] or 1), int(row["devices"])
     overlaps = row["schedule"] != "sync"
     shares = SPLITS if overlaps else (1.0,)
@@ -105,26 +119,29 @@ def known_of(row: Mapping[str, str]) -> Known:
     for count in counts:
         one = scenario_of(row, count, parallel)
         shape = one.model.shape
-        drawn_s = compare(one).results["static"][0].steps[-1].generation_s
+        drawn_s = compare(one).results["static"][0].steps[-1].generation_s / int(row.get("in_flight_steps", 1))
         learning = devices - count if overlaps else devices
         tokens = int(row["prompts"]) * int(row["samples"]) * (float(row["mean_response_tokens"]) + PROMPT_TOKENS)
         rate = learning * device_of(row["kind"]).flops_per_s.value
         found.append((drawn_s, OPERATIONS * shape.active * tokens / rate))
-    return Known(row["id"], float(row["step_s"]), bool(shape.experts), overlaps, tuple(found))
+    return Known(row.get("id", row["model"]), float(row["step_s"]), bool(shape.experts), overlaps, tuple(found))
 
 
-def scenario_of(row: Mapping[str, str], devices: int, parallel: int) -> Scenario:
+def scenario_of(row: Mapping[str, Any], devices: int, parallel: int) -> Scenario:
     """Two steps of the row's generation on so many devices; the learner takes no memory, and its time is not used."""
-    prompts = int(row["prompts"])
-    each = min(devices, DEVICES_PER_NODE)
+    prompts = int(row["prompts"]) * int(
+        row.get("in_flight_steps", 1)
+    )  # steps that are drawn together share their tails
+    each = min(devices, max(DEVICES_PER_NODE, parallel))
+    quantised = {"weight_bits": int(row["bits"]), "product_bits": int(row["bits"])} if "bits" in row else {}
     return Scenario.model_validate(
         {
-            "name": row["id"],
+            "name": "step",
             "cluster": {
                 "machines": [{"kind": row["kind"], "nodes": -(-devices // each), "devices_per_node": each}],
             },
             "model": {"config": CONFIGS[row["model"]]},
-            "engine": {"tensor_parallel": parallel},
+            "engine": {"tensor_parallel": parallel, **quantised},
             "workload": {
                 "type": "lognormal",
                 "lengths": {"median_tokens": median_tokens(row), "spread": SPREAD, "persistence": 0.0},
@@ -143,7 +160,7 @@ def scenario_of(row: Mapping[str, str], devices: int, parallel: int) -> Scenario
     )
 
 
-def median_tokens(row: Mapping[str, str]) -> float:
+def median_tokens(row: Mapping[str, Any]) -> float:
     """The median of lognormal lengths that have the published mean once they are cut off."""
     limit, mean = float(row["max_response_tokens"]), float(row["mean_response_tokens"])
     deviates = np.random.default_rng(0).standard_normal(20_000)

@@ -191,7 +191,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
     transport, engine = scenario.transport, scenario.engine
     terms = RentalTerms() if reserved else lease_terms(scenario, layout)
     size = scenario.model.shape.total_bytes
-    per_actor = transport.device_bytes_per_s * engine.devices
+    per_actor = transport.actor_bytes_per_s * engine.devices
     prefix_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
     try:
         return Setup(

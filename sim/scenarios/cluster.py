@@ -136,5 +136,15 @@ class TransportSpec(SpecModel):
     """Rate at which one device receives its part. The default is what Moonshot's checkpoint-engine reached: 26.5 GB per
     device in 4.12 s (GLM-4.5-Air, bf16, 8 x H800, its README)."""
 
+    load_bytes_per_s: Positive = 4.3e9
+    """Rate at which the engine of one device takes in what it received. The default fits the dense bf16 rows of vLLM
+    #48382 on H200 to 10 %: 0.35 s for 0.6B, 2.07 for 4B, 3.33 for 7B and 4.51 for 9B; models with experts take several
+    times as long (docs/simulate.md)."""
+
     fixed_s: NotNegative = 0.2
     """Seconds of each load, whatever its size; an assumption: metadata and one barrier."""
+
+    @property
+    def actor_bytes_per_s(self) -> float:
+        """Rate at which a device of an actor has new weights: receiving and loading overlap, and the slower counts."""
+        return min(self.device_bytes_per_s, self.load_bytes_per_s)

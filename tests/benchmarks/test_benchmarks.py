@@ -48,6 +48,7 @@ class Smoke:
 
 NUMBER = r"-?\d+\.\d+"
 PURE = (
+    Smoke("anchors", (r"refused: `mamba_num_heads`", rf"median error {NUMBER}% of 1, worst", r"\| 4B \| 0\.14 s \|")),
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke(
         "learner",

@@ -124,7 +124,7 @@ def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, latency
 def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str) -> dict[str, Any]:
     """Keys of a scenario that an earlier run on these devices has measured."""
     spec = asked.spec
-    bandwidth = TransportSpec().device_bytes_per_s * spec.generation.engine.tensor_parallel_size
+    bandwidth = TransportSpec().actor_bytes_per_s * spec.generation.engine.tensor_parallel_size
     load_s = max(latency.load_weights_s - asked.shape.total_bytes / bandwidth, 0.0)
     return {
         "engine": {"latency": {"type": "fitted", "path": file}},
