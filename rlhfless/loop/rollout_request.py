@@ -23,6 +23,8 @@ class RolloutRequest:
     seed: int
     seed_step: int
     """Part of every seed: the step, or one number for all evaluations, which then differ by the weights alone."""
+    first_index: int = 0
+    """Index of each prompt's first sample."""
 
     def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
         """The samples of one prompt. Their seeds do not depend on where they are drawn."""
@@ -33,7 +35,7 @@ class RolloutRequest:
                 prompt.token_ids,
                 sample_seed(self.seed, self.seed_step, prompt.prompt_id, index),
             )
-            for index in range(self.samples_per_prompt)
+            for index in range(self.first_index, self.first_index + self.samples_per_prompt)
         )
 
 

@@ -315,7 +315,7 @@ class Run:
         """Put the rollouts into the ledger, and update the estimates of engine speed. A step that is done again counts
         once."""
         if not self.ledger.has_rollouts_of(step):
-            for group in experience.groups:
+            for group in (*experience.groups, *experience.greedy):
                 self.ledger.add_group(step, group)
             self.scaler.learn_speeds(step)
 

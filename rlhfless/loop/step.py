@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
 from rlhfless.loop.failures import log_failures, without_failures
+from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_request
 from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
@@ -39,8 +41,14 @@ async def rollout(run: Run, context: StepContext) -> Experience:
         )
         return experience
 
-    redraws = run.spec.algorithm.needs.redraws
-    experience = await redrawn(await draw(request), request, run.order, redraws, draw)
+    needs = run.spec.algorithm.needs
+    if needs.greedy_baseline:
+        stage = run.generate(greedy_request(request, run.spec), again=True)
+        greedy = collect(stage.groups(), len(request.prompts), run.scoring_of(call), {})
+        experience, baseline = await gather_or_cancel(draw(request), greedy)
+        experience = replace(experience, greedy=baseline.groups)
+    else:
+        experience = await redrawn(await draw(request), request, run.order, needs.redraws, draw)
     run.release_idle(context.step)
     return experience
 
@@ -49,9 +57,12 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     """Learn from the samples of a step, and publish the weights that result. Raises as `rollout` does."""
     step, call = context.step, context.call
     kept = without_failures(experience, run.spec.scoring, step)
-    learned_from = with_signal(kept) if run.spec.algorithm.needs.redraws else kept
-    batch = batch_of(learned_from, run.spec.algorithm.needs)
-    if run.spec.algorithm.needs.old_logprobs and run.spec.mini_batches > 1:
+    needs = run.spec.algorithm.needs
+    learned_from = with_signal(kept) if needs.redraws else kept
+    batch = batch_of(learned_from, needs)
+    if needs.greedy_baseline:
+        batch = batch.with_columns(baselines=baselines(learned_from, experience.greedy))
+    if needs.old_logprobs and run.spec.mini_batches > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
     batch = batch.with_columns(advantages=run.algorithms.at(step).advantages(batch))
@@ -61,7 +72,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         run.publish(call, sent=publishing),
         taken(run, context, experience, kept, after=[learning, publishing]),
     )
-    learned = {**learned, **run.algorithms.learn(step, batch)}
+    learned = {**learned, **run.algorithms.learn(step, batch), **baseline_figures(experience)}
     metrics = step_metrics(run, context, experience, learned_from, drawn, learned)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)

@@ -11,6 +11,7 @@ from rlhfless.spec.algorithm import (
     OwnAlgorithmSpec,
     PPOSpec,
     ReinforcePlusPlusSpec,
+    ReMaxSpec,
     RLOOSpec,
     SAPOSpec,
 )

@@ -82,6 +82,7 @@ METRICS = _table(
     [
         # Rewards and responses
         Metric("reward_mean", Unit.NONE, "Mean reward of the step's rollouts"),
+        Metric("reward_greedy", Unit.NONE, "Mean reward of the greedy responses that are the baseline of the others"),
         Metric("reward_std", Unit.NONE, "Standard deviation of the reward over the step's rollouts"),
         Metric("reward", Unit.NONE, "Mean of one part of the reward, before its weight", label="part"),
         Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),

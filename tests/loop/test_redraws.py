@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from fakes.fleet import group, prompt, runner
 from fakes.stage import until
 from rlhfless.functions.base import Call
+from rlhfless.loop.algorithm_state import AlgorithmState
 from rlhfless.loop.redraws import has_signal, redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Experience, Group, Score, Work
-from rlhfless.spec import DAPOSpec
+from rlhfless.spec import AlgorithmSpec, DAPOSpec
 
 EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 
@@ -86,11 +87,11 @@ def test_a_step_without_any_signal_keeps_its_groups(caplog: pytest.LogCaptureFix
 
 
 class Scene(test_two_steps.Scene):
-    """A run with `dapo`, in which prompt p has equal rewards."""
+    """A run with an algorithm, which keeps the batches that were learned from."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, algorithm: AlgorithmSpec) -> None:
         super().__init__(folder)
-        algorithm = DAPOSpec(max_redraws=2)
+        self.run.algorithms = AlgorithmState(algorithm)
         self.run.spec = self.run.spec.model_copy(update={"algorithm": algorithm})
         self.learner.gate.set()
         self.batches: list[Any] = []
@@ -114,7 +115,7 @@ async def test_the_loop_learns_from_the_redrawn_prompts(tmp_path: Path, monkeypa
         return [[Score(1.0, {"r": 1.0})] * 2 if each.prompt.prompt_id == "p" else whole([each])[0] for each in groups]
 
     monkeypatch.setattr(test_two_steps, "scored", equal_for_p)
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, DAPOSpec(max_redraws=2))
     context = scene.run.begin(1)
     drawing = asyncio.create_task(rollout(scene.run, context))
     actor = scene.actors["a"]
