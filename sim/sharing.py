@@ -17,8 +17,8 @@ from rlhfless.scaling.seats import SeatTurns
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """A function's work of one step."""
+class SeatWork:
+    """A phase: a function's work of one step on its seats."""
 
     function: str
     seats: frozenset[str]
@@ -44,7 +44,7 @@ class SharedTimeline:
         return max(self.ends_s, default=0.0)
 
 
-def share(runs: Sequence[Sequence[Phase]], priorities: Sequence[int] | None = None) -> SharedTimeline:
+def share(runs: Sequence[Sequence[SeatWork]], priorities: Sequence[int] | None = None) -> SharedTimeline:
     """Plays runs that all begin at once. `priorities` by run; by default all alike.
 
     Raises ValueError for a run with two phases that need some seats in common, and not the same: in a live run,
@@ -60,12 +60,12 @@ def share(runs: Sequence[Sequence[Phase]], priorities: Sequence[int] | None = No
 class _Players:
     """The runs, each between two phases, waiting for its turn, in a phase, or through."""
 
-    def __init__(self, runs: Sequence[Sequence[Phase]], priorities: Sequence[int]) -> None:
+    def __init__(self, runs: Sequence[Sequence[SeatWork]], priorities: Sequence[int]) -> None:
         self._runs = runs
         self._priorities = priorities
         self._turns = SeatTurns()
         self._next = [0] * len(runs)
-        self._awake: dict[str, tuple[int, Phase]] = {}
+        self._awake: dict[str, tuple[int, SeatWork]] = {}
         """By seat: the run, and the last phase of its function there."""
         self._waiting: set[int] = set()
         self._working: set[str] = set()
@@ -121,7 +121,7 @@ class _Players:
                 self._falling |= dict.fromkeys(seats, run)
                 self._add(at_s + max(self._awake[seat][1].sleep_s for seat in seats), "asleep", run, seats)
 
-    def _begin(self, run: int, phase: Phase, at_s: float) -> None:
+    def _begin(self, run: int, phase: SeatWork, at_s: float) -> None:
         self._waiting.discard(run)
         self._working |= phase.seats
         self._next[run] += 1

@@ -22,9 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-AGING_S = 600.0
-"""A waiting run gains one level of priority in this time: a run of the lowest priority waits for a day and a half
-at most behind a stream of runs of the highest one."""
+from rlhfless.scaling.seats import aged_priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
         owned[request.owner] += request.taken
 
     def rank(request: DevicesRequest) -> tuple[float, int, float, str]:
-        aged = request.priority + max(now_s - request.asked_at, 0.0) // AGING_S
+        aged = aged_priority(request.priority, now_s - request.asked_at)
         return -aged, owned[request.owner], request.asked_at, request.run_id
 
     return sorted(waiting, key=rank)

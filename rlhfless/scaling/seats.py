@@ -14,7 +14,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 AGING_S = 600.0
-"""A waiting run gains one level of priority in this time, as in the queue for devices (rlhfless.control.broker)."""
+"""A waiting run gains one level of priority in this time: a run of the lowest priority waits for a day and a half at
+most behind a stream of runs of the highest one."""
+
+
+def aged_priority(priority: int, waited_s: float) -> float:
+    """The priority of a run that has waited, for seats or for devices."""
+    return priority + max(waited_s, 0.0) // AGING_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +72,7 @@ class SeatTurns:
 
     def _grant(self, now_s: float) -> None:
         def rank(request: _Request) -> tuple[float, float, str]:
-            aged = request.priority + max(now_s - request.asked_s, 0.0) // AGING_S
-            return -aged, request.asked_s, request.run_id
+            return -aged_priority(request.priority, now_s - request.asked_s), request.asked_s, request.run_id
 
         kept: set[str] = set()
         for request in sorted(self._requests.values(), key=rank):

@@ -37,7 +37,7 @@ class StoreAddress:
     """The folder that an HTTP store serves: engines on its own node read there, and need no cache."""
 
     def mark(self) -> None:
-        """To be called by the learner, after which `require_shared` passes on all nodes that share the folder."""
+        """Mark the folder as the learner's: from then on `require_shared` passes on all nodes that share it."""
         (Path(self.folder) / MARKER).touch()
 
     def require_shared(self) -> None:

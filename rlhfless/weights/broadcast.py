@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.spec import Transport
-from rlhfless.weights.digest import NO_HASHES
+from rlhfless.weights.digest import NO_HASHES, tensor_at
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import read_layout, version_of
 from rlhfless.weights.http import HttpStore
@@ -48,7 +48,7 @@ Tensors = Sequence[Sequence[Any]]
 
 
 class Broadcaster:
-    """The learner's side."""
+    """The learner's side of broadcasts: gathers the members, and sends."""
 
     def __init__(self, folder: str | Path, host: str, size: int) -> None:
         """`host`: this node's address; `size`: members of the group beside the learner."""
@@ -68,20 +68,21 @@ class Broadcaster:
             asked = self._asked.setdefault(name, [])
             asked += [member] if member not in asked else []
             if len(asked) == self._size:
-                self._decide(name, self._begun(name, asked))
+                self._decide(name, self._start_broadcast(name, asked))
             elif not self._changed.wait_for(lambda: name in self._answers, GATHER_S):
                 log.warning("%d of %d workers have asked for %s; they pull it", len(asked), self._size, name)
                 self._decide(name, None)
             return self._answers[name]
 
     def _decide(self, name: str, answer: Mapping[str, Any] | None) -> None:
+        """Answer all members that ask for a version; the last two answers are kept for those that come late."""
         self._answers[name] = answer
         for old in list(self._answers)[:-2]:
             del self._answers[old], self._asked[old]
         self._changed.notify_all()
 
-    def _begun(self, name: str, members: list[str]) -> Mapping[str, Any]:
-        """Send a version to the members from a thread; what they must know for that."""
+    def _start_broadcast(self, name: str, members: list[str]) -> Mapping[str, Any]:
+        """Start a thread that sends a version to the members; returns what they need to receive it."""
         group = self._group
         if group is None or group.failed or set(group.ranks) != set(members):
             group = self._group = _Group(self._host, members)
@@ -95,7 +96,7 @@ class Broadcaster:
         try:
             with self._sending:
                 device, file = _device(), torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-                group.joined = group.joined or _formed(group.store, 0, len(group.ranks) + 1, device)
+                group.joined = group.joined or _form_group(group.store, 0, len(group.ranks) + 1, device)
                 for pack in packs:
                     _broadcast(group.joined, file[begin + pack[0][3] : begin + pack[-1][4]].to(device))
         except Exception:  # of any library; the members' own parts fail then, too
@@ -137,60 +138,57 @@ class BroadcastReader:
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`. Raises WeightFileError also if a broadcast breaks off."""
-        answer = self._joined(location)
+        answer = self._ask_to_join(location)
         if answer is None:
             yield from self._pulled.read(location)
             return
         try:
-            yield from self._received(answer)
+            yield from self._receive(answer)
         except (RuntimeError, dist.DistError) as error:
             raise WeightFileError(f"the broadcast of weights {location} broke off: {error}") from error
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
         """See `WeightReader.hashes`."""
-        return NO_HASHES if self._joined(location) else self._pulled.hashes(location)
+        return NO_HASHES if self._ask_to_join(location) else self._pulled.hashes(location)
 
     def release(self) -> None:
         """See `WeightReader.release`: another load asks again."""
         self._answer = ("", None)
 
-    def _joined(self, location: str) -> Mapping[str, Any] | None:
-        """The server's answer. It is asked once for a load; the perturbed version, which each new engine wants at a
+    def _ask_to_join(self, location: str) -> Mapping[str, Any] | None:
+        """The server's answer; it is asked once for each load; the perturbed version, which each new engine wants at a
         time of its own, is pulled."""
         if self._answer[0] != location:
-            said = None
+            reply = None
             if version_of(location).step >= 0:
                 try:
-                    said = self._pulled.asked(location, JOIN, f"{MEMBER}{self._member}", GATHER_S + STALL_TIMEOUT_S)
+                    reply = self._pulled.query(location, JOIN, f"{MEMBER}{self._member}", GATHER_S + STALL_TIMEOUT_S)
                 except OSError:
                     log.warning("no broadcast of %s: the learner does not answer; pulled instead", location)
-            self._answer = (location, json.loads(said) if said else None)
+            self._answer = (location, json.loads(reply) if reply else None)
         return self._answer[1]
 
-    def _received(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _receive(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         device, port = _device(), answer["port"]
         if self._group[0] != port:
             timeout = timedelta(seconds=STALL_TIMEOUT_S)
             store = dist.TCPStore(answer["host"], port, is_master=False, timeout=timeout)
             ranks = answer["ranks"]
-            self._group = (port, _formed(store, ranks[self._member], len(ranks) + 1, device))
+            self._group = (port, _form_group(store, ranks[self._member], len(ranks) + 1, device))
         for pack in answer["packs"]:
             first = pack[0][3]
             buffer = torch.empty(pack[-1][4] - first, dtype=torch.uint8, device=device)
             _broadcast(self._group[1], buffer)
-            for name, dtype_named, shape, start, end in pack:
-                dtype: torch.dtype = getattr(torch, dtype_named)
-                part = buffer[start - first : end - first]
-                part = part.clone() if (start - first) % dtype.itemsize else part
-                yield name, part.view(dtype).view(shape)
+            for name, dtype_named, shape, start, _ in pack:
+                yield name, tensor_at(buffer, start - first, dtype_named, shape)
 
 
 def _device() -> torch.device:
-    """Of this process, which is bound to one if it has GPUs."""
+    """The device of this process, which is bound to one if it has GPUs."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _formed(store: dist.TCPStore, rank: int, size: int, device: torch.device) -> Any:
+def _form_group(store: dist.TCPStore, rank: int, size: int, device: torch.device) -> Any:
     """A process group beside torch's default one. Blocks until all members are there."""
     timeout = timedelta(seconds=STALL_TIMEOUT_S)
     if device.type == "cpu":
@@ -209,7 +207,7 @@ def _formed(store: dist.TCPStore, rank: int, size: int, device: torch.device) ->
 
 
 def _broadcast(group: Any, data: torch.Tensor) -> None:
-    """From the learner, rank 0, to all others."""
+    """Broadcast `data` from the learner, rank 0, into the `data` of all others."""
     if data.numel():
         options = dist.BroadcastOptions()
         options.rootRank = 0

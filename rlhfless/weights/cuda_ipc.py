@@ -22,7 +22,7 @@ from torch.multiprocessing import reductions
 
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
-from rlhfless.weights.digest import digest_by_threads, dtype_name, threads
+from rlhfless.weights.digest import digest_by_threads, dtype_name, tensor_at, threads
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import TensorStream, version_of
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
@@ -73,7 +73,7 @@ class IpcStore:
             if self._memory is None or self._memory.nbytes != size:
                 self._memory = torch.empty(size, dtype=torch.uint8, device=tensor.device)
                 # Once: what torch has exported it keeps until as many readers have opened it.
-                self._export = _exported(self._memory)
+                self._export = _export_handle(self._memory)
             places = places or dict(_tensors(self._memory, layout))
             places.pop(name).copy_(tensor)
         if places or self._memory is None:
@@ -119,11 +119,11 @@ class IpcReader:
         self._lock = (self._files.folder / NOTE).open("a+")
         _lock(self._lock, fcntl.LOCK_SH)
         self._lock.seek(0)
-        said = self._lock.read()
-        note: dict[str, Any] = json.loads(said) if said else {"version": ""}
+        written = self._lock.read()
+        note: dict[str, Any] = json.loads(written) if written else {"version": ""}
         if note["version"] == version_of(location).label:
             self.transport = "cuda_ipc"
-            yield from _tensors(_mapped(note["memory"]), note["layout"])
+            yield from _tensors(_map_memory(note["memory"]), note["layout"])
         else:
             self.release()
             self.transport = self._files.transport
@@ -141,6 +141,7 @@ class IpcReader:
 
 
 def _lock(file: IO[str], how: int) -> None:
+    """Lock an open file, shared or exclusively. Raises TimeoutError if others hold it for too long."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
@@ -153,10 +154,9 @@ def _lock(file: IO[str], how: int) -> None:
 
 
 def _tensors(memory: torch.Tensor, layout: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in the GPU's memory, by the layout that the learner wrote down."""
     for name, dtype_named, shape, start in layout:
-        dtype: torch.dtype = getattr(torch, dtype_named)
-        size = dtype.itemsize * torch.Size(shape).numel()
-        yield name, memory[start : start + size].view(dtype).view(shape)
+        yield name, tensor_at(memory, start, dtype_named, shape)
 
 
 def _synchronize(memory: torch.Tensor) -> None:
@@ -165,10 +165,11 @@ def _synchronize(memory: torch.Tensor) -> None:
 
 
 def _gpu(index: int) -> str:
+    """The name of a GPU that is the same in all processes."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _exported(memory: torch.Tensor) -> dict[str, Any]:
+def _export_handle(memory: torch.Tensor) -> dict[str, Any]:
     """How another process maps the memory: what torch's `reduce_tensor` says of it."""
     _, arguments = reductions.reduce_tensor(memory)  # type: ignore[no-untyped-call]
     device, handle, size, offset, _, counter, counter_offset, event, waits = arguments[6:]
@@ -182,29 +183,29 @@ def _exported(memory: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _mapped(said: Mapping[str, Any]) -> torch.Tensor:
+def _map_memory(exported: Mapping[str, Any]) -> torch.Tensor:
     """The memory of another process on this process's GPU."""
     device = torch.accelerator.current_device_index()
-    if said["gpu"] != _gpu(device):
+    if exported["gpu"] != _gpu(device):
         raise WeightFileError(
-            f"weights.transport is cuda_ipc, but the learner's weights are on GPU {said['gpu']} and this engine is on "
-            f"{_gpu(device)}; set it to auto"
+            f"weights.transport is cuda_ipc, but the learner's weights are on GPU {exported['gpu']} and this engine is "
+            f"on {_gpu(device)}; set it to auto"
         )
     rebuild: Any = reductions.rebuild_cuda_tensor
     memory: torch.Tensor = rebuild(
         torch.Tensor,
-        (said["bytes"],),
+        (exported["bytes"],),
         (1,),
         0,
         torch.storage.TypedStorage,
         torch.uint8,
         device,
-        bytes.fromhex(said["handle"]),
-        *said["storage"],
+        bytes.fromhex(exported["handle"]),
+        *exported["storage"],
         False,
-        bytes.fromhex(said["counter"][0]),
-        said["counter"][1],
-        bytes.fromhex(said["event"][0]),
-        said["event"][1],
+        bytes.fromhex(exported["counter"][0]),
+        exported["counter"][1],
+        bytes.fromhex(exported["event"][0]),
+        exported["event"][1],
     )
     return memory

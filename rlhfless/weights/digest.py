@@ -12,8 +12,9 @@ together (`merged`). A reader that is given a tensor's hash does not read its by
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
@@ -89,8 +90,16 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def tensor_at(memory: torch.Tensor, start: int, dtype_named: str, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor whose bytes begin at `start` of `memory` [bytes]; a copy only if it does not begin at a multiple of
+    its element's size."""
+    dtype: torch.dtype = getattr(torch, dtype_named)
+    part = memory[start : start + dtype.itemsize * math.prod(shape)]
+    return (part.clone() if start % dtype.itemsize else part).view(dtype).view(torch.Size(shape))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as `bfloat16`."""
+    """The name of a format, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -156,7 +165,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def digest_by_threads(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> Digest:
-    """The digest of all `tensors`, which are hashed by so many threads."""
+    """The digest of all `tensors`, which `count` threads hash."""
     digest = Digest()
     with ThreadPoolExecutor(count, "hash") as pool:
         hashed = [(name, pool.submit(hash_of, name, tensor), tensor.nbytes) for name, tensor in tensors]

@@ -88,7 +88,7 @@ class TensorStream:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorStream:
-        """A stream of tensors that are there."""
+        """A stream of tensors that are in memory already."""
         layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return cls(layout, iter(tensors.items()))
 
@@ -175,7 +175,7 @@ def _header(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, int]:
 
 
 def way_on_node(folder: Path) -> Transport:
-    """How files in a folder that is there reach the processes of this node."""
+    """How files in a folder of this node reach its processes."""
     return "shared_memory" if in_memory(folder) else "file"
 
 
@@ -209,7 +209,7 @@ def replacing(folder: Path, path: Path | None = None) -> Iterator[Draft]:
     temporary = folder / (TEMPORARY_PREFIX + uuid4().hex)
     draft: Draft | None = None
     try:
-        with _blank(temporary) as file:
+        with _open_blank(temporary) as file:
             draft = Draft(file, path)
             yield draft
             file.flush()
@@ -229,7 +229,7 @@ def spare(path: Path) -> None:
         path.rename(path.with_name(_SPARE))
 
 
-def _blank(path: Path) -> IO[bytes]:
+def _open_blank(path: Path) -> IO[bytes]:
     """A file at `path` to write to: the folder's spare one if it is this process's alone, or else a new one."""
     try:
         path.with_name(_SPARE).rename(path)

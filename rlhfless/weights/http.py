@@ -117,20 +117,20 @@ class HttpStore:
         before = [each for each in self._cache.versions() if each != version]
         rate = self._cache.folder / _RATE
         slow = rate.exists() and float(rate.read_text() or "inf") < _FAST_BYTES_PER_S  # empty: its writer was killed
-        if before and slow and self._patched(url, path, version, self._cache.path(before[-1])):
+        if before and slow and self._patch(url, path, version, self._cache.path(before[-1])):
             return
         with replacing(path.parent, path) as draft:
             began_s = time.monotonic()
-            size = self._pieces(url, draft.file.fileno(), f"weights {url} (digest {version.digest})")
+            size = self._download_pieces(url, draft.file.fileno(), f"weights {url} (digest {version.digest})")
             rate.write_text(str(size / max(time.monotonic() - began_s, 1e-9)))
             _check(url, draft, version)
 
-    def _patched(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
-        """Makes the version from the one before and what changed. Returns False if all is to be downloaded instead."""
+    def _patch(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
+        """Make the version from the one before and what changed. Returns False if all is to be downloaded instead."""
         what = f"changes of weights {url} (digest {version.digest})"
         try:
             with tempfile.TemporaryFile(dir=path.parent) as changes:
-                self._pieces(f"{url}{SINCE}{before.name}", changes.fileno(), what, attempts=1)
+                self._download_pieces(f"{url}{SINCE}{before.name}", changes.fileno(), what, attempts=1)
                 with (
                     mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data,
                     replacing(path.parent, path) as draft,
@@ -142,20 +142,20 @@ class HttpStore:
             return False
         return True
 
-    def _pieces(self, url: str, file: int, what: str, attempts: int = _ATTEMPTS) -> int:
+    def _download_pieces(self, url: str, file: int, what: str, attempts: int = _ATTEMPTS) -> int:
         """Download all of a URL; returns its size."""
-        size = self._piece(url, file, 0, what, attempts)
+        size = self._download_piece(url, file, 0, what, attempts)
         with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
             rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
-            list(pool.map(lambda start: self._piece(url, file, start, what, attempts), rest))
+            list(pool.map(lambda start: self._download_piece(url, file, start, what, attempts), rest))
         return size
 
-    def _piece(self, url: str, file: int, start: int, what: str, attempts: int) -> int:
+    def _download_piece(self, url: str, file: int, start: int, what: str, attempts: int) -> int:
         """Download the piece that begins at byte `start`; returns the size of the whole file."""
         place = start
         for attempt in range(attempts):
             try:
-                with self._opened(url, place, start + _PIECE_BYTES) as response:
+                with self._open(url, place, start + _PIECE_BYTES) as response:
                     size = int(response.headers["Content-Range"].rpartition("/")[2])
                     while data := response.read(_CHUNK_BYTES):
                         put(file, data, place)
@@ -173,18 +173,18 @@ class HttpStore:
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
         raise WeightFileError(f"{what}: {attempts} attempts failed: {failure}") from failure
 
-    def _opened(self, url: str, start: int, end: int) -> Any:
+    def _open(self, url: str, start: int, end: int) -> Any:
         """The server's answer, with bytes from `start` to `end` of the file."""
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{end - 1}"}
         return self._opener.open(urllib.request.Request(url, headers=headers), timeout=STALL_TIMEOUT_S)
 
-    def asked(self, location: str, path: str, query: str, timeout_s: float) -> bytes:
-        """What the server says of a version at another path. Raises OSError."""
+    def query(self, location: str, path: str, query: str, timeout_s: float) -> bytes:
+        """The server's answer about a version, from another path. Raises OSError."""
         url = location.replace(PREFIX, path) + query
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._token}"})
         with self._opener.open(request, timeout=timeout_s) as response:
-            said: bytes = response.read()
-            return said
+            answer: bytes = response.read()
+            return answer
 
     def _drop_old(self, newest: Path) -> None:
         """Keeps the newest few versions. Deleting the others is safe for their readers (see `FolderStore`)."""

@@ -83,7 +83,7 @@ class WeightReader(Protocol):
         ...
 
     def release(self) -> None:
-        """To be called when the tensors that were read are not used any more."""
+        """Ends the use of the tensors that were read."""
         ...
 
 
@@ -135,7 +135,7 @@ class FolderStore:
             return {"version": version().label, **hashes_note(stream.layout, digest)}
 
         file_name(version())  # refuses a bad name before anything is written
-        with _told_if_full(self.folder), replacing(self.folder) as draft:
+        with _reporting_full(self.folder), replacing(self.folder) as draft:
             size_bytes = write_tensors(draft.file, stream, notes, digest)
             seal(draft.file.fileno(), version().digest)
             path = self.path(version())
@@ -177,7 +177,8 @@ class FolderStore:
 
 
 @contextmanager
-def _told_if_full(folder: Path) -> Iterator[None]:
+def _reporting_full(folder: Path) -> Iterator[None]:
+    """Raises StoreFull where the block fails because the folder's file system is full."""
     try:
         yield
     except OSError as error:

@@ -18,7 +18,7 @@ from rlhfless.sim.scenarios.build import ScenarioLayout
 from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
 from rlhfless.sim.scenarios.timing import DoesNotFit, learner_devices_needed
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.sim.sharing import Phase, share
+from rlhfless.sim.sharing import SeatWork, share
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 
@@ -61,7 +61,7 @@ class _Alone:
         self.devices = scenario.cluster.machines[0].devices
         self._traces: dict[tuple[str, int], Trace] = {}
 
-    def phases(self, fleet: FleetShape, runs: int, seat: str | None) -> list[list[Phase]]:
+    def phases(self, fleet: FleetShape, runs: int, seat: str | None) -> list[list[SeatWork]]:
         """Of so many runs, with a seed each. Raises DoesNotFit."""
         layout = layout_of(self.scenario, fleet)
         return [list(_phases(self._trace(fleet, seed), layout, seat)) for seed in range(runs)]
@@ -121,7 +121,7 @@ class _Arranger:
         return Arrangement(name, timeline.makespan_s, sum(timeline.ends_s) / self._runs, used)
 
     def _arrangement(
-        self, name: str, ends: Sequence[float], runs: Sequence[Sequence[Phase]], parts: int = 1
+        self, name: str, ends: Sequence[float], runs: Sequence[Sequence[SeatWork]], parts: int = 1
     ) -> Arrangement:
         worked_s = sum(phase.work_s for phases in runs for phase in phases)
         return Arrangement(name, max(ends), sum(ends) / len(ends), worked_s / (max(ends) * parts))
@@ -130,7 +130,7 @@ class _Arranger:
 _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 
 
-def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[Phase]:
+def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[SeatWork]:
     """Two phases a step. `seat`: the one that all functions share; None: actors and learner have their own."""
     actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
     ordered = sorted(trace.invocations, key=attrgetter("step"))
@@ -138,9 +138,9 @@ def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[
     for record in trace.steps:
         drawn_s, scored_s, after_s = _spent_s(calls[record.step], record)
         seats = frozenset({seat or "actors"})
-        yield Phase(FunctionName.GENERATION, seats, drawn_s, 0.0, actor.sleep_s, actor.wake_s)
+        yield SeatWork(FunctionName.GENERATION, seats, drawn_s, 0.0, actor.sleep_s, actor.wake_s)
         seats = frozenset({seat or "learner"})
-        yield Phase(FunctionName.LEARNER, seats, after_s, scored_s, learner.sleep_s, learner.wake_s)
+        yield SeatWork(FunctionName.LEARNER, seats, after_s, scored_s, learner.sleep_s, learner.wake_s)
 
 
 def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, float, float]:

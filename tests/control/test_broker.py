@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.control.broker import AGING_S, DevicesRequest, decide
+from rlhfless.control.broker import DevicesRequest, decide
+from rlhfless.scaling.seats import AGING_S
 
 KIND = "h100"
 

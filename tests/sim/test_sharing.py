@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from fakes.tiny_scenario import scenario
 from rlhfless.sim.experiment.shared import ONE_BY_ONE, arrangements
-from rlhfless.sim.sharing import Phase, share
+from rlhfless.sim.sharing import SeatWork, share
 from rlhfless.spec.errors import InputError
 
 
-def phase(function: str, work_s: float, *seats: str, **changes: float) -> Phase:
-    return Phase(function, frozenset(seats), work_s, **changes)
+def phase(function: str, work_s: float, *seats: str, **changes: float) -> SeatWork:
+    return SeatWork(function, frozenset(seats), work_s, **changes)
 
 
 def test_one_run_alone_changes_functions_and_nothing_else() -> None:
@@ -45,7 +45,7 @@ def test_a_run_keeps_its_turn_while_no_other_waits() -> None:
     assert share([[drawn, drawn], [late]]).ends_s == pytest.approx((2.5, 4.5))
 
 
-def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[Phase]]:
+def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[SeatWork]]:
     one = st.builds(
         lambda function, seats, work_s, before_s, cost_s: phase(
             function, work_s, *seats, before_s=before_s, sleep_s=cost_s, wake_s=cost_s
@@ -61,7 +61,7 @@ def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[Phase]]:
 
 @given(st.lists(phases(("a",), ("b",)) | phases(("a", "b")), min_size=1, max_size=5))
 @settings(max_examples=200)
-def test_no_seat_works_twice_and_no_run_is_lost(runs: list[list[Phase]]) -> None:
+def test_no_seat_works_twice_and_no_run_is_lost(runs: list[list[SeatWork]]) -> None:
     timeline = share(runs)
     asked = {seat: sum(p.work_s for run in runs for p in run if seat in p.seats) for seat in ("a", "b")}
     for seat, work_s in asked.items():

@@ -92,7 +92,7 @@ def test_the_perturbed_version_is_pulled_at_once(
     server: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, alone = server.put("run", 1, -1, tensors(1.0)), reader(server, tmp_path, "a")
-    monkeypatch.setattr(alone._pulled, "asked", None)  # a call of it fails
+    monkeypatch.setattr(alone._pulled, "query", None)  # a call of it fails
     assert received(alone, stored) == (stored.version.digest, "http")
 
 

@@ -111,14 +111,14 @@ def test_changes_that_are_damaged_or_another_version_s_are_refused(tmp_path: Pat
 def received(reader: http.HttpStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What a reader downloads from now on: what it asks for, and bytes."""
     seen: list[tuple[str, int]] = []
-    pieces = http.HttpStore._pieces
+    pieces = http.HttpStore._download_pieces
 
     def counting(self: http.HttpStore, url: str, file: int, what: str, attempts: int = 1) -> int:
         size = pieces(self, url, file, what, attempts)
         seen.append(("changes" if http_server.SINCE in url else "all", os.fstat(file).st_size))
         return size
 
-    monkeypatch.setattr(http.HttpStore, "_pieces", counting)
+    monkeypatch.setattr(http.HttpStore, "_download_pieces", counting)
     monkeypatch.setattr(http, "_FAST_BYTES_PER_S", math.inf)
     return seen
 

@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.weights.digest import Digest, digest_of, merged
+from rlhfless.weights.digest import Digest, digest_of, merged, tensor_at, tensor_bytes
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -86,3 +86,18 @@ def test_readers_that_share_the_hashing_arrive_at_the_digest_of_one() -> None:
     assert [sum(map(bool, part.values())) for part in parts] == [3, 2, 2], "each byte is hashed by one of them"
     assert merged(parts).hexdigest() == digest_of(tensors.items())
     assert merged(parts[:2]).hexdigest() != digest_of(tensors.items())
+
+
+def test_a_tensor_among_bytes_is_a_view_where_its_place_allows() -> None:
+    value = torch.tensor([[1.5, -2.0], [0.25, 8.0]], dtype=torch.bfloat16)
+    data = torch.tensor([*bytes(2), *tensor_bytes(value), 1, *tensor_bytes(value)], dtype=torch.uint8)
+    even, flag, odd = (
+        tensor_at(data, 2, "bfloat16", [2, 2]),
+        tensor_at(data, 10, "bool", []),
+        tensor_at(data, 11, "bfloat16", [2, 2]),
+    )
+    assert torch.equal(even, value)
+    assert torch.equal(odd, value)
+    assert flag.item() is True
+    assert even.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+    assert odd.untyped_storage().data_ptr() != data.untyped_storage().data_ptr()
