@@ -108,7 +108,7 @@ class Lifecycle:
         return self._asked
 
     def started(self, at_s: float) -> tuple[Holding, ...]:
-        """It is up (or awake), with no weights to be trusted."""
+        """The replica is up (or awake), with no weights to be trusted."""
         if self._state is not _S.STARTING:  # recovery also leads to STALE, but by a probe: see `recovered`
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
@@ -129,19 +129,19 @@ class Lifecycle:
         return self._to(_S.SERVING, at_s)
 
     def drain(self, at_s: float) -> tuple[Holding, ...]:
-        """Routing to it has stopped; running requests may finish."""
+        """Routing to the replica has stopped; running requests may finish."""
         return self._to(_S.DRAINING, at_s)
 
     def sleep(self, at_s: float) -> tuple[Holding, ...]:
-        """Drained; it keeps its device and gives up its weights."""
+        """The drained replica keeps its devices and gives up its weights."""
         return self._to(_S.SLEEPING, at_s)
 
     def wake(self, at_s: float) -> tuple[Holding, ...]:
-        """Waking has begun."""
+        """The replica has begun to wake."""
         return self._to(_S.STARTING, at_s)
 
     def retire(self, at_s: float) -> tuple[Holding, ...]:
-        """Its device is given back. The end."""
+        """The replica gives its devices back. The end of this incarnation."""
         return self._to(_S.RETIRED, at_s)
 
     def suspect(self, at_s: float) -> tuple[Holding, ...]:
@@ -149,18 +149,18 @@ class Lifecycle:
         return self._to(_S.SUSPECT, at_s)
 
     def recovered(self, at_s: float) -> tuple[Holding, ...]:
-        """A probe of a suspect succeeded. Its state is unknown, so it loads its weights again."""
+        """A probe of the suspect succeeded. What it holds is unknown, so it loads its weights again."""
         if self._state is not _S.SUSPECT:
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
 
     def died(self, at_s: float) -> tuple[Holding, ...]:
-        """It is given up, or its process is known to be gone. The end of this incarnation."""
+        """The replica is given up, or its process is known to be gone. The end of this incarnation."""
         closed = () if self._state is _S.SUSPECT else self._to(_S.SUSPECT, at_s)
         return closed + self._to(_S.DEAD, at_s)
 
     def cut(self, at_s: float) -> tuple[Holding, ...]:
-        """Closes the span so far and goes on in the same state: the ledger up to now, for a flush."""
+        """Close the span so far and go on in the same state: the ledger up to now, for a flush."""
         return self._close(at_s) if self._state.holds_device else ()
 
     def _to(self, state: ReplicaState, at_s: float) -> tuple[Holding, ...]:

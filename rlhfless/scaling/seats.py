@@ -39,7 +39,7 @@ class SeatTurns:
         self._requests: dict[tuple[str, frozenset[str]], _Request] = {}
 
     def ask(self, run_id: str, seats: Collection[str], priority: int, now_s: float) -> bool:
-        """Whether the run owns all these seats from now on. If not, it waits for them: ask again."""
+        """Ask for seats, all together. Returns whether the run owns them now; if not, it waits for them: ask again."""
         wanted = frozenset(seats)
         known = self._requests.get((run_id, wanted))
         asked_s = now_s if known is None else known.asked_s
@@ -57,7 +57,7 @@ class SeatTurns:
         return any(request.run_id != run_id and request.seats & owned for request in self._requests.values())
 
     def pass_on(self, run_id: str, seats: Collection[str], now_s: float) -> None:
-        """The run has nothing awake on the seats any more, and does not wait for them. Idempotent."""
+        """Give up the seats, on which the run has nothing awake any more, and its requests for them. Idempotent."""
         given = frozenset(seats)
         self._owners = {seat: owner for seat, owner in self._owners.items() if owner != run_id or seat not in given}
         self._requests = {
@@ -66,7 +66,7 @@ class SeatTurns:
         self._grant(now_s)
 
     def leave(self, run_id: str, now_s: float) -> None:
-        """The run has gone."""
+        """Give up all seats and requests of a run that has gone."""
         asked = (request.seats for request in self._requests.values())
         self.pass_on(run_id, frozenset(self._owners).union(*asked), now_s)
 
