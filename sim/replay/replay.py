@@ -84,7 +84,7 @@ class Replay:
     fitted_to: str
     steps: tuple[ReplayedStep, ...]
     predicted_usd: float
-    """Cost of the steps, by the run's own price book."""
+    """Cost of the steps, by the run's own price book; time in which nothing is simulated costs as much as the rest."""
     measured_usd: float
     mean_s: Mapping[str, float]
     """Mean seconds of the fitted steps, by stage."""
@@ -184,7 +184,10 @@ def replay(
         name,
         fitted_to,
         tuple(steps),
-        _usd(simulated, predicted, prices),
+        math.fsum(
+            _usd(simulated, [record], prices) * step.predicted_s[WALL] / (record.end_s - record.start_s)
+            for record, step in zip(predicted, steps, strict=True)
+        ),
         _usd(trace, judged, prices),
         latency.mean_s,
         tuple(_prompt_tokens(judged, predicted)),

@@ -14,7 +14,8 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.loop.actor_weights import ActorWeights
-from rlhfless.records import Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.scaling.acquisition import started
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import RunSpec
 from rlhfless.weights.errors import WeightCheckFailed
@@ -36,7 +37,7 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest
     rows: list[Decision] = []
     monkeypatch.setattr("fakes.cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
     _, pool, weights, _ = weights_of("a")
-    info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5})
+    info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5}, kv_capacity_tokens=4096)
     await weights.prove_loading(pool["a"], CALL)
     assert rows == []  # an earlier driver has started this one
     times = iter([100.0, 109.0])
@@ -45,7 +46,9 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest
     await weights.prove_loading(new, CALL)
     (row,) = rows
     assert (row.kind, row.choice, row.at_s) == ("start", "b", 100.0)
-    assert row.inputs == {"replica_s": 1.5, "import_s": 5.0, "weights_disk_s": 2.5, "chart_s": 3.0, "first_load_s": 1.0}
+    phases = {"replica": 1.5, "import": 5.0, "weights_disk": 2.5, "chart": 3.0, "first_load": 1.0}
+    assert row.inputs == {f"{phase}_s": seconds for phase, seconds in phases.items()} | {KV_CAPACITY: 4096}
+    assert started(rows) == [phases]
 
 
 async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:

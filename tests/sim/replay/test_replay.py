@@ -125,6 +125,16 @@ def test_an_actor_that_came_back_elsewhere_has_the_free_place(with_losses: Path)
     assert again.errors[-1].error < 0.05
 
 
+def test_time_in_which_no_function_works_is_paid_for(one_actor: Path, latency: LatencyFile) -> None:
+    """The driver's own second per step lengthens steps, and the bill by as much."""
+    trace, drawn = read_trace(one_actor), read_runtime(one_actor)
+    quick, slow = (replay(trace, drawn, latency.model_copy(update={"driver_s": s})) for s in (0.0, 1.0))
+    assert slow.errors[-1].predicted_s == pytest.approx(quick.errors[-1].predicted_s + 1.0)
+    assert slow.predicted_usd / quick.predicted_usd == pytest.approx(
+        slow.errors[-1].predicted_s / quick.errors[-1].predicted_s, rel=0.05
+    )
+
+
 def test_steps_that_were_done_again_are_no_part_of_the_error(with_losses: Path) -> None:
     whole, drawn = read_trace(with_losses), read_runtime(with_losses)
     steps = [

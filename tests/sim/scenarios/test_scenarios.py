@@ -12,7 +12,8 @@ import yaml
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario, values
 from rlhfless.sim.scenarios import load_scenario, timing
-from rlhfless.sim.scenarios.build import ScenarioLayout, price_book
+from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
+from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.load import resolved_yaml
 from rlhfless.sim.scenarios.model import BUILT_IN, ScenarioModelSpec
@@ -207,6 +208,14 @@ def test_weights_and_kv_of_8_bits() -> None:
     kernels = scenario(engine={"kv_bits": 8, "latency": {"type": "kernels"}})
     with pytest.raises(InputError, match="has tables of 16 bits and one rank"):
         timing.engine_model(kernels, "l40s")
+
+
+def test_weights_come_at_the_rate_of_the_slower_of_wire_and_engine() -> None:
+    rates = [{}, {"load_bytes_per_s": 9e9}, {"device_bytes_per_s": 1e9}]
+    assert [TransportSpec(**rate).actor_bytes_per_s for rate in rates] == [4.3e9, 6.4e9, 1e9]
+    slow = scenario(transport={"device_bytes_per_s": 1e9, "fixed_s": 0.0})
+    load_s = setup(slow, ScenarioLayout(slow, ScenarioPlacementSpec()), 0).transport.load_s(2)
+    assert load_s == pytest.approx(slow.model.shape.total_bytes / 1e9)
 
 
 def test_products_of_8_bits_and_ranks_that_spread_the_experts() -> None:
