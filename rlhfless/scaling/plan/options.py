@@ -42,6 +42,9 @@ class DeviceOption:
     usd_per_s: float
     """Price of all devices of one actor."""
     standby: tuple[Standby, ...]
+    between_usd: float = 0.0
+    """Cost of one actor from the end of the step until it works again in the next one: of staying, or of leaving and
+    starting again."""
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1:
@@ -50,6 +53,8 @@ class DeviceOption:
             raise ValueError(f"{self.kind}: kv_capacity_tokens is {self.kv_capacity_tokens}; give 1 or more")
         if not (math.isfinite(self.usd_per_s) and self.usd_per_s >= 0):
             raise ValueError(f"{self.kind}: usd_per_s is {self.usd_per_s}; give a finite price, 0 or more")
+        if not (math.isfinite(self.between_usd) and self.between_usd >= 0):
+            raise ValueError(f"{self.kind}: between_usd is {self.between_usd}; give a finite cost, 0 or more")
 
     @cached_property
     def curve(self) -> IterationCurve:
@@ -73,9 +78,9 @@ class DeviceOption:
         seconds += float(self.table_s[0]) * max(longest - float(ordered[0]), 0.0)
         return seconds + self.engine.context_s * float(tokens @ (context + (tokens - 1) / 2))
 
-    def with_standby(self, standby: tuple[Standby, ...]) -> DeviceOption:
-        """The same kind with other actors on it. It keeps the curve, which takes milliseconds to fit."""
-        other = replace(self, standby=standby)
+    def offered(self, standby: tuple[Standby, ...], between_usd: float) -> DeviceOption:
+        """The same kind with the actors of a step. It keeps the curve, which takes milliseconds to fit."""
+        other = replace(self, standby=standby, between_usd=between_usd)
         vars(other)["curve"] = self.curve
         return other
 

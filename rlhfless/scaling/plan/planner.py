@@ -57,6 +57,7 @@ class ActorPlan:
     finish_s: float
     """From the start of the step until its last sample ends. It is paid for until then, and can be released then."""
     usd: float
+    """Until then, and between this step and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Plan:
     step_s: float
     """When the last actor ends."""
     usd: float
-    """Cost of all actors, each until its own end."""
+    """Cost of all actors, each until its own end, and of having them between this step and the next."""
     reason: str
     time_usd_per_s: float
     """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
@@ -263,7 +264,7 @@ class Search:
                 self._order[begin:end][::-1].copy(),
                 tier.ready_s,
                 end_s,
-                end_s * tier.device.usd_per_s,
+                end_s * tier.device.usd_per_s + tier.device.between_usd,
             )
             for begin, end, tier, end_s in zip(cut.begins.tolist(), ends, cut.tiers, cut.ends_s.tolist(), strict=False)
         )
@@ -281,6 +282,7 @@ class Search:
             if end == 0:
                 ends_s = ends_s[: len(tiers)]
                 usd = float(ends_s @ [each.device.usd_per_s for each in tiers])
+                usd += math.fsum(each.device.between_usd for each in tiers)
                 return Cut(begins[: len(tiers)], ends_s, tuple(tiers), float(ends_s.max()), usd)
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rlhfless.scaling.plan import DeviceOption, FleetOptions, Standby
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
@@ -28,10 +28,10 @@ class FleetOptionsCache:
         return known
 
     def options(
-        self, now: PolicyContext, standby: Mapping[int, tuple[str, float]]
+        self, now: PolicyContext, standby: Mapping[int, tuple[str, float]], between_usd: Callable[[int], float]
     ) -> tuple[FleetOptions, dict[tuple[str, str], list[int]]]:
         """The options that the slots in `standby` give (slot: tier, seconds until an actor there is up), and the slots
-        of each (kind, tier)."""
+        of each (kind, tier). `between_usd` has the cost of a slot's actor between two steps."""
         behind: dict[tuple[str, str], list[int]] = {}
         for slot, (tier, _) in standby.items():
             behind.setdefault((now.layout.replica_slots[slot].kind, tier), []).append(slot)
@@ -39,9 +39,10 @@ class FleetOptionsCache:
         for (kind, tier), slots in behind.items():
             longest_s = max(0.0, *(standby[slot][1] for slot in slots))
             offered.setdefault(kind, []).append(Standby(tier, len(slots), longest_s))
+        of_kind = {kind: behind[kind, tiers[0].tier][0] for kind, tiers in offered.items()}
         devices = tuple(
-            self.device(now.layout.replica_slots[behind[kind, tiers[0].tier][0]]).with_standby(tuple(tiers))
-            for kind, tiers in offered.items()
+            self.device(now.layout.replica_slots[slot]).offered(tuple(offered[kind]), between_usd(slot))
+            for kind, slot in of_kind.items()
         )
         return FleetOptions(devices, len(standby), now.view.fleet.load_s), behind
 

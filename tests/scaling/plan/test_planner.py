@@ -90,6 +90,15 @@ def test_weights_choose_between_the_two_ends():
     assert steps == pytest.approx([14, 14, 12, 12])
 
 
+def test_what_an_actor_costs_until_the_next_step_counts_against_one_more():
+    # With the weight half, a second is worth the cheapest plan's cost / the least time: 14 / 12 USD, and 17 / 12 where
+    # an actor costs 3 USD between two steps. One actor is then worth 17 + 14 x 17 / 12 = 36.8, two are 22 + 17 = 39.
+    free = plan(THREE, fleet(device(Straight(), warm(3))), Weighted(0.5))
+    assert (len(free.actors), free.usd) == (2, pytest.approx(16))
+    dear = plan(THREE, fleet(device(Straight(), warm(3), between_usd=3.0)), Weighted(0.5))
+    assert (len(dear.actors), dear.usd) == (1, pytest.approx(17))
+
+
 def test_the_wait_and_the_weights_are_paid_for_and_late_actors_get_the_short_ones():
     late = device(Straight(), warm(1), Standby("host", 1, 3.0))
     made = plan(THREE, fleet(late, weight_sync_s=1.0), CheapestUnderDeadline(13.5))

@@ -143,6 +143,38 @@ def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_slot() ->
     assert dealt(alone) == {0: [4, 5]}
 
 
+def test_an_actor_that_plans_leave_out_is_released_once_that_has_cost_as_much_as_a_start() -> None:
+    """Steps of 20 s, for which one actor is cheapest. Another start would take 35 s: when the second step begins, an
+    actor has been idle for 20 s and the next step is 11.7 s away; when the third one begins, idle for 40 s."""
+    fleet = fleet_of(*(replica_slot(index, start_s=35.0) for index in range(2)), learner(9))
+    policy = knowing(WeightedSpec(time_weight=0.0))
+    released = []
+    for step in range(3):
+        begin_s = 20.0 * step
+        begun = dataclasses.replace(view_of(fleet, [UP, UP, UP], prompts=6, siblings=1), step=step)
+        actions = list(policy.decide(begin_s, StepBegan(), begun))
+        assert len(dealt(actions)) == 1
+        released.append([a.slot for a in actions if isinstance(a, Release)])
+        over = dataclasses.replace(view({}, 0, [UP, UP, UP]), fleet=fleet, step=step)
+        policy.decide(begin_s + 10, Generated(), over)
+        policy.decide(begin_s + 20, StepEnded(step, begin_s + 20), over)
+    assert released == [[], [], [1]]
+
+
+@pytest.mark.parametrize("learner_is_up", [True, False])
+def test_the_learners_own_start_is_no_part_of_the_time_after_generation(learner_is_up: bool) -> None:
+    """It ends 100 s after generation, and takes 40 s to start once: the next step begins 100 or 60 s after it."""
+    policy = knowing(WeightedSpec(time_weight=1.0))
+    slots = (UP, UP, UP, UP if learner_is_up else ABSENT)
+    for begin_s in (0.0, 120.0):
+        actors = dealt(policy.decide(begin_s, StepBegan(), fresh(slots)))
+        actions = policy.decide(begin_s + 20, Generated(), view({}, 0, slots))
+        policy.decide(begin_s + 120, StepEnded(0, begin_s + 120), view({}, 0, slots))
+        slots = ALL_UP
+    again_s = 120 + 20 + (100 if learner_is_up else 60) - 2
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
+
+
 def test_all_leave_after_generation_and_start_ahead_of_the_next_step() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
     for begin_s in (0.0, 60.0):

@@ -5,7 +5,7 @@
     n actors   One actor ends a group of samples after
                    t = prefills + sum over iterations of a(B) + g x context,    B falls as samples end
                which is a closed form in the lengths (`plan.cost`). A step with n actors takes the longest of their
-               times and costs the sum of time x price: each is released when it has ended.
+               times and costs the sum of time x price, and for each actor what it costs until the next step.
     choose n   Under each time limit every actor takes as many of the longest samples as it can end in time
                (`plan.planner`). Of these plans the contract takes one: the cheapest before the deadline, which keeps a
                reserve (`deadline`); the fastest within the budget; or the least of time x its price + cost.

@@ -7,7 +7,7 @@ estimated from the run so far; the rest of generation in this step is the last f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,9 +97,13 @@ class IdleScheduler:
         self._wanted_s: dict[int, Recent] = {}
         """By slot of a service: from the step's begin until its first complete group. A service that comes up late
         delays the whole step, so it is started for the earliest."""
+        self._worked_s: dict[int, float] = {}
+        """By slot of an actor: when the generation of the last step that was planned with it ended, or when it was
+        first seen without work."""
         self._began_s: dict[int, float] = {}
-        self._generated: dict[int, tuple[float, float]] = {}
-        """By step: when its generation ended, and its tokens."""
+        self._generated: dict[int, tuple[float, float, float]] = {}
+        """By step: when its generation ended, its tokens, and how long a learner that was not up yet takes to start,
+        which it does once in a run."""
         self._first_group = False
 
     def after_s(self, tokens: float) -> float:
@@ -109,6 +113,12 @@ class IdleScheduler:
     def after_at_s(self, confidence: float, tokens: float) -> float:
         """An upper bound of `after_s` with this probability."""
         return max(self._after.at(confidence) * tokens, 0.0)
+
+    def between_usd(self, now: PolicyContext, slot: int, tokens: float) -> float:
+        """Cost of an actor from the end of a step of so many tokens until the next one begins; 0 while that time is
+        not known."""
+        gap_s = self.after_s(tokens)
+        return cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s)).usd
 
     def began(self, now: PolicyContext) -> list[Action]:
         """Starts services ahead of their first group."""
@@ -130,9 +140,13 @@ class IdleScheduler:
                     if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES:
                         self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
 
-    def generated(self, now: PolicyContext, actors: Iterable[int], forecast: StepForecast) -> list[Action]:
+    def generated(self, now: PolicyContext, actors: Sequence[int], forecast: StepForecast) -> list[Action]:
         """Generation has ended: all actors are idle, and `actors` are to be up again when the next step begins."""
-        self._generated[now.view.step] = now.at_s, forecast.tokens
+        replica_slots = now.layout.replica_slots
+        learners = [slot for slot in now.layout.others if replica_slots[slot].role is FunctionRole.UPDATES]
+        start_s = max((self._starts.start_s(replica_slots[s]) for s in learners if not now.awake(s)), default=0.0)
+        self._generated[now.view.step] = now.at_s, forecast.tokens, start_s
+        self._worked_s |= dict.fromkeys(actors, now.at_s)
         actions: list[Action] = []
         absent = {slot for slot in now.layout.generation if not now.awake(slot)}
         for slot in now.layout.generation:
@@ -154,7 +168,7 @@ class IdleScheduler:
         if not now.awake(slot) or now.layout.replica_slots[slot].role is FunctionRole.UPDATES:
             return []
         wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
-        ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
+        ended_s = self._generated.get(now.view.step, (now.at_s,))[0]
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
         state = cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s))
         return release(now, slot, state)
@@ -168,12 +182,14 @@ class IdleScheduler:
         if began_s is not None:
             self._step_s.add(end_s - began_s)
         if step in self._generated:
-            generated_s, tokens = self._generated.pop(step)
-            self._after.add((end_s - generated_s) / tokens)
+            generated_s, tokens, start_s = self._generated.pop(step)
+            self._after.add(max(end_s - generated_s - start_s, 0.0) / tokens)
 
     def state(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
-        """The state of a generation actor without work until the next step."""
+        """The state of a generation actor without work until the next step. How long it has been idle counts as well:
+        an actor that the plans leave out for some steps is not awaited at the next one."""
+        idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self.after_s(forecast.tokens)
         if not self._after.count:
             gap_s = now.layout.replica_slots[slot].start_s  # unknown: the break-even of the ski-rental problem
-        return cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s))
+        return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, self._again_usd(now, slot, gap_s))

@@ -12,7 +12,7 @@ A deadline is earlier for the planner, by the step's reserve (`deadline`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,11 +50,12 @@ def plan_step(
     reserve: float,
     fleet_options: FleetOptionsCache,
     starts: StartTimes,
+    between_usd: Callable[[int], float],
 ) -> StepPlan:
     """Options -> the plan that keeps the contract, with a reserve of time if it is a deadline -> samples to slots. If a
     deadline can be kept, but not with the reserve, that is the fastest plan."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
-    options, behind = fleet_options.options(now, standby)
+    options, behind = fleet_options.options(now, standby, between_usd)
     step, limit_s, waiting = typical(lengths, now.view), math.inf, waiting_usd_per_s(now)
     deadline_s = limit_s
     if isinstance(contract, CheapestUnderDeadline):

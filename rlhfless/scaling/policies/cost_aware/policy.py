@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -108,7 +109,8 @@ class CostAware:
         lengths = self._forecaster.look(now.view)
         tokens = float(lengths.means.sum()) + _prompt_tokens(now.view)
         margin, contract, after_s = self._request(now, tokens)
-        made = plan_step(now, lengths, contract, margin.reserve, self._fleet_options, self._starts)
+        between_usd = partial(self._idle.between_usd, now, tokens=tokens)
+        made = plan_step(now, lengths, contract, margin.reserve, self._fleet_options, self._starts, between_usd)
         self._forecast = _forecast(now, tokens, made.plan.step_s)
         self._spending.planned(made.plan.usd)
         planned_s = now.at_s + made.plan.step_s

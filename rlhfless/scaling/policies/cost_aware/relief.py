@@ -53,6 +53,24 @@ class Goal:
     """Confidence of the estimated ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class HalfMove:
+    """Half of an actor's samples go to another one."""
+
+    source: int
+    target: int
+    rows: Ints
+    """Of the unfinished samples."""
+    again_s: float
+    """Seconds until the target has their KV."""
+    left_s: float
+    """Seconds until the source has ended the rest."""
+    end_s: float
+    """Seconds until the target has ended all its samples."""
+    gains_s: float
+    """Seconds by which both have ended sooner than the source would have."""
+
+
 class Actors:
     """The generation actors in mid-step, their samples, and when each will have ended its samples."""
 
@@ -96,6 +114,12 @@ class Actors:
             draw = np.minimum(draw, longest)
         return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest)
 
+    def take(self, move: HalfMove) -> None:
+        """Samples have another actor, and both actors other ends."""
+        self.home[move.rows] = move.target
+        self.until_up_s[move.target] += move.again_s
+        self.end_s |= {move.source: move.left_s, move.target: move.end_s}
+
     def last(self) -> tuple[int, float]:
         """The slot that ends last, and when."""
         slot = max(self.end_s, key=lambda slot: self.end_s[slot])
@@ -118,51 +142,57 @@ def goal_of(now: PolicyContext, aim: StepAim, after_s: float, freed: bool) -> Go
 
 
 def relieve(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
-    """Moves samples off the actor that ends last, as long as that helps. With f, the price of a second of an actor, a
-    move saves
-
-        time_usd_per_s x the seconds by which the last end is earlier - f x the change of the end of both actors
-
-    In a step that is late, a new end is judged with the confidence of a move that must not fail."""
+    """Moves samples off the actor that ends last, as long as that helps. In a step that is late, a new end is judged
+    with the confidence of a move that must not fail."""
     before, notes = actors.home.copy(), list[Action]()
     confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
     actors.judge(confidence)
     late = actors.last()[1] > goal.limit_s
+    if not late and goal.time_usd_per_s == 0:
+        return []
     confidence = SURE if late else confidence
     for _ in actors.end_s:
-        source, last_s = actors.last()
-        rows = np.flatnonzero(actors.home == source)
-        half = rows[np.argsort(actors.means[rows], kind="stable")][: rows.size // 2]
-        if not half.size or (not late and goal.time_usd_per_s == 0):
+        move = _next_move(now, actors, goal, confidence, late)
+        if move is None:
             break
-        again_s = kv_again_s(now, actors, source, half)
-        left_s = actors.end_of(source, np.setdiff1d(rows, half), confidence)
-        best: tuple[float, int, float] | None = None
-        for target, target_s in actors.end_s.items():
-            there = np.flatnonzero(actors.home == target)
-            if target_s >= last_s or there.size + half.size > now.layout.max_sequences(target):
-                continue
-            end_s = again_s + actors.end_of(target, np.append(there, half), confidence)
-            gained_s = last_s - max(end_s, left_s, *(() if late else _others(actors, source, target)))
-            price = now.layout.replica_slots
-            cost = price[target].usd_per_s * (end_s - target_s) - price[source].usd_per_s * (last_s - left_s)
-            saves = goal.time_usd_per_s * gained_s - cost
-            if gained_s > LEAST_GAIN * last_s and (late or saves > LEAST_GAIN * abs(cost)):
-                best = max(best or (-math.inf, 0, 0.0), (-end_s if late else saves, target, end_s))
-        if best is None:
-            break
-        _, target, end_s = best
-        actors.home[half] = target
-        actors.until_up_s[target] += again_s
-        actors.end_s |= {source: left_s, target: end_s}
-        inputs: Inputs = {"gains_s": last_s - max(end_s, left_s), "end_s": end_s, "confidence": confidence}
+        actors.take(move)
+        inputs: Inputs = {"gains_s": move.gains_s, "end_s": move.end_s, "confidence": confidence}
         inputs |= {"limit_s": goal.limit_s} if math.isfinite(goal.limit_s) else {}
-        notes.append(note(now, "migrate", f"slot {source} to {target}: {half.size} samples", inputs))
+        text = f"slot {move.source} to {move.target}: {move.rows.size} samples"
+        notes.append(note(now, "migrate", text, inputs))
     return [*_moves(now, actors, before), *notes]
 
 
-def _others(actors: Actors, source: int, target: int) -> tuple[float, ...]:
-    return tuple(end_s for slot, end_s in actors.end_s.items() if slot not in (source, target))
+def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float, late: bool) -> HalfMove | None:
+    """The best move of half of the last actor's samples, if one helps. With f, the price of a second of an actor, it
+    saves
+
+        time_usd_per_s x the seconds by which the last end is earlier - f x the change of the end of both actors
+    """
+    source, last_s = actors.last()
+    rows = np.flatnonzero(actors.home == source)
+    half = rows[np.argsort(actors.means[rows], kind="stable")][: rows.size // 2]
+    if not half.size:
+        return None
+    again_s = kv_again_s(now, actors, source, half)
+    left_s = actors.end_of(source, np.setdiff1d(rows, half), confidence)
+    price = now.layout.replica_slots
+    best: tuple[float, HalfMove] | None = None
+    for target, target_s in actors.end_s.items():
+        there = np.flatnonzero(actors.home == target)
+        if target_s >= last_s or there.size + half.size > now.layout.max_sequences(target):
+            continue
+        end_s = again_s + actors.end_of(target, np.append(there, half), confidence)
+        others = () if late else (s for slot, s in actors.end_s.items() if slot not in (source, target))
+        gained_s = last_s - max(end_s, left_s, *others)
+        cost = price[target].usd_per_s * (end_s - target_s) - price[source].usd_per_s * (last_s - left_s)
+        saves = goal.time_usd_per_s * gained_s - cost
+        value = -end_s if late else saves
+        helps = gained_s > LEAST_GAIN * last_s and (late or saves > LEAST_GAIN * abs(cost))
+        if helps and (best is None or (value, target) > (best[0], best[1].target)):
+            gains_s = last_s - max(end_s, left_s)
+            best = value, HalfMove(source, target, half, again_s, left_s, end_s, gains_s)
+    return None if best is None else best[1]
 
 
 def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
