@@ -177,7 +177,8 @@ class GroupRelativeSpec(PolicyLossSpec):
     max_redraws: Annotated[int, Field(ge=0, le=100)] = 0
     """How many times a step draws other prompts in place of those whose samples have all the same reward, from which
     nothing can be learned (dynamic sampling of DAPO, section 3.2). With any, the step learns from the others alone, of
-    which there are fewer than `prompts_per_step` if all redraws were not enough; with 0 they only have no gradient."""
+    which there are fewer than `prompts_per_step` if all redraws were not enough, and more if the last gave more than
+    was lacking; with 0 they only have no gradient."""
 
     @property
     def needs(self) -> Needs:
