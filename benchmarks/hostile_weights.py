@@ -211,7 +211,7 @@ class Bench:
 
     def _published(self, tensors: dict[str, torch.Tensor] | None = None, *, read_back: bool = True) -> PublishedWeights:
         """What the learner says of its weights, with the file of `tensors` if they are given."""
-        from rlhfless.functions.learner.checkpoint import drain
+        from rlhfless.functions.training.checkpoint import drain
         from rlhfless.records import Probe, PublishedWeights
 
         stored = self.store.put("bench", 1, self.step, self.rank.weights() if tensors is None else tensors)

@@ -2,7 +2,7 @@
 
     python benchmarks/memory_plan.py [--smoke]
 
-A step of the real learner runs without data (rlhfless.functions.learner.rehearsal): torch counts what a rank holds at
+A step of the real learner runs without data (rlhfless.functions.rehearsal): torch counts what a rank holds at
 most. Beside it stands the plan's figure of the phase `learn`, made from the sizes alone. With the published sizes of
 Qwen2.5-7B on 8 ranks, Qwen2.5-32B on 16 and Llama-3.1-70B on 64, in bfloat16 with activation checkpointing. No device
 is needed, and none is measured: memory outside torch's tensors is not in either figure.
@@ -19,7 +19,7 @@ from smoke import parsed
 from transformers import LlamaConfig, Qwen2Config
 from where import machine
 
-from rlhfless.functions.learner.rehearsal import peak_bytes
+from rlhfless.functions.rehearsal import peak_bytes
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import GIB, LOGITS_CHUNK_ELEMENTS, Sharded, learn_phases
 from rlhfless.spec import LearnerSpec

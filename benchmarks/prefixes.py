@@ -112,7 +112,7 @@ def main() -> None:
             load_policy(spec, parameter_dtype="float32", compute_dtype="float32", share_prefixes=share)
             for share in (False, True)
         ]
-    vocabulary = policies[0].head.linear.weight.shape[0]
+    vocabulary = policies[0].vocabulary
     print(f"{'prefix':>7} {'computed':>9} {'of':>8} {'shared':>7} {'reference: wall, processor':>30} {'learner':>30}")
     for prefix in arguments.prefixes:
         batch = batch_behind(prefix, vocabulary)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,16 +84,19 @@ def load_whole(
     *,
     prepare: Callable[[Any], None] | None = None,
     offload: bool = False,
+    new_head: bool = False,
     **options: Any,
 ) -> Any:
-    """`auto.from_pretrained(path, **options)`, if it has all weights from the files, and all are finite.
+    """`auto.from_pretrained(path, **options)`, if it has all weights from the files, and all are finite. With
+    `new_head`, what is not of the decoder is not the files': theirs is left out, and the model's is 0.
 
     `field` is the spec's field that named the path. `prepare` is called with the model before its weights are read,
     when its tensors have no data yet: if it splits them over ranks, each rank reads its own parts. With `offload` those
     parts stay in the host's memory. Raises InputError, and what transformers raises for a path that it cannot read.
     """
     try:
-        with _prepared(prepare), _in_host_memory() if offload else contextlib.nullcontext():
+        nothing = contextlib.nullcontext()
+        with _prepared(prepare), _in_host_memory() if offload else nothing, _quiet() if new_head else nothing:
             model, loading = auto.from_pretrained(
                 path, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -103,7 +107,10 @@ def load_whole(
             raise
         gave_up = Misfit("the model", {}, (), {}, first_line(error))
         raise _unfit(path, gave_up.problems(field, _checkpoint)) from error
-    problems = _misfit_of(model, loading, {}).problems(field, _checkpoint)
+    misfit = _misfit_of(model, loading, {})
+    if new_head:
+        misfit = _of_decoder(model, misfit)
+    problems = misfit.problems(field, _checkpoint)
     bad = [repr(name) for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if bad:
         what = f"NaN or infinite values are in {counted('tensor', bad)} (as {str(model.dtype).removeprefix('torch.')})"
@@ -111,6 +118,20 @@ def load_whole(
     if problems:
         raise _unfit(path, problems)
     return model
+
+
+@torch.no_grad()
+def _of_decoder(model: Any, misfit: Misfit) -> Misfit:
+    """What a misfit says of the decoder. All else that the model lacked is set to 0."""
+    inside = f"{model.base_model_prefix}."
+    for name, parameter in model.named_parameters():
+        if name in misfit.missing and not name.startswith(inside):
+            parameter.zero_()
+    return dataclasses.replace(
+        misfit,
+        missing={name: shape for name, shape in misfit.missing.items() if name.startswith(inside)},
+        unexpected=tuple(name for name in misfit.unexpected if name.startswith(inside)),
+    )
 
 
 @contextlib.contextmanager

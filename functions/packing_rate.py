@@ -45,7 +45,7 @@ def measured(policy: PolicyNetwork, budget_tokens: int) -> PolicyNetwork:
     width = min(WIDTH, positions)
     if not policy.packs_below or budget_tokens < SAMPLES * width:
         return policy
-    rows = _groups(min(MOST_GROUPS, budget_tokens // (SAMPLES * width)), width, policy.head.linear.weight.shape[0])
+    rows = _groups(min(MOST_GROUPS, budget_tokens // (SAMPLES * width)), width, policy.vocabulary)
     layout, *passes = both_passes(policy, rows)
     padded_s, packed_s = _measured_s(policy, passes)
     padded_token_s, packed_token_s = padded_s / rows.numel(), packed_s / len(layout.source)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -89,6 +89,12 @@ class PolicyNetwork:
     side_by_side: bool = False
     """Sequences that are not packed lie side by side in a row, and not padded below each other."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
         """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
         `packed_row`."""
@@ -127,6 +133,25 @@ class ResponseLogprobs:
     entropy: torch.Tensor  # [response tokens], float32, nats; with a gradient only if it was asked for
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Which model is made of a checkpoint's files."""
+
+    auto: Any
+    """transformers' class that makes it."""
+    key: str
+    """The key of the spec that names the files."""
+    head: Callable[[Any, int | None], OutputHead]
+    """Finds its head; takes OutputHead.chunk_elements."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its configuration that differ from the files'."""
+    new_head: bool = False
+    """See `load_whole`."""
+
+
+POLICY = Form(AutoModelForCausalLM, "model.path", output_head)
+
+
 def load_policy(
     spec: ModelSpec,
     *,
@@ -139,13 +164,15 @@ def load_policy(
     exact_head: bool = False,
     share_prefixes: bool = True,
     logits_elements: int | None = None,
+    form: Form = POLICY,
 ) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`sharding.default_device` if None). With
     `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that, and others lie
     side by side where torch has FlashAttention. `logits_elements`: see OutputHead.chunk_elements.
 
-    `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
-    be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
+    `form`: which model of the files it is. `mesh`: split its parameters over these ranks; each reads its own parts of
+    the files. Without one, both formats must be the same. `offload` and `exact_head`: see sharding.shard. *Collective*
+    with a mesh.
 
     Raises InputError if weights are missing, odd or not finite; ValueError if this module's logits differ from the
     model's own, or for two formats without a mesh; and whatever transformers raises for a path that it cannot read.
@@ -154,25 +181,26 @@ def load_policy(
         raise ValueError(f"{parameter_dtype} parameters computing in {compute_dtype} need a mesh: its groups cast them")
     device = device or sharding.default_device()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
-    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code, **form.config)
     _switch_off_dropout(config)
     compute = TORCH_DTYPES[compute_dtype]
     split: Callable[[Any], None] | None = None
     if mesh is not None:
         split = partial(sharding.shard, mesh=mesh, compute_dtype=compute, offload=offload, exact_head=exact_head)
     model = load_whole(
-        AutoModelForCausalLM,
+        form.auto,
         spec.path,
-        "model.path",
+        form.key,
         prepare=split,
         offload=offload,
+        new_head=form.new_head,
         config=config,
         dtype=TORCH_DTYPES[parameter_dtype],
         attn_implementation="sdpa",
         trust_remote_code=spec.trust_remote_code,
     )
     _place(model, device, offload=offload)
-    policy = policy_of(model, device, compute, mesh, logits_elements)
+    policy = policy_of(model, device, compute, mesh, logits_elements, form.head)
     _check_against_model(policy, spec.path)
     if share_prefixes and _can_share(policy, spec.path):
         policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
@@ -188,9 +216,10 @@ def policy_of(
     compute_dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
     logits_elements: int | None = None,
+    head: Callable[[Any, int | None], OutputHead] = output_head,
 ) -> PolicyNetwork:
     """The parts of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
-    return PolicyNetwork(model, model.get_decoder(), output_head(model, logits_elements), device, compute_dtype, mesh)
+    return PolicyNetwork(model, model.get_decoder(), head(model, logits_elements), device, compute_dtype, mesh)
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -209,6 +238,10 @@ def _place(model: Any, device: torch.device, *, offload: bool) -> None:
             setattr(module, name, buffer.to(device))
 
 
+Outputs = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""(hidden states [positions, hidden], the tokens after them [positions]) -> tensors [positions]: a head."""
+
+
 def response_logprobs(
     policy: PolicyNetwork,
     batch: PackedBatch,
@@ -217,22 +250,35 @@ def response_logprobs(
     *,
     entropy_gradient: bool = False,
 ) -> ResponseLogprobs:
-    """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch. With `packed`,
-    the layout of its sequences but for their last tokens, prefixes that they share are computed once.
+    """Logprobs at `temperature` of all response tokens of `batch`; see `response_outputs`."""
+    outputs = _logprobs(policy, temperature, entropy_gradient=entropy_gradient)
+    return ResponseLogprobs(*response_outputs(policy, batch, outputs, packed))
+
+
+def _logprobs(policy: PolicyNetwork, temperature: float, *, entropy_gradient: bool = False) -> Outputs:
+    return partial(head_logprobs, policy.head, temperature=temperature, entropy_gradient=entropy_gradient)
+
+
+def response_outputs(
+    policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, packed: PackedSegments | None = None
+) -> tuple[torch.Tensor, ...]:
+    """What a head gives `[response tokens]` for all response tokens of `batch`, each from the tokens before it, in one
+    forward pass: one micro-batch. With `packed`, the layout of its sequences but for their last tokens, prefixes that
+    they share are computed once.
 
     The gradient flows to the parameters unless it is switched off outside. Without responses one token is run, and
     nothing is returned of it: a rank of a sharded model takes part in every pass, and in its backward pass.
     """
     if not batch.response_mask.any():
         token = torch.zeros(1, dtype=torch.int64, device=policy.device)
-        logprobs, entropy = policy.inside(_passed, policy, token[None], token, token, temperature)
-        return ResponseLogprobs(logprobs[:0], entropy[:0])
+        return tuple(each[:0] for each in policy.inside(_passed, policy, token[None], token, token, outputs))
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
     padded = packed is None and not policy.side_by_side
     tokens, predictors = _padded(batch) if padded else _in_one_row(batch, packed)
     shared = NOT_SHARED if padded else _layout(policy, batch, packed)
-    fed = (tokens.to(policy.device), predictors.to(policy.device), targets, temperature, shared, entropy_gradient)
-    return ResponseLogprobs(*policy.inside(_passed, policy, *fed))
+    fed = (tokens.to(policy.device), predictors.to(policy.device), targets, outputs, shared)
+    passed: tuple[torch.Tensor, ...] = policy.inside(_passed, policy, *fed)
+    return passed
 
 
 def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,15 +316,14 @@ def _passed(
     tokens: torch.Tensor,
     predictors: torch.Tensor,
     targets: torch.Tensor,
-    temperature: float,
+    outputs: Outputs,
     shared: Mapping[str, Any] = NOT_SHARED,
-    entropy_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`tokens` [batch, width] -> logprobs and entropy of `targets` [response tokens], which the flat positions
-    `predictors` [response tokens] predict. `shared`: see Policy.hidden_states."""
+) -> tuple[torch.Tensor, ...]:
+    """`tokens` [batch, width] -> `outputs` of `targets` [response tokens], which the flat positions `predictors`
+    [response tokens] predict. `shared`: see PolicyNetwork.hidden_states."""
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
-    logprobs, entropy = head_logprobs(policy.head, hidden, targets, temperature, entropy_gradient)
-    return logprobs.clone(), entropy  # FSDP hangs its hook on the result, and warns of views
+    first, *others = outputs(hidden, targets)
+    return first.clone(), *others  # FSDP hangs its hook on the result, and warns of views
 
 
 @torch.no_grad()
@@ -290,15 +335,21 @@ def token_logprobs(
     return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, pays_below=policy.packs_below))
 
 
-@torch.no_grad()
 def logprobs_of(policy: PolicyNetwork, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
     """As `token_logprobs`, in these micro-batches."""
+    return outputs_of(policy, batch, _logprobs(policy, temperature), parts.parts)
+
+
+@torch.no_grad()
+def outputs_of(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, parts: Sequence[MicroBatch]) -> FloatArray:
+    """The first output of a head in these micro-batches: `[tokens]`, 0 on prompt tokens and on the sequences of no
+    micro-batch, without a gradient. *Collective* if the network is sharded."""
     values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.compute_dtype, torch.float32)).numpy()
-    for micro_batch in policy.in_step(parts.parts):
+    for micro_batch in policy.in_step(parts):
         part = select(batch, micro_batch.indices)
-        logprobs = response_logprobs(policy, part, temperature, micro_batch.packed).logprobs.cpu().numpy()
+        first, *_ = response_outputs(policy, part, outputs, micro_batch.packed)
         source = np.repeat(batch.starts[micro_batch.indices], part.lengths) + part.positions
-        values[source[part.response_mask]] = logprobs
+        values[source[part.response_mask]] = first.cpu().numpy()
     policy.settle()
     return values
 
@@ -311,13 +362,15 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 
 @torch.no_grad()
 def _check_against_model(policy: PolicyNetwork, path: str) -> None:
-    """The model's own logits of a few tokens against ours, ours with padding on the right."""
-    tokens = torch.arange(1, 9, device=policy.device).remainder(policy.head.linear.weight.shape[0])[None]
+    """The model's own outputs for a few tokens against ours, ours with padding on the right: of all positions, or of
+    the last one alone for a model that scores sequences."""
+    last = 8 + (policy.model.config.get_text_config().pad_token_id == 8)  # a score is of the last that is no padding
+    tokens = torch.arange(last - 7, last + 1, device=policy.device).remainder(policy.vocabulary)[None]
     padded = torch.nn.functional.pad(tokens, (0, 4))
-    expected = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
+    expected = policy.model(input_ids=tokens, use_cache=False).logits.flatten(0, -2).float()
     ours = policy.inside(lambda: policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])).float()
     policy.settle()
-    difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    difference = float((ours[-len(expected) :] - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     limit = CHECK_TOLERANCE[policy.compute_dtype]
     if not difference <= limit:
         kind = sharding.class_of(policy.model).__name__
@@ -347,7 +400,7 @@ def _can_lie_side_by_side(policy: PolicyNetwork, path: str) -> bool:
     """Whether FlashAttention gives the same for sequences side by side as for padded ones, on this device."""
     if not runs_side_by_side(policy.device, policy.compute_dtype):
         return False
-    rows = torch.arange(1, 25, device=policy.device).remainder(policy.head.linear.weight.shape[0]).view(2, 12)
+    rows = torch.arange(1, 25, device=policy.device).remainder(policy.vocabulary).view(2, 12)
     lying = partial(policy.hidden_states, **row_side_by_side(np.full(*rows.shape), policy.device))
     expected = policy.inside(policy.hidden_states, rows).flatten(0, 1)
     try:
@@ -369,7 +422,7 @@ def _can_share(policy: PolicyNetwork, path: str) -> bool:
     if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
-    vocabulary = policy.head.linear.weight.shape[0]
+    vocabulary = policy.vocabulary
     rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(vocabulary).repeat(2, 1)
     rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
     layout, padded, packed = both_passes(policy, rows)

@@ -112,9 +112,20 @@ class ServiceShape:
     """Seconds per group, whatever its size."""
     token_s: float
     """Seconds per token of prompt and response."""
+    update_fixed_s: float = 0.0
+    update_token_s: float = 0.0
+    """Of its own update of a step, before the learner's: a fixed part, and per token of prompt and response. Functions
+    that do not learn have none."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it learns, as a critic does."""
+        return self.update_fixed_s + self.update_token_s > 0
 
     @property
     def role(self) -> FunctionRole:
+        if self.learns:
+            return FunctionRole.UPDATES
         return FunctionRole.SCORES if self.work is Work.SCORE else FunctionRole.COLUMN
 
 

@@ -43,7 +43,7 @@ from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
-from rlhfless.sim.work import StepUnderWay, learn, take
+from rlhfless.sim.work import StepUnderWay, learn, take, update
 
 PATIENCE, DESPAIR = 1_000, 100_000
 """Limits on questions to a policy in a row between which no engine works: if no event is due either, and if events are
@@ -104,7 +104,8 @@ class Simulation:
         generation = Generation(self.fleet, batch)
         window = Window(with_waits(self._fleet_view, self.fleet, self.now_s), self.fleet, generation)
         taken = {slot: np.zeros(batch.groups, dtype=np.bool_) for slot in self._services}
-        under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken)
+        learning = tuple(shape for shape in self._services.values() if shape.learns)
+        under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken, learning_services=learning)
         self._steps.append(under_way)
         self._ask([StepBegan()], under_way)
         self.fleet.drawing = True
@@ -176,12 +177,17 @@ class Simulation:
         if slot == self._learner:
             return not any(step.learning for step in self._steps)
         if slot in self._services:
-            return not any(step.wants(slot) for step in self._steps)
+            return not any(step.wants(slot) or slot in step.updating for step in self._steps)
         return not self.fleet.drawing
 
     def _worked(self, event: Worked) -> None:
         self._vain = 0
         under_way = next(step for step in self._steps if step.number == event.step)
+        if event.slot in under_way.updating:
+            under_way.updating.remove(event.slot)
+            under_way.updated.add(event.slot)
+            under_way.ready_s = self.now_s
+            return
         if event.slot != self._learner:
             under_way.served.add(event.slot)
             if len(under_way.served) == len(self._services):
@@ -202,14 +208,15 @@ class Simulation:
         self._ask([Lost(event.slot, samples)], current)
 
     def _want(self) -> None:
-        """Starts services that have work and no replica; and the learner, which begins if it is up."""
+        """Starts services that have work and no replica; and the learner, which begins if it is up, after the services
+        that learn."""
         for slot in self._services:
             if not self.fleet.there(slot):
                 since_s = [step.first_s(slot) for step in self._steps if step.wants(slot)]
                 if since_s:
                     self.fleet.start(slot, max(min(since_s), self.now_s))
         first = self._steps[0] if self._steps else None
-        if first is None or first.ready_s is None or first.learning:
+        if first is None or first.ready_s is None or first.learning or self._update_services(first):
             return
         if not self.fleet.there(self._learner):
             self.fleet.start(self._learner, self.now_s)
@@ -219,6 +226,21 @@ class Simulation:
             learn(self.setup.learner, replica, first, max(first.ready_s, replica.busy_s), forward)
             first.learning = True
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
+
+    def _update_services(self, step: StepUnderWay) -> bool:
+        """Whether a service has still to learn a step, before the learner. It begins if it is up."""
+        for slot, shape in self._services.items():
+            if not shape.learns or slot in step.updated:
+                continue
+            if not self.fleet.there(slot):
+                self.fleet.start(slot, self.now_s)
+            elif self.fleet.state(slot) is ReplicaState.SERVING and slot not in step.updating:
+                replica, parts = self.fleet.replicas[slot], self.setup.learner.parts
+                update(shape, replica, step, max(self.now_s, replica.busy_s), parts, self.setup.prefixes.forward)
+                step.updating.add(slot)
+                self.fleet.agenda.add(replica.busy_s, Worked(slot, step.number))
+            return True
+        return False
 
     def _take(self, slot: int) -> None:
         """A service that is up takes all complete groups; with the last group of a step, its end is foreseen."""

@@ -35,7 +35,11 @@ class StepUnderWay:
     """`[groups]`, by the slot of a service: the groups that it has taken."""
     generated_s: float | None = None
     ready_s: float | None = None
-    """When all services had done it."""
+    """When all services had done it, and those that learn had learned it."""
+    updating: set[int] = field(default_factory=set)
+    """Slots of services that learn it now."""
+    updated: set[int] = field(default_factory=set)
+    """Slots of services that have learned it."""
     learning: bool = False
     done_s: dict[int, float] = field(default_factory=dict)
     """When a service has done, or will have done, all that it has taken."""
@@ -43,6 +47,8 @@ class StepUnderWay:
     """Slots of services that have taken all groups."""
     prompt_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that services and the learner computed, by function."""
+    learning_services: tuple[ServiceShape, ...] = ()
+    """The services that learn: they pass the step's prompts twice."""
     served: set[int] = field(default_factory=set)
     """Slots of services that have done it."""
 
@@ -74,9 +80,10 @@ class StepUnderWay:
         batch, generated_s = self.generation.progress.batch, self.generated_s or end_s
         unique = float(batch.tree.unique_tokens(batch.prompt_tokens))
         computed = {FunctionName.GENERATION: self.generation.computed_tokens, **self.prompt_tokens}
+        learns = {shape.function for shape in self.learning_services}
         metrics = {
             **{f"{PROMPT_TOKENS_COMPUTED}/{function}": float(tokens) for function, tokens in computed.items()},
-            **{f"{PROMPT_TOKENS_UNIQUE}/{function}": unique for function in computed},
+            **{f"{PROMPT_TOKENS_UNIQUE}/{function}": unique * (1 + (function in learns)) for function in computed},
             PREFIX_TOKENS_EVICTED: float(self.generation.evicted_tokens),
             "generation_s": generated_s - self.begun_s,
             "response_tokens": float(batch.response_tokens.sum()),
@@ -147,6 +154,33 @@ def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) ->
     )
 
 
+def update(
+    shape: ServiceShape,
+    replica: SimulatedReplica,
+    under_way: StepUnderWay,
+    at_s: float,
+    parts: int,
+    forward: SharedForward | None = None,
+) -> None:
+    """A service learns the step from `at_s` on, in `parts` that forward shared prefixes by themselves."""
+    fed, saved = _computed(shape.function, under_way, parts, forward)
+    spent_s = shape.update_fixed_s + shape.update_token_s * (fed - saved)
+    step, read = under_way.generation.progress.batch.step, {"input_tokens": fed, "cached_tokens": saved}
+    replica.called(Work.LEARN, step, at_s, at_s + spent_s, **read)
+    replica.busy_s = at_s + spent_s
+
+
+def _computed(function: str, under_way: StepUnderWay, parts: int, forward: SharedForward | None) -> tuple[int, int]:
+    """The tokens that an update is fed, and those of them that it does not compute."""
+    batch = under_way.generation.progress.batch
+    groups = np.arange(batch.groups)
+    fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+    cuts = () if forward is None else np.array_split(groups, min(parts, batch.groups))
+    saved = sum(shared_forward(batch, part, forward) for part in cuts if forward)
+    under_way.computed_prompts(function, groups, saved)
+    return fed, saved
+
+
 def learn(
     shape: LearnerShape,
     replica: SimulatedReplica,
@@ -156,11 +190,7 @@ def learn(
 ) -> None:
     """The learner evaluates, learns and publishes, from `at_s` on. `forward`: see PrefixUse."""
     batch = under_way.generation.progress.batch
-    groups = np.arange(batch.groups)
-    fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
-    parts = () if forward is None else np.array_split(groups, min(shape.parts, batch.groups))
-    saved = sum(shared_forward(batch, part, forward) for part in parts if forward)
-    under_way.computed_prompts(FunctionName.LEARNER, groups, saved)
+    fed, saved = _computed(FunctionName.LEARNER, under_way, shape.parts, forward)
     tokens = fed - saved
     now_s = at_s
     for work, spent_s in (

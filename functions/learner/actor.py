@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import ray
+from typing import TYPE_CHECKING
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import RankedSettings
-from rlhfless.functions.ranks.actor import RankActor
+from rlhfless.functions.training.actor import TrainingActor
+from rlhfless.functions.training.settings import TrainedSettings
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
-from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec, Transport
+from rlhfless.spec import LearnerSpec, Transport
 from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
-    import torch
-
+    from rlhfless.functions.learner.rank import LearnerRank
     from rlhfless.weights.store import WeightStore
 
 
@@ -57,13 +53,10 @@ class StoreHome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSettings(RankedSettings):
+class LearnerSettings(TrainedSettings):
     """Settings of the learner function."""
 
-    model: ModelSpec
-    learner: LearnerSpec
-    optimizer: AdamWSpec
-    algorithm: AlgorithmSpec
+    training: LearnerSpec
     temperature: float
     probe_token_ids: tuple[int, ...]
     """The text whose logprobs every published version carries."""
@@ -82,10 +75,11 @@ KEPT_STEPS = 2
 """Versions kept in the store: the newest and the previous one, which a slow reader may still be opening."""
 
 
-class LearnerActor(RankActor[LearnerSettings]):
+class LearnerActor(TrainingActor[LearnerSettings]):
     """Rank `rank` of the learner; rank 0 publishes."""
 
     named = "learner"
+    _rank: LearnerRank
 
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
         super().__init__(settings, rank)
@@ -99,7 +93,7 @@ class LearnerActor(RankActor[LearnerSettings]):
         with self._at_work("learn"):
             self._rank = LearnerRank(
                 settings.model,
-                settings.learner,
+                settings.training,
                 settings.optimizer,
                 settings.algorithm,
                 settings.temperature,
@@ -109,24 +103,14 @@ class LearnerActor(RankActor[LearnerSettings]):
                 timeout_s=settings.call_timeout_s,
             )
 
-    def kept_on_device(self) -> list[torch.Tensor]:
-        return self._rank.kept_on_device()
-
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""
         with self._at_work("learn"):
             return self._rank.evaluate(batch)
 
-    def learn(self, batch: PackedBatch, mini_batches: int) -> Mapping[str, float]:
-        """See LearnerRank.learn; with `shared_prompt_tokens`, of this call. *Collective.*"""
-        before = self._rank.shared_prompt_tokens
-        with self._at_work("learn"):
-            metrics = self._rank.learn(batch, mini_batches)
-        return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
-
     def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[PublishedWeights, ...]:
         """Write the weights to the store; rank 0 returns what it wrote, with samples and no logprobs. *Collective.*"""
-        from rlhfless.functions.learner.checkpoint import drain
+        from rlhfless.functions.training.checkpoint import drain
 
         with self._at_work("publish"), self._as_published(perturbed):
             tokens = self._settings.probe_token_ids if self._settings.read_back else ()
@@ -157,31 +141,3 @@ class LearnerActor(RankActor[LearnerSettings]):
         self._published.append(version)
         while len(self._published) > KEPT_STEPS:
             self._store.delete(self._published.pop(0))
-
-    def save(self, location: str, notes: Mapping[str, Any], background: bool) -> bool:
-        """See LearnerRank.save. *Collective.*"""
-        with self._at_work("checkpoint"):
-            return self._rank.save(location, notes, background=background)
-
-    @ray.method(concurrency_group="waits")
-    def wait_written(self) -> None:
-        """See LearnerRank.wait_written."""
-        self._rank.wait_written()
-
-    def restore(self, location: str) -> None:
-        """See LearnerRank.restore. *Collective.*"""
-        with self._at_work("restore"):
-            self._rank.restore(location)
-
-    def check_shared_storage(self, token: str) -> str | None:
-        """Why a file of the run cannot be read on this node, or another written beside it; None if both can."""
-        from rlhfless.records.checkpoints import files_of
-
-        files, path = files_of(token)
-        answer = f"{path}-{self._number}"
-        try:
-            files.pipe_file(answer, files.cat_file(path))
-            files.rm_file(answer)
-        except Exception as error:  # every kind of store has errors of its own
-            return f"node {self.node()}: {type(error).__name__}: {error}"
-        return None

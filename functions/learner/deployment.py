@@ -1,18 +1,12 @@
-"""The learner function: a front whose ranks share the model and the batch (rlhfless.functions.ranks).
-
-`learn` goes to all ranks with the whole batch. Rank 0 writes what is published. `learn` is idempotent by step: a
-repeated call gets the first call's answer, so a retry can never take a second optimiser step. After a lost rank a new
-learner continues from a checkpoint.
-"""
+"""The learner function: the policy that is trained (rlhfless.functions.training), and publishes. Rank 0 writes what is
+published."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import ray
 
@@ -20,13 +14,13 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome
-from rlhfless.functions.ranks.front import RankedFunction
+from rlhfless.functions.training.deployment import TrainedFunction
 from rlhfless.records import FloatArray, PublishedWeights
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 
 
-class LearnerFunction(RankedFunction):
+class LearnerFunction(TrainedFunction):
     """The learner's front."""
 
     named = "learner"
@@ -34,11 +28,6 @@ class LearnerFunction(RankedFunction):
 
     async def __init__(self, settings: LearnerSettings) -> None:  # type: ignore[misc]
         self._settings = settings
-        self._learning: tuple[Call, asyncio.Task[Reply[Mapping[str, float]]]] | None = None
-        self._step = 0
-        """The last training step of the weights."""
-        self._asked = asyncio.Event()
-        """Set, and replaced, when a step is to be learned."""
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     @staticmethod
@@ -49,7 +38,7 @@ class LearnerFunction(RankedFunction):
             run_id=launch.run_id,
             lease=launch.lease,
             model=spec.model,
-            learner=spec.learner,
+            training=spec.learner,
             optimizer=spec.optimizer,
             algorithm=spec.algorithm,
             temperature=spec.generation.temperature,
@@ -66,51 +55,12 @@ class LearnerFunction(RankedFunction):
             planned=launch.planned(kind, allocation),
         )
 
-    @property
-    def _step_of_weights(self) -> int:
-        return self._step
-
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
         self.admit(call)
         start_s = time.time()
         values = (await self._group.all("evaluate", ray.put(batch)))[0]
         return self.reply(values, start_s, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
-
-    async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
-        """One training step: an optimiser step per mini-batch. Returns the metrics.
-
-        Idempotent by step: a repeated call, even during the first, gets the answer of the first.
-        """
-        self.admit(call)
-        if self._learning is None or self._learning[0] != call:
-            self._learning = (call, asyncio.create_task(self._learn(call, batch, mini_batches)))
-            self._asked.set()
-            self._asked = asyncio.Event()
-        return await asyncio.shield(self._learning[1])
-
-    async def _learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
-        start_s = time.time()
-        metrics = dict((await self._group.all("learn", ray.put(batch), mini_batches))[0])
-        self._step = call.step
-        shared = int(metrics.pop("shared_prompt_tokens", 0))
-        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
-        return self.reply(metrics, start_s, usage)
-
-    async def check_shared_storage(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
-        """Why ranks cannot read a file that the run has written, or write beside it; empty if all can."""
-        self.admit(call)
-        start_s = time.time()
-        answers: list[str | None] = await self._group.all("check_shared_storage", token)
-        return self.reply(tuple(sorted({fault for fault in answers if fault})), start_s)
-
-    async def restore(self, call: Call, location: str) -> Reply[None]:
-        """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
-        self.admit(call)
-        start_s = time.time()
-        await self._group.all("restore", location)
-        self._learning, self._step = None, call.step
-        return self.reply(None, start_s)
 
     async def publish(self, call: Call, *, perturbed: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
@@ -140,21 +90,6 @@ class LearnerFunction(RankedFunction):
                 await asyncio.wait_for(self._asked.wait(), limit_s)
             except TimeoutError:
                 raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
-
-    async def checkpoint(self, call: Call, location: str, notes: Mapping[str, Any], background: bool) -> Reply[bool]:
-        """Save model, optimiser and the run's `notes`, beside and renamed. Returns whether it is still being written:
-        with `background`, and where there is memory for a copy of the state."""
-        self.admit(call)
-        start_s = time.time()
-        later: list[bool] = await self._group.all("save", location, notes, background)
-        return self.reply(all(later), start_s)
-
-    async def wait_written(self, call: Call) -> Reply[None]:
-        """Wait until the checkpoint that was begun is complete. Raises CheckpointError."""
-        self.admit(call)
-        start_s = time.time()
-        await self._group.all("wait_written")
-        return self.reply(None, start_s)
 
     def clean_up(self) -> None:
         """Remove the store: its files outlive processes, and no function of the run reads them any more."""

@@ -11,9 +11,9 @@ from rlhfless.scaling.memory import (
     LOGITS_CHUNK_ELEMENTS,
     MemoryPart,
     MemoryPhase,
-    Sharded,
     learn_phases,
     on_device,
+    sharded,
 )
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
@@ -35,15 +35,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:
     """The phases of a rank with micro-batches of so many tokens, without what every process holds."""
     learner = spec.learner
-    how = Sharded(
-        learner.split_over(learner.world_size),
-        learner.dtype,
-        learner.gradient_checkpointing,
-        learner.offload,
-        learner.head_dtype == "float32",
-        learner.share_prefixes,
-        learner.copies,
-    )
+    how = replace(sharded(learner), exact_head=learner.head_dtype == "float32")
     return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
 
 
@@ -54,4 +46,5 @@ KIND = FunctionKind(
     _wanted,
     lambda _: Bounds(1, "the learner keeps the run's state"),
     _phases,
+    publishes=True,
 )

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhfless.functions.head import output_head
-from rlhfless.functions.learner.publishing import named_tensors
 from rlhfless.functions.loading import build_blank
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of
+from rlhfless.functions.training.publishing import named_tensors
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 """(name, the model's tensor) -> the tensor to compute with, whole. Collective."""

@@ -65,7 +65,8 @@ class ModelNotThere(UserError):
 
 def hub_models(spec: RunSpec) -> tuple[str, ...]:
     """The models and tokenizers of a run that are not folders."""
-    named = {spec.model.path, spec.model.tokenizer, *(model.path for model in spec.reward_models)}
+    critic = {spec.critic_source.path} if spec.critic is not None else set()
+    named = {spec.model.path, spec.model.tokenizer, *(model.path for model in spec.reward_models), *critic}
     return tuple(sorted(name for name in named if name and not is_path(name)))
 
 

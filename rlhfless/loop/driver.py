@@ -112,12 +112,12 @@ class RunSteps:
             await self._wait_for_checkpoint()
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
-        moves = 0 < step < spec.steps and self._run.learner.must_move
+        moves = 0 < step < spec.steps and self._run.keepers.must_move
         saves = moves or step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
         if saves:
             await self._save(step, whole=moves or step == spec.steps)
         if moves:
-            await self._run.move_learner()
+            await self._run.move_keepers()
         self.following = step + 1
         await self._obey(step, saved=saves or not step)
 

@@ -30,7 +30,7 @@ from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_by
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_kinds import kinds_of, name_of
+from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
@@ -121,7 +121,7 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
 
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
     """The fewest and the most devices that a run can use, of the learner's kind."""
-    kind = placement.allocation(name_of(spec, FunctionRole.UPDATES), 0).devices[0].kind
+    kind = placement.allocation(publisher_of(spec), 0).devices[0].kind
     actors = name_of(spec, FunctionRole.SAMPLES)
     fewest = placement.allocations[actors][: spec.scaling.generation.min_actors]
     others = [each for name, of_function in placement.allocations.items() if name != actors for each in of_function]
@@ -164,7 +164,7 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     if prepared.shape is None:
         return {}
     size = version_bytes(prepared.shape, spec.model.dtype)
-    learner = placement.allocation(name_of(spec, FunctionRole.UPDATES), 0).devices
+    learner = placement.allocation(publisher_of(spec), 0).devices
     loading = loading_bytes(spec, learner[0].kind, len(_devices(placement, learner[0].kind)), prepared.max_model_len)
     ranks = Counter(device.node for device in learner)
     actors = {

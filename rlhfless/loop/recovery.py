@@ -1,8 +1,9 @@
 """After a fault: find out which replicas are lost, replace them, and decide with which step the run goes on.
 
 A step that failed is done again. That costs little and changes nothing: its finished rollouts come from the journal,
-the learner repeats its answer for a step that it has already taken, and the ledger counts a step once. A new learner
-starts from the newest checkpoint, and the steps since then are learned again from the journal.
+learner and critic repeat their answers for a step that they have already taken, and the ledger counts a step once. If
+one of the two is lost, both start from the newest checkpoint, and the steps since then are learned again from the
+journal.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Recovery:
         run = self._run
         call = run.call(step)
         await clear(run, call)
-        if run.learner.replicas():
+        if run.keepers.all_there:
             await self._publish_again(step)
             return step
         restored = await run.restore()

@@ -11,12 +11,13 @@ from typing import Any
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.replica import Replica, ReplicaLost
+from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.algorithm_state import AlgorithmState
 from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
+from rlhfless.loop.keepers import Keepers
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.loop.stages import ComputeColumn, ScoredGroups, ScoreGroups
@@ -33,7 +34,7 @@ from rlhfless.records import (
     WeightVersion,
     Work,
 )
-from rlhfless.records.checkpoints import CheckpointError, CheckpointNotes, Checkpoints
+from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.tasks import gather_or_cancel
@@ -44,6 +45,14 @@ log = logging.getLogger(__name__)
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""
+
+
+_GroupKey = tuple[str, tuple[int, ...]]
+
+
+def _key(group: Group) -> _GroupKey:
+    """A group of a step, drawn as it is."""
+    return group.prompt.prompt_id, tuple(sample.model_tokens for sample in group.samples)
 
 
 @dataclass
@@ -76,8 +85,13 @@ class Run:
     algorithms: AlgorithmState = field(init=False)
     """The algorithm that the spec selects, as of each step."""
 
+    keepers: Keepers = field(init=False)
+    _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
+    """By step and column: the values of groups, while the step is in progress."""
+
     def __post_init__(self) -> None:
         self.algorithms = AlgorithmState(self.spec.algorithm)
+        self.keepers = Keepers(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
 
     def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
         """The pools of the functions with one of these roles."""
@@ -91,8 +105,8 @@ class Run:
 
     @property
     def learner(self) -> ReplicaPool:
-        (pool,) = self.with_role(FunctionRole.UPDATES)
-        return pool
+        """See Keepers.publisher."""
+        return self.keepers.publisher
 
     @property
     def helpers(self) -> tuple[ReplicaPool, ...]:
@@ -173,7 +187,7 @@ class Run:
         """The scoring stage of a step. A replica that was released is started again; the ledger records the start."""
 
         async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
-            return await self._work(await pool.ready(call), Work.SCORE, "score", call, groups)
+            return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
 
         async def score(groups: Sequence[Group]) -> ScoredGroups:
             pools = self.with_role(FunctionRole.SCORES)
@@ -183,18 +197,22 @@ class Run:
         return score
 
     def columns_of(self, call: Call) -> dict[str, ComputeColumn]:
-        """The stages of a step that compute a column, by its name."""
+        """The stages of a step that compute a column, by its name. A step that is done again takes what it has: a
+        function may have learned from it since."""
 
         def stage(pool: ReplicaPool) -> ComputeColumn:
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
-                replica = await pool.ready(call)
-                batch = pack(readable(groups))
-                values = await self._work(replica, Work.LOGPROBS, "compute", call, batch)
-                return by_sample(batch, values, groups)
+                known = self._columns.setdefault((call.step, pool.kind.column), {})
+                if new := [group for group in groups if _key(group) not in known]:
+                    replica = await pool.ready(call)
+                    batch = pack(readable(new))
+                    values = await self.work(replica, Work.LOGPROBS, "compute", call, batch)
+                    known.update(zip(map(_key, new), by_sample(batch, values, new), strict=True))
+                return [known[_key(group)] for group in groups]
 
             return computed
 
-        return {pool.kind.column: stage(pool) for pool in self.with_role(FunctionRole.COLUMN)}
+        return {pool.kind.column: stage(pool) for pool in self.pools.values() if pool.kind.column}
 
     def release_idle(self, step: int) -> None:
         """Let the policy keep or release the helpers, which have finished their work of this step."""
@@ -205,21 +223,11 @@ class Run:
 
     @property
     def _the_learner(self) -> Replica:
-        """Raises ReplicaLost if the learner is gone: a new learner has the initial weights until it is restored."""
-        replicas = self.learner.replicas()
-        if not replicas:
-            raise ReplicaLost("the learner was lost; restarting from the latest checkpoint")
-        return replicas[0]
+        return self.keepers.replica(self.learner)
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
-        return await self._work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
-
-    async def learn(self, call: Call, batch: PackedBatch, sent: asyncio.Event | None = None) -> Mapping[str, float]:
-        """The optimiser steps of one training step. `sent` is set when the call has left the driver."""
-        # There are fewer mini-batches if dropped samples leave fewer groups.
-        mini_batches = min(self.spec.mini_batches, batch.denominators.groups)
-        return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, mini_batches, sent=sent)
+        return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
 
     async def publish(
         self, call: Call, *, perturbed: bool = False, sent: asyncio.Event | None = None
@@ -229,10 +237,10 @@ class Run:
         If it is called together with `learn` of that step, the learner runs both in order, with no round trip to the
         driver in between.
         """
-        return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
+        return await self.work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
-        """Save the weights after `step`, with everything that a resumed run needs. `begun` is set when the learner is
+        """Save the state after `step`, with everything that a resumed run needs. `begun` is set when the functions are
         free for the next step. Raises CheckpointError."""
         notes = CheckpointNotes(
             run_id=self.run_id,
@@ -242,59 +250,34 @@ class Run:
             score=self.latest.get(self.spec.checkpoint.best_by),
             before=self.before,
             kl_coefficient=self.algorithms.coefficient_after(step),
+            parts=self.keepers.parts,
         )
         self.clock.interrupt()
         self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
-        call, learner, location = self.call(step), self._the_learner, self.checkpoints.location(step)
-        arguments = (location, notes.as_json(), self.spec.checkpoint.background)
-        later = await self._work(learner, Work.CHECKPOINT, "checkpoint", call, *arguments)
+        call = self.call(step)
+        writing = await self.keepers.checkpoint(call, self.checkpoints, notes)
         begun.set()
-        if later:
-            limit_s = self.spec.timeouts.call_s
-            await learner.call("wait_written", call, timeout_s=limit_s, waiting_for=f"the checkpoint of step {step}")
+        await self.keepers.wait_written(writing, call)
         self.checkpoints.prune()
         self.journal.forget(step)
 
     async def restore(self) -> int:
-        """Load the newest checkpoint into the learner, or the initial model if there is none; returns its step."""
+        """Go on from the newest checkpoint, or the initial models if there is none; returns its step."""
+        self._columns.clear()  # of weights that are restored
         newest = self.checkpoints.newest()
-        if newest is None:
-            await self.learner.stop(*(replica for replica in self.learner.replicas() if replica.learned_step))
-            await self._require_shared(await self.learner.ready(self.call(0)))
-            self.algorithms.restore(0, None)
-            return 0
-        step = newest.notes.step
-        replica = await self.learner.ready(self.call(step))
-        await self._require_shared(replica)
-        await self._work(replica, Work.RESTORE, "restore", self.call(step), newest.location)
-        self.before = newest.notes.before
-        self.algorithms.restore(step, newest.notes.kl_coefficient)
+        step = newest.notes.step if newest else 0
+        await self.keepers.restore(self.call(step), self.checkpoints, newest)
+        if newest is not None:
+            self.before = newest.notes.before
+        self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
         return step
 
-    async def move_learner(self) -> None:
-        """Start the learner on another node, from the newest checkpoint: its own node leaves."""
-        log.info("the learner moves, because its node leaves")
-        await self.learner.stop(*self.learner.replicas())
+    async def move_keepers(self) -> None:
+        """Start the functions with state whose node leaves on another node, from the newest checkpoint."""
+        await self.keepers.stop_leaving()
         await self.open_weights(await self.restore())
 
-    async def _require_shared(self, learner: Replica) -> None:
-        """Raises CheckpointError if the learner, on whichever nodes it is, does not see the checkpoints of the run."""
-        with self.checkpoints.token() as token:
-            limit_s = self.spec.timeouts.call_s
-            faults = await learner.call(
-                "check_shared_storage",
-                self.call(0),
-                token,
-                timeout_s=limit_s,
-                waiting_for="the checkpoint storage check",
-            )
-        if faults:
-            raise CheckpointError(
-                f"the learner cannot use {token.rpartition('/')[0]}, where this run keeps its checkpoints "
-                f"({'; '.join(faults)}). Set checkpoint.url to a folder that its nodes share, or to an object store"
-            )
-
-    async def _work(  # type: ignore[no-untyped-def]
+    async def work(  # type: ignore[no-untyped-def]
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
     ):
         calls = 2 if work is Work.PUBLISH else 1  # the call may first wait for `learn`
@@ -330,6 +313,9 @@ class Run:
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.catch_up(self.pools.values())
         self.under_way.pop(record.step, None)
+        for step, column in list(self._columns):
+            if step <= record.step:
+                del self._columns[step, column]
 
     def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:
         """Check the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned is

@@ -233,7 +233,7 @@ async def start_functions(run: Run, actors: int) -> None:
     """Start the fewest replicas that a run needs, all at once; on GPUs that they share, engines last: an engine counts
     as its own what its neighbours take while it measures how much memory is free, and needs its share to be free when
     it starts."""
-    others = (*run.helpers, run.learner)
+    others = (*run.helpers, *run.keepers.pools)
     ready = [pool.ready(run.call(0)) for pool in others]
     if _on_one_gpu(run.generation, others):
         await gather_or_cancel(*ready)

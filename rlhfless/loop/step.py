@@ -7,9 +7,11 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
+from rlhfless.algorithms.base import ActorCritic
 from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
 from rlhfless.loop.failures import log_failures, without_failures
 from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_request
@@ -54,7 +56,8 @@ async def rollout(run: Run, context: StepContext) -> Experience:
 
 
 async def train(run: Run, context: StepContext, experience: Experience) -> StepRecord:
-    """Learn from the samples of a step, and publish the weights that result. Raises as `rollout` does."""
+    """Learn from the samples of a step, and publish the weights that result; while a critic warms up, it alone learns.
+    Raises as `rollout` does."""
     step, call = context.step, context.call
     kept = without_failures(experience, run.spec.scoring, step)
     needs = run.spec.algorithm.needs
@@ -65,15 +68,20 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     if needs.old_logprobs and run.spec.mini_batches > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
-    batch = batch.with_columns(advantages=run.algorithms.at(step).advantages(batch))
-    learning, publishing = asyncio.Event(), asyncio.Event()
-    learned, run.published, drawn = await gather_or_cancel(
-        run.learn(call, batch, learning),
-        run.publish(call, sent=publishing),
-        taken(run, context, experience, kept, after=[learning, publishing]),
-    )
-    learned = {**learned, **run.algorithms.learn(step, batch), **baseline_figures(experience)}
-    metrics = step_metrics(run, context, experience, learned_from, drawn, learned)
+    batch = _with_targets(run, step, batch)
+    figures = await run.keepers.update_others(call, batch)
+    if run.spec.updates_policy(step):
+        learning, publishing = asyncio.Event(), asyncio.Event()
+        learned, run.published, drawn = await gather_or_cancel(
+            run.keepers.learn(run.learner, call, batch, learning),
+            run.publish(call, sent=publishing),
+            taken(run, context, experience, kept, after=[learning, publishing]),
+        )
+        figures |= {**learned, **run.algorithms.learn(step, batch)}
+    else:
+        drawn = await taken(run, context, experience, kept, after=[])
+    figures |= baseline_figures(experience)
+    metrics = step_metrics(run, context, experience, learned_from, drawn, figures)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
     run.check_rollouts(record, context.published.version)
@@ -87,6 +95,15 @@ def batch_of(experience: Experience, needs: Needs) -> PackedBatch:
         return batch
     samples = [sample for group in in_batch_order(experience.groups) for sample in group.samples]
     return leave_out(batch, np.array([sample.finish_reason == FinishReason.LENGTH for sample in samples]))
+
+
+def _with_targets(run: Run, step: int, batch: PackedBatch) -> PackedBatch:
+    """The batch with what policy and critic learn from."""
+    algorithm = run.algorithms.at(step)
+    targets = {"advantages": algorithm.advantages(batch)}
+    if run.spec.algorithm.needs.values:
+        targets["returns"] = cast(ActorCritic, algorithm).returns(batch)
+    return batch.with_columns(**targets)
 
 
 async def taken(

@@ -107,23 +107,24 @@ COUNTED = frozenset({*ENGINES, Work.LOGPROBS, Work.LEARN})
 def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: Experience) -> dict[str, float]:
     """`prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and `prefix_tokens_evicted`.
     `kept` is the part of the drawn samples that is trained on."""
-    computed: defaultdict[str, int] = defaultdict(int)
-    work_of: dict[str, Work] = {}
+    computed: defaultdict[tuple[str, Work], int] = defaultdict(int)
     evicted = 0
     for call in calls:
         evicted += call.evicted_tokens
         if call.work in COUNTED:
-            computed[call.function] += call.input_tokens - call.cached_tokens
-            work_of[call.function] = call.work
+            # Prompts are computed, and the responses drawn, by calls of several kinds.
+            work = Work.GENERATE if call.work in ENGINES else call.work
+            computed[call.function, work] += call.input_tokens - call.cached_tokens
     unique = {id(experience): unique_prompt_tokens(experience) for experience in (drawn, kept)}
-    metrics = {PREFIX_TOKENS_EVICTED: float(evicted)} if ENGINES & set(work_of.values()) else {}
-    for function, tokens in computed.items():
-        fed = kept if work_of[function] is Work.LEARN else drawn
+    draws = any(work is Work.GENERATE for _, work in computed)
+    metrics: defaultdict[str, float] = defaultdict(float, {PREFIX_TOKENS_EVICTED: float(evicted)} if draws else {})
+    for (function, work), tokens in computed.items():
+        fed = kept if work is Work.LEARN else drawn
         # Functions other than engines are fed the responses, too, and compute all of their tokens.
-        responses = 0 if work_of[function] in ENGINES else sum(sample.model_tokens for sample in fed.samples)
-        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] = float(tokens - responses)
-        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] = float(unique[id(fed)])
-    return metrics
+        responses = 0 if work in ENGINES else sum(sample.model_tokens for sample in fed.samples)
+        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] += float(tokens - responses)
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(unique[id(fed)])
+    return dict(metrics)
 
 
 def unique_prompt_tokens(experience: Experience) -> int:

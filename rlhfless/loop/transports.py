@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rlhfless.prepare.memory.room import on_this_node, store_base
 from rlhfless.records import FunctionRole
-from rlhfless.scaling.function_kinds import name_of
+from rlhfless.scaling.function_kinds import name_of, publisher_of
 from rlhfless.scaling.placement import CPU_KIND, Device, Placement
 from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import UserError
@@ -37,7 +37,7 @@ def transport_of(spec: RunSpec, placement: Placement) -> Transport:
 def _keeps_from_gpus(asked: Transport, spec: RunSpec, placement: Placement) -> str | None:
     """Why a transport between GPUs cannot work with this placement; None if it can."""
     actors = placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
-    learner = placement.allocation(name_of(spec, FunctionRole.UPDATES), 0).devices
+    learner = placement.allocation(publisher_of(spec), 0).devices
     for number, actor in enumerate(actors):
         for device in (*actor.devices, *learner):
             if device.kind == CPU_KIND:

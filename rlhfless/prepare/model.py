@@ -49,11 +49,11 @@ class PolicyModel:
 
 def load_policy(spec: ModelSpec) -> PolicyModel:
     """Read configuration and tokenizer, from a folder or the hub. Raises InputError with all problems."""
-    _check_folder(spec.path, "model.path")
+    check_folder(spec.path, "model.path")
     if spec.tokenizer:
         require_name(spec.tokenizer, "model.tokenizer")
-    config = _config(spec)
-    tokenizer = _tokenizer(spec)
+    config = read_config(spec)
+    tokenizer = read_tokenizer(spec)
     info, warnings = _tokenizer_info(spec, tokenizer)
     problems = [*_kind_problems(spec, config), *_vocabulary_problems(info, config)]
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -65,7 +65,7 @@ def load_policy(spec: ModelSpec) -> PolicyModel:
     return PolicyModel(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
 
 
-def _check_folder(path: str, field: str) -> None:
+def check_folder(path: str, field: str) -> None:
     """A local folder must hold a model; any other name is left to the hub. Raises InputError."""
     require_name(path, field)
     if is_path(path):
@@ -120,20 +120,22 @@ def _check_files(folder: Path, field: str) -> None:
         raise _error(field, f"{str(folder)!r} has no config.json", hint)
 
 
-def _config(spec: ModelSpec) -> Any:
+def read_config(spec: ModelSpec, field: str = "model.path") -> Any:
+    """The configuration of a model, which `field` of the spec names. Raises InputError."""
     from transformers import AutoConfig
 
     return _loaded(
         lambda: AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code),
-        "model.path",
+        field,
         f"the configuration of {spec.path!r}",
     )
 
 
-def _tokenizer(spec: ModelSpec) -> Any:
+def read_tokenizer(spec: ModelSpec, field: str = "model.path") -> Any:
+    """The tokenizer of a model, which `field` of the spec names. Raises InputError."""
     from transformers import AutoTokenizer
 
-    name, field = (spec.tokenizer, "model.tokenizer") if spec.tokenizer else (spec.path, "model.path")
+    name, field = (spec.tokenizer, "model.tokenizer") if spec.tokenizer else (spec.path, field)
     return _loaded(
         lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=spec.trust_remote_code),
         field,

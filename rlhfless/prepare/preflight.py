@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
+from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
@@ -92,6 +93,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     problems += _batch_problems(spec)
     if policy:
         problems += _token_problems(spec, policy)
+        problems += critic_problems(spec, policy)
     if prompts:
         problems += _prompt_problems(spec, prompts)
     if policy and prompts and not spec.placement.ray_address:

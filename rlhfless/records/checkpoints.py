@@ -1,10 +1,12 @@
 """The checkpoints of a run: which exist, which one to resume from, and which to keep.
 
-    checkpoints/step-000020/   a Hugging Face model folder, the learner's state, and run.json
+    checkpoints/step-000020/          a Hugging Face model folder, the learner's state, and run.json
+    checkpoints/critic/step-000020/   the same of the critic, if the run has one: a part of the checkpoint
 
-They are in a folder, or in an object store that fsspec knows by its URL. In a folder the learner writes under a
-temporary name and renames, so a checkpoint with the right name is complete; an object store cannot rename, so run.json,
-which names the run, step and weights of the checkpoint, is written last there.
+A checkpoint counts when all of its parts are there. They are in a folder, or in an object store that fsspec knows by
+its URL. In a folder the learner writes under a temporary name and renames, so a checkpoint with the right name is
+complete; an object store cannot rename, so run.json, which names the run, step and weights of the checkpoint, is
+written last there.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class CheckpointNotes:
     """Held-out figures before the first step of the run."""
     kl_coefficient: float | None = None
     """Of the next step, if it follows a target."""
+    parts: tuple[str, ...] = ()
+    """The functions beside the learner whose state it has."""
     version: int = CHECKPOINT_VERSION
 
     def as_json(self) -> dict[str, Any]:
@@ -84,32 +88,43 @@ class Checkpoints:
         self._files, self._root = files_of(self._where)
         self._keep_last = keep_last
 
-    def location(self, step: int) -> str:
-        """The folder or URL of the checkpoint of a step."""
+    def location(self, step: int, part: str = "") -> str:
+        """The folder or URL of the checkpoint of a step, or of a part of it."""
         where = self._where if is_url(self._where) else str(Path(self._where).absolute())
-        return f"{where.rstrip('/')}/{_PREFIX}{step:06d}"
+        return "/".join(filter(None, (where.rstrip("/"), part, _name(step))))
 
     def all(self) -> list[Checkpoint]:
         """The complete checkpoints, by step. Raises CheckpointError for a checkpoint of another format version, and for
         an object store that cannot be read."""
         try:
-            folders = sorted(self._files.glob(f"{self._root.rstrip('/')}/{_PREFIX}*"))
-            whole = [path for path in folders if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
+            written = self._written("")
+            parts = {path.removeprefix(f"{self._root.rstrip('/')}/") for path in self._written("*/")}
         except Exception as error:  # every kind of store has errors of its own
             raise CheckpointError(f"the checkpoints at {self._where} cannot be read: {error}") from error
-        return [Checkpoint(self._url(path), read_notes(self._url(path))) for path in whole]
+        found = [Checkpoint(self._url(path), read_notes(self._url(path))) for path in written]
+        return [each for each in found if {f"{part}/{_name(each.notes.step)}" for part in each.notes.parts} <= parts]
+
+    def _written(self, below: str) -> list[str]:
+        """What was written to its end, there or in each folder `below`, by name. In a folder it got its name then."""
+        folders = sorted(self._files.glob(f"{self._root.rstrip('/')}/{below}{_PREFIX}*"))
+        return [path for path in folders if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
 
     def newest(self) -> Checkpoint | None:
         """The checkpoint to resume from; None if there is none."""
         return next(reversed(self.all()), None)
 
     def prune(self) -> list[str]:
-        """Delete all checkpoints except the last few and the best; returns the locations of those deleted."""
+        """Delete all checkpoints except the last few and the best, and what is left of others; returns the locations of
+        those deleted. No checkpoint is being written meanwhile."""
         checkpoints = self.all()
         keep = kept([checkpoint.notes for checkpoint in checkpoints], self._keep_last)
         gone = [checkpoint.location for checkpoint in checkpoints if checkpoint.notes.step not in keep]
         for location in gone:
             remove(location)
+        names = {_name(step) for step in keep}
+        for path in self._written("*/"):
+            if path.rpartition("/")[2] not in names:
+                remove(self._url(path))
         return gone
 
     @contextmanager
@@ -131,6 +146,10 @@ class Checkpoints:
 
     def _url(self, path: str) -> str:
         return str(self._files.unstrip_protocol(path)) if is_url(self._where) else path
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:06d}"
 
 
 def is_url(location: str) -> bool:
@@ -217,6 +236,6 @@ def read_notes(location: str | Path) -> CheckpointNotes:
         version = content.get("version")
         if version != CHECKPOINT_VERSION:
             raise CheckpointError(f"{location} has version {version}, and this rlhfless knows {CHECKPOINT_VERSION}")
-        return CheckpointNotes(**content)
+        return CheckpointNotes(**content | {"parts": tuple(content.get("parts", ()))})
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{location} is no checkpoint of a run: {NOTES_FILE}: {error}") from error

@@ -16,6 +16,7 @@ class FunctionName(StrEnum):
     REWARD_MODEL = "reward_model"
     """The part of scoring that runs a network."""
     REFERENCE = "reference"
+    CRITIC = "critic"
     LEARNER = "learner"
 
 
@@ -36,7 +37,7 @@ class FunctionRole(StrEnum):
     COLUMN = "column"
     """Adds a value per token to the samples of complete groups."""
     UPDATES = "updates"
-    """Learns from the batch and publishes weights. It keeps the run's state, so it is never released."""
+    """Learns from the batch. It keeps a part of the run's state, so it is never released."""
 
 
 class ReplicaState(StrEnum):
@@ -106,6 +107,7 @@ class Work(StrEnum):
     LOAD_WEIGHTS = "load_weights"
     SCORE = "score"
     LOGPROBS = "logprobs"
+    """A value per token of complete groups: reference logprobs, a critic's values, a column of the user's own."""
     EVALUATE = "evaluate"
     """Old logprobs: the policy before the first update of the step."""
     LEARN = "learn"

@@ -25,9 +25,10 @@ from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target
 
 DECLARED = tuple(
-    f"rlhfless.functions.{name}.kind:KIND" for name in ("generation", "scoring", "reward_model", "reference", "learner")
+    f"rlhfless.functions.{name}.kind:KIND"
+    for name in ("generation", "scoring", "reward_model", "reference", "critic", "learner")
 )
-"""The functions that come with the package, in the order in which they are placed and shown."""
+"""The functions that come with the package, in the order in which they are placed, shown, and updated."""
 
 Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
@@ -92,7 +93,11 @@ class FunctionKind:
     phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
     """What one replica or rank holds on one device."""
     column: str = ""
-    """The column of the batch that it computes, with the role COLUMN."""
+    """The column of the batch that it computes: always with the role COLUMN, and with UPDATES from the weights before
+    the step's update."""
+    publishes: bool = False
+    """Whether the weights that it learns are the ones that the engines load; one function with the role UPDATES does,
+    and is updated after the others."""
     worker: str = ""
     """Import path of the class that computes the column (rlhfless.functions.column.settings)."""
     settings: Any = None
@@ -118,8 +123,14 @@ def wanted_of(spec: RunSpec) -> tuple[Wanted, ...]:
 
 
 def name_of(spec: RunSpec, role: FunctionRole) -> str:
-    """The name of the one function of a run with this role: of SAMPLES or UPDATES."""
+    """The name of the one function of a run with this role: of SAMPLES."""
     (kind,) = (kind for kind in kinds_of(spec) if kind.role is role)
+    return kind.name
+
+
+def publisher_of(spec: RunSpec) -> str:
+    """The name of the function whose weights the engines load."""
+    (kind,) = (kind for kind in kinds_of(spec) if kind.publishes)
     return kind.name
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.spec import DType
+from rlhfless.spec import DType, TrainingSpec
 
 GIB = 2**30
 
@@ -146,11 +146,25 @@ class Sharded:
     """Prefixes may be computed once (rlhfless.functions.prefix_attention)."""
     copies: int = 1
     """Sets of so many ranks (HSDP)."""
+    values: bool = False
+    """Its head gives one value, as a critic's: no logits, and no gradient of a head."""
 
     @property
     def alone(self) -> bool:
         """One rank keeps what it has gathered, and the gradients of a step, whole (rlhfless.functions.sharding)."""
         return self.ranks * self.copies == 1 and not self.offload
+
+
+def sharded(training: TrainingSpec) -> Sharded:
+    """How a trained model is split, by its section of the spec."""
+    return Sharded(
+        training.split_over(training.world_size),
+        training.dtype,
+        training.gradient_checkpointing,
+        training.offload,
+        sharing=training.share_prefixes,
+        copies=training.copies,
+    )
 
 
 def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[MemoryPart, ...]:
@@ -186,17 +200,17 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
 
     One rank alone has b P gathered in all of them, and its last moment costs r h V + 4 R: a copy of R's gradients.
     publish holds no gradients, and the probe's exact weights: 4 (R + G + h V). restore holds no gradients.
-    Checked against the learner's own code (rlhfless.functions.learner.rehearsal) in tests/prepare and
+    Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare and
     benchmarks/memory_plan.py.
     """
     states = learner_states_bytes(shape, how.ranks) if not how.offload else ()
     resting = tuple(part for part in states if part.name != "gradients")
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
-    layer, root, head = layer_parameters(shape), root_parameters(shape), shape.head
+    layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head
     kept = activation_bytes(shape, tokens, how.dtype, checkpointing=how.checkpointing)
     anew = tokens * layer_token_bytes(shape, how.dtype) if how.checkpointing else 0
     sharing = tokens * sharing_token_bytes(shape, how.dtype, backward=True) if how.sharing else 0
-    logits = logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
+    logits = 8 * tokens * shape.hidden if how.values else logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     all_of_it = b * (shape.parameters - root) + r * root
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
     of_head = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
@@ -223,6 +237,27 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
         ),
         MemoryPhase("restore", resting),
     )
+
+
+def without_head(shape: ModelShape) -> ModelShape:
+    """A critic of these sizes: the embeddings stay, and its own head is one row."""
+    return replace(shape, tied=True)
+
+
+def value_phases(shape: ModelShape, tokens: int, how: Sharded) -> tuple[MemoryPhase, ...]:
+    """The phases of one of N ranks of a critic: those of a learner of a model without an output head, but for the
+    publication; and `values`, a forward pass of T tokens: the states without gradients, what is gathered, and two
+    times one layer, or what the sharing of prefixes holds in place of the second."""
+    body = without_head(shape)
+    learn, _, restore = learn_phases(body, tokens, replace(how, values=True), LOGITS_CHUNK_ELEMENTS)
+    layer = layer_token_bytes(shape, how.dtype)
+    passing = max(layer, sharing_token_bytes(shape, how.dtype, backward=False) if how.sharing else 0)
+    gathered = next(part for part in learn.parts if part.name == "gathered weights")
+    if not how.alone:
+        size = DTYPE_BYTES[how.dtype] * (root_parameters(body) + 2 * layer_parameters(body))
+        gathered = MemoryPart(gathered.name, size)
+    passed = (gathered, MemoryPart("activations", tokens * (layer + passing)))
+    return learn, MemoryPhase("values", (*restore.parts, *passed)), restore
 
 
 def reference_phase(

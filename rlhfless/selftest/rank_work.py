@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, pack
-from rlhfless.functions.learner.checkpoint import drain
 from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.training.checkpoint import drain
 from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout
 from rlhfless.spec import LearnerSpec, RunSpec
 from rlhfless.weights.store import FolderStore
@@ -135,7 +135,7 @@ def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> 
     """Bytes that a step of the learner holds at most, by a rehearsal that computes nothing."""
     from transformers import AutoConfig
 
-    from rlhfless.functions.learner.rehearsal import peak_bytes
+    from rlhfless.functions.rehearsal import peak_bytes
 
     return peak_bytes(AutoConfig.from_pretrained(model), learner, 1, rows, tokens)["total"]
 

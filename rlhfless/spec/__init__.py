@@ -32,7 +32,7 @@ from rlhfless.spec.fleet import (
     WeightsSpec,
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
-from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
+from rlhfless.spec.learner import AdamWSpec, CriticAdamWSpec, CriticSpec, LearnerSpec, ReferenceSpec, TrainingSpec
 from rlhfless.spec.losses import (
     ClippedLossSpec,
     GroupRelativeSpec,

@@ -15,6 +15,11 @@ from rlhfless.spec.run import RunSpec
 MAY_DIFFER = (
     "steps",
     "checkpoint",
+    "critic.ranks",
+    "critic.shard_ranks",
+    "critic.micro_batch_tokens",
+    "critic.threads",
+    "critic.gradient_checkpointing",
     "evaluation",
     "generation.engine",
     "generation.progress_interval_s",
@@ -41,8 +46,8 @@ MAY_DIFFER = (
     "timeouts",
     "weights",
 )
-"""Fields that a resumed run may change, with all fields below them. The learner's, and the
-numbers of ranks, change the weights by rounding only."""
+"""Fields that a resumed run may change, with all fields below them. Those of learner and critic, and the numbers of
+ranks, change the weights by rounding only."""
 
 
 def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:

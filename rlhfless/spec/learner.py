@@ -25,8 +25,8 @@ class AdamWSpec(SpecModel):
     """The learning rate grows linearly over this many optimiser steps."""
 
 
-class LearnerSpec(SpecModel):
-    """The learner function."""
+class TrainingSpec(SpecModel):
+    """How a model that is trained is split over ranks, and how they compute it."""
 
     ranks: Ranks = "auto"
     """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
@@ -40,17 +40,8 @@ class LearnerSpec(SpecModel):
     micro_batch_tokens: Tokens = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
 
-    logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
-    """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds
-    five. Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as
-    the memory plan has room for twice as large ones."""
-
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
-
-    head_dtype: Literal["float32"] | None = None
-    """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
-    carry no rounding of the logits; by default they compute in `dtype`."""
 
     offload: bool = False
     """Master weights, gradients and optimiser are in the host's memory and not on the GPU, and the optimiser steps on
@@ -60,8 +51,8 @@ class LearnerSpec(SpecModel):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     share_prefixes: bool = True
-    """Learner and reference compute prompt tokens that samples share once per micro-batch, and not once per sample,
-    where that saves time: long prompts, many samples per prompt. The results are the same up to rounding."""
+    """Prompt tokens that samples share are computed once per micro-batch, and not once per sample, where that saves
+    time: long prompts, many samples per prompt. The results are the same up to rounding."""
 
     threads: Processes | None = None
     """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
@@ -71,11 +62,6 @@ class LearnerSpec(SpecModel):
     def world_size(self) -> int:
         """`ranks` as a number: 1 where `auto` is still to be decided."""
         return count_of(self.ranks)
-
-    @property
-    def logits_elements(self) -> int | None:
-        """Elements of the largest block of logits; None where `auto` is still to be decided."""
-        return None if self.logits_mib == "auto" else self.logits_mib * 2**18
 
     def split_over(self, ranks: int) -> int:
         """`shard_ranks` as a number, which divides `ranks`."""
@@ -87,7 +73,7 @@ class LearnerSpec(SpecModel):
         return self.world_size // self.split_over(self.world_size)
 
     @model_validator(mode="after")
-    def _whole_sets(self) -> LearnerSpec:
+    def _whole_sets(self) -> TrainingSpec:
         if self.ranks != "auto" and self.shard_ranks != "auto" and self.ranks % self.shard_ranks:
             nearest = max(count for count in range(1, self.shard_ranks) if self.ranks % count == 0)
             raise ValueError(
@@ -95,6 +81,57 @@ class LearnerSpec(SpecModel):
                 f"set it to {nearest}, or leave it out"
             )
         return self
+
+
+class LearnerSpec(TrainingSpec):
+    """The learner function. The reference computes as the learner does."""
+
+    logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
+    """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds
+    five. Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as
+    the memory plan has room for twice as large ones."""
+
+    head_dtype: Literal["float32"] | None = None
+    """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
+    carry no rounding of the logits; by default they compute in `dtype`."""
+
+    @property
+    def logits_elements(self) -> int | None:
+        """Elements of the largest block of logits; None where `auto` is still to be decided."""
+        return None if self.logits_mib == "auto" else self.logits_mib * 2**18
+
+
+FROM_POLICY, FROM_REWARD_MODEL = "policy", "reward_model"
+"""Values of `critic.model` that name no files."""
+
+
+class CriticAdamWSpec(AdamWSpec):
+    """AdamW of the critic."""
+
+    learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-5
+    """AdamW moves each weight by about this much in a step. Ten times the policy's, as in verl's and OpenRLHF's
+    examples of PPO: returns move faster than a clipped policy."""
+
+
+class CriticSpec(TrainingSpec):
+    """The critic function: a value for each response token, learned beside the policy. Algorithms that need values have
+    one, and only these."""
+
+    model: Annotated[str, Field(min_length=1)] = FROM_POLICY
+    """What it starts from. `policy`: the policy's own model, with a new head of zeros in the place of its output head.
+    `reward_model`: the run's reward model, with its head; the run has exactly one. Or a folder, or a name on the hub,
+    of a model with a head of one label, such as a critic's checkpoint."""
+
+    optimizer: CriticAdamWSpec = CriticAdamWSpec()
+
+    warm_up_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Training steps at the begin of the run in which the critic alone learns: the policy is neither updated nor
+    published (Value-Calibrated PPO, arXiv 2503.01491, pretrains values for 50 steps)."""
+
+    @property
+    def new_head(self) -> bool:
+        """Whether its head is not one of the files."""
+        return self.model == FROM_POLICY
 
 
 class ReferenceSpec(SpecModel):

@@ -19,6 +19,7 @@ from rlhfless.spec import document
 from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted
 from rlhfless.spec.errors import Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
+from rlhfless.spec.learner import FROM_POLICY, FROM_REWARD_MODEL
 from rlhfless.spec.run import RunSpec
 from rlhfless.text import storable
 
@@ -30,8 +31,10 @@ _PATH_FIELDS = frozenset(
         ("prompts", "held_out", "path"),
         ("rewards", "*", "path"),
         ("scaling", "prices"),
+        ("critic", "model"),
     }
 )
+_NO_PATHS = frozenset({FROM_POLICY, FROM_REWARD_MODEL})
 _RENAME = "rename the file or folder, or write the character in full"
 # A hub name never ends like this, so such a value is a path even if no such file exists.
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
@@ -187,7 +190,7 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> None:
     """Make the paths in the data absolute, in place. Values of a wrong type are left to validation."""
     for path, value in list(document.walk(data)):
         field = tuple("*" if isinstance(key, int) else key for key in path)
-        if field in _PATH_FIELDS and isinstance(value, str) and value:
+        if field in _PATH_FIELDS and isinstance(value, str) and value and value not in _NO_PATHS:
             section: Any = data
             for key in path[:-1]:
                 section = section[key]

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
+from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, OwnAlgorithmSpec
 from rlhfless.spec.base import Duration, SpecModel, Steps, without_user
 from rlhfless.spec.data import ModelSpec, PromptsSpec
 from rlhfless.spec.explain import several
 from rlhfless.spec.extension import OwnSpec, Seam
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
-from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
+from rlhfless.spec.imports import load_target
+from rlhfless.spec.learner import (
+    FROM_POLICY,
+    FROM_REWARD_MODEL,
+    AdamWSpec,
+    CriticSpec,
+    LearnerSpec,
+    ReferenceSpec,
+    TrainingSpec,
+)
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
 from rlhfless.spec.scoring import ScoringSpec
 from rlhfless.spec.sizes import Size, SizesSpec, size_problems
@@ -147,6 +156,10 @@ class RunSpec(SpecModel):
     optimizer: AdamWSpec = AdamWSpec()
     learner: LearnerSpec = LearnerSpec()
     reference: ReferenceSpec = ReferenceSpec()
+
+    critic: CriticSpec | None = None
+    """Of algorithms that need values, such as PPO."""
+
     functions: OwnFunctions = Field(default_factory=dict)
     """Functions of your own, by name: each adds a column with a value per token to the samples of complete groups. See
     docs/extending.md."""
@@ -191,9 +204,49 @@ class RunSpec(SpecModel):
                 f"samples_per_prompt is {self.samples_per_prompt}, but {name} compares the samples of a prompt with "
                 f"each other; set it to {needs.samples_per_prompt} or more"
             )
-        if needs.values:
-            raise ValueError(f"{name} needs values, and no function of a run computes them; name another algorithm")
+        if needs.values and isinstance(self.algorithm, OwnAlgorithmSpec):
+            target = load_target(self.algorithm.type)
+            if lacks := [method for method in ("returns", "value_loss") if not hasattr(target, method)]:
+                raise ValueError(f"{name} needs values, and has no `{lacks[0]}`: see `needs` in docs/extending.md")
+        if needs.values and self.critic is None:
+            raise ValueError(f"{name} needs the values of a critic; add `critic: {{}}`, or keys of that section")
+        if self.critic is not None and not needs.values:
+            raise ValueError(f"{name} uses no values, so the critic would learn for nothing; leave `critic` out")
         return self
+
+    @model_validator(mode="after")
+    def _the_critic_starts_from_something(self) -> RunSpec:
+        critic, models = self.critic, self.reward_models
+        if critic is None:
+            return self
+        if critic.model == FROM_REWARD_MODEL and len(models) != 1:
+            raise ValueError(
+                f"critic.model is {FROM_REWARD_MODEL}, and the run has {len(models)} rewards of type reward_model; "
+                "name the folder of one instead"
+            )
+        if critic.warm_up_steps >= self.steps:
+            raise ValueError(
+                f"critic.warm_up_steps is {critic.warm_up_steps}, and the run has {self.steps} steps: the policy would "
+                "never be updated; set it below `steps`"
+            )
+        return self
+
+    @property
+    def critic_source(self) -> ModelSpec:
+        """The model that the critic starts from. It reads the policy's tokens, and is saved with its tokenizer."""
+        assert self.critic is not None, "ask a run that has a critic"
+        paths = {FROM_POLICY: self.model.path, FROM_REWARD_MODEL: next((m.path for m in self.reward_models), "")}
+        path = paths.get(self.critic.model, self.critic.model)
+        return self.model.model_copy(update={"path": path, "tokenizer": self.model.tokenizer or self.model.path})
+
+    @property
+    def trained(self) -> Mapping[str, TrainingSpec]:
+        """The sections of the functions whose models are trained, by key, which is the function's name."""
+        return {"learner": self.learner, **({} if self.critic is None else {"critic": self.critic})}
+
+    def updates_policy(self, step: int) -> bool:
+        """Whether the policy learns in a training step: not while the critic warms up."""
+        return self.critic is None or step > self.critic.warm_up_steps
 
     @model_validator(mode="after")
     def _is_within_its_sizes(self) -> RunSpec:

@@ -73,7 +73,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         by_work[call.work].append(call)
     if not by_work[Work.GENERATE] or not by_work[Work.LEARN]:
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no generate or no learn calls; record a whole step")
-    model = engine.model()
+    model, columns = engine.model(), {call.function for call in by_work[Work.LOGPROBS]}
     return LatencyFile(
         traces=tuple(trace.meta.run_id for trace in traces),
         steps=len(steps),
@@ -83,9 +83,10 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         load_weights_s=_median_s(by_work[Work.LOAD_WEIGHTS]),
         start_s=_start_s(traces),
         group_s=_group_s(traces, by_work[Work.SCORE]),
-        columns=_columns(by_work[Work.LOGPROBS]),
+        columns=_lines(by_work[Work.LOGPROBS]),
         evaluate=_line(by_work[Work.EVALUATE]),
-        learn=_line(by_work[Work.LEARN]) or LineFit(fixed_s=0.0),
+        learn=_line([call for call in by_work[Work.LEARN] if call.function not in columns]) or LineFit(fixed_s=0.0),
+        updates=_lines([call for call in by_work[Work.LEARN] if call.function in columns]),
         publish_s=_median_s(by_work[Work.PUBLISH]),
         driver_s=median(outside_s(*step)[0] for step in steps),
         helper_cores=_helper_cores(steps),
@@ -93,7 +94,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
     )
 
 
-def _columns(calls: Sequence[Invocation]) -> dict[str, LineFit]:
+def _lines(calls: Sequence[Invocation]) -> dict[str, LineFit]:
     """By function, in the order in which they are shown."""
     names = in_order(call.function for call in calls)
     lines = {name: _line([call for call in calls if call.function == name]) for name in names}

@@ -65,6 +65,8 @@ class LatencyFile(SpecModel):
     """By function that computes a column, such as the reference: one group."""
     evaluate: LineFit | None = None
     """Old logprobs of the batch; None if there is one update per step."""
+    updates: dict[str, LineFit] = Field(default_factory=dict)
+    """By function that learns before the learner, such as a critic: its update of a step."""
     learn: LineFit
     publish_s: NotNegative
     driver_s: NotNegative

@@ -48,7 +48,8 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
 
     def service(function: str, work: Work, line: LineFit) -> ServiceShape:
         slot_setup = _slot_setup(allocation(function), _start_s(trace, function))
-        return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s)
+        learned = latency.updates.get(function, LineFit(fixed_s=0.0))
+        return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s, learned.fixed_s, learned.token_s)
 
     services = [service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s))]
     services += [service(name, Work.LOGPROBS, line) for name, line in latency.columns.items()]

@@ -139,6 +139,7 @@ def on_kind(latency: LatencyFile, kind: str) -> LatencyFile:
         "generation": engine.model_copy(update=scaled),
         "columns": {name: line(fit) for name, fit in latency.columns.items()},
         "evaluate": None if latency.evaluate is None else line(latency.evaluate),
+        "updates": {name: line(fit) for name, fit in latency.updates.items()},
         "learn": line(latency.learn),
     }
     return latency.model_copy(update=changes)

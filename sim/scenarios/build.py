@@ -163,7 +163,7 @@ class ScenarioLayout:
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
-        """The slots of scoring, and of the reference if there is one."""
+        """The slots of scoring, and of the reference and the critic if there are any."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
         slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], scoring.start_s, beside=True)
@@ -171,6 +171,8 @@ class ScenarioLayout:
         shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
             shapes.append(self._reference(self._scenario.reference.devices))
+        if self._scenario.critic is not None:
+            shapes.append(self._critic(self._scenario.critic.devices or len(self.learner_side)))
         return tuple(shapes)
 
     def _reference(self, devices: int) -> ServiceShape:
@@ -181,6 +183,23 @@ class ScenarioLayout:
         slot_setup = SlotSetup(Allocation.of(side), self._first.devices[-1][0], start_s(model), move_s, move_s)
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
+
+    def _critic(self, devices: int) -> ServiceShape:
+        scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
+        side = tuple(self.learner_side[-devices:])
+        move_s = timing.learner_move_s(scenario, kind, len(side))
+        slot_setup = SlotSetup(
+            Allocation.of(side), self._first.devices[-1][0], start_s(scenario.model.shape), move_s, move_s
+        )
+        return ServiceShape(
+            slot_setup,
+            FunctionName.CRITIC,
+            Work.LOGPROBS,
+            0.0,
+            timing.forward_token_s(scenario, kind, len(side)),
+            scenario.learner.fixed_s,
+            timing.learn_token_s(scenario, kind, len(side)),
+        )
 
 
 def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:

@@ -11,6 +11,7 @@ from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, Transpo
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
     SYNTHETIC,
+    CriticTimingSpec,
     LearnerTimingSpec,
     PrefixesSpec,
     RecordedWorkload,
@@ -160,6 +161,7 @@ class Scenario(SpecModel):
     learner: LearnerTimingSpec = LearnerTimingSpec()
     scoring: ScoringTimingSpec = ScoringTimingSpec()
     reference: ReferenceTimingSpec | None = None
+    critic: CriticTimingSpec | None = None
 
     beat_s: Positive = 0.5
     """Seconds between two beats of a step in progress, as in the live fleet."""

@@ -174,6 +174,13 @@ class ReferenceTimingSpec(SpecModel):
     """Devices of its replica."""
 
 
+class CriticTimingSpec(SpecModel):
+    """A critic of the policy's sizes, on the learner's side: it computes values, and learns as the learner does."""
+
+    devices: Processes | None = None
+    """Devices of its replica; all of the learner's side when left out."""
+
+
 class ScenarioPlacementSpec(SpecModel):
     """The devices of the functions."""
 

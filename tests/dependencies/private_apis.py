@@ -15,9 +15,9 @@ GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
 )
 SLEEPING = f"{VLLM}/sleeping.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
-LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/learner/rehearsal.py", "functions/loopback.py"
+LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
-PUBLISHING, KERNELS = "functions/learner/publishing.py", "functions/attention_kernels.py"
+PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
 CLUSTER, SESSION, LEAVING = "rlhfless/fleet/cluster.py", "rlhfless/fleet/ray_session.py", "rlhfless/fleet/leaving.py"
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
 RAY_FOLDER = "rlhfless/fleet/private_ray.py"
@@ -217,7 +217,7 @@ TRANSFORMERS_NAMES = (
                 takes=("local_tensor", "ref")),
     PrivateName("transformers.core_model_loading.revert_weight_conversion", (LOADING, PUBLISHING),
                 "names and layout of a checkpoint", takes=("model", "state_dict")),
-    PrivateName("transformers.dynamic_module_utils.custom_object_save", ("functions/learner/checkpoint.py",),
+    PrivateName("transformers.dynamic_module_utils.custom_object_save", ("functions/training/checkpoint.py",),
                 "a model's own code goes into its checkpoints", takes=("obj", "folder", "config")),
     PrivateName("transformers.integrations.sdpa_attention.repeat_kv", (ATTENTION,), "KV heads",
                 takes=("hidden_states", "n_rep")),

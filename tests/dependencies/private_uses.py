@@ -194,7 +194,25 @@ def _root(node: ast.expr) -> str:
 
 
 def _defined_at(module: str, name: str) -> frozenset[str]:
-    """Private names that a module of ours, or the one of that name in it, defines."""
+    """Private names that a module of ours, or the one of that name in it, defines; and those of its classes' bases."""
     path = ROOT.joinpath(*module.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py", path / f"{name}.py")
-    return frozenset(found for file in files if file.is_file() for found in defined_in(file.resolve()))
+    return frozenset(found for file in files if file.is_file() for found in _inherited_in(file.resolve()))
+
+
+@cache
+def _inherited_in(file: Path) -> frozenset[str]:
+    """Private names that a file defines, and that its classes inherit from others of ours."""
+    classes = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.ClassDef)]
+    bases = {
+        name.id for node in classes for base in node.bases for name in ast.walk(base) if isinstance(name, ast.Name)
+    }
+    imports = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.ImportFrom) and node.module]
+    return defined_in(file).union(
+        *(
+            _defined_at(str(node.module), alias.name)
+            for node in imports
+            for alias in node.names
+            if alias.name in bases and not is_dependency(str(node.module))
+        )
+    )

@@ -22,9 +22,9 @@ from ray.serve.config import RequestRouterConfig
 from rlhfless.fleet.cluster import _make_router_configs_one_at_a_time, innermost
 from rlhfless.fleet.ray_session import _known_by_loopback, errors_to_log
 from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
-from rlhfless.functions.learner.optimizer import MOMENTS
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.functions.ranks.group import _of_network
+from rlhfless.functions.training.optimizer import MOMENTS
 from rlhfless.spec.errors import UserError
 
 # In a process of its own: a process group belongs to a process, and the store is made by torch.
@@ -120,7 +120,7 @@ def test_ray_can_be_told_to_know_its_node_by_loopback() -> None:
 
 
 def test_torch_names_the_state_of_adamw_as_checkpoints_do() -> None:
-    """functions/learner/optimizer.py makes the state itself, so that a lack of memory shows at once."""
+    """functions/training/optimizer.py makes the state itself, so that a lack of memory shows at once."""
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([parameter], fused=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fakes.tiny_learner import VOCABULARY, make_rank
+from fakes.tiny_learner import VOCABULARY, make_critic, make_rank
 from rlhfless.functions import head, policy, sharding
 from rlhfless.spec import AdamWSpec
 
@@ -59,7 +59,14 @@ def run_learner(
     work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, changes: Any = (), **options: Any
 ) -> list[Any]:
     """`work(learner, rank, **options)` on all ranks of a learner."""
-    return run_processes(_learn, folder, world_size, work, model, options, exact, dict(changes))
+    return run_processes(_learn, folder, world_size, work, model, options, exact, dict(changes), make_rank)
+
+
+def run_critic(
+    work: Work, model: str, folder: Path, world_size: int, *, changes: Any = (), **options: Any
+) -> list[Any]:
+    """`work(critic, rank, **options)` on all ranks of a critic."""
+    return run_processes(_learn, folder, world_size, work, model, options, False, dict(changes), make_critic)
 
 
 def _learn(
@@ -71,13 +78,14 @@ def _learn(
     options: Mapping,
     exact: bool,
     changes: Mapping,
+    make: Callable[..., Any],
     queue,
 ) -> None:
     """One rank: it works, and sends back what it has, or its error."""
     if exact:
         compute_in_float64()
     given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": PATIENCE_S} | dict(changes)
-    learner = make_rank(model, rendezvous, rank, world_size, **given)
+    learner = make(model, rendezvous, rank, world_size, **given)
     try:
         queue.put((rank, work(learner, rank, **options)))
     except Exception as error:  # the test looks at it

@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
-from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
+from rlhfless.spec import AdamWSpec, CriticSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
 
 VOCABULARY = 40
 
@@ -82,6 +89,41 @@ def _drawn(prompts: Sequence[tuple[int, ...]], samples: int, generator: np.rando
         groups.append(Group.of(prompt, rollouts))
     packed = pack(groups)
     return packed.with_columns(advantages=packed.spread(generator.standard_normal(packed.sequences)))
+
+
+def save_tiny_critic(policy: str, folder: Path, labels: int = 1) -> str:
+    """The policy's decoder with a random head of values, as a critic's checkpoint has it."""
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(policy, num_labels=labels)
+    critic: Any = Qwen3ForSequenceClassification(config)
+    critic.model.load_state_dict(Qwen3ForCausalLM.from_pretrained(policy).model.state_dict())
+    critic.save_pretrained(folder)
+    return str(folder)
+
+
+def with_values(batch: PackedBatch) -> PackedBatch:
+    """The batch with old values and returns, random ones."""
+    generator = np.random.default_rng(5)
+    values, returns = generator.standard_normal((2, len(batch.tokens)))
+    return batch.with_columns(values=values, returns=returns)
+
+
+def make_critic(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> CriticRank:
+    """A critic in float32 with one thread that starts from `model`, with its head unless `new_head`; `changes` are
+    specs, or fields of CriticSpec."""
+    specs: dict[str, Any] = {"optimizer": AdamWSpec(learning_rate=1e-3), "algorithm": PPOSpec()}
+    specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
+    timeout_s, tokenizer = changes.pop("timeout_s", 60), changes.pop("tokenizer", None)
+    start = {} if changes.pop("new_head", False) else {"model": model}
+    return CriticRank(
+        ModelSpec(path=model, tokenizer=tokenizer),
+        CriticSpec(**({"threads": 1} | start | changes)),
+        **specs,
+        rank=rank,
+        world_size=world_size,
+        init_method=f"file://{rendezvous}",
+        timeout_s=timeout_s,
+    )
 
 
 def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> LearnerRank:

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import test_two_steps
 from test_redraws import Scene
 
+from fakes import scene as scenes
 from fakes.stage import until
 from rlhfless.loop.step import rollout, train
 from rlhfless.records import Group, Score
@@ -23,7 +23,7 @@ def scored(groups: list[Group]) -> list[list[Score]]:
 
 
 async def test_it_is_the_baseline_and_no_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_two_steps, "scored", scored)
+    monkeypatch.setattr(scenes, "scored", scored)
     scene = Scene(tmp_path, ReMaxSpec())
     context = scene.run.begin(1)
     drawing = asyncio.create_task(rollout(scene.run, context))
@@ -33,7 +33,7 @@ async def test_it_is_the_baseline_and_no_sample(tmp_path: Path, monkeypatch: pyt
     actor.finish("p", tokens=4)
     experience = await drawing
     record = await train(scene.run, context, experience)
-    (batch,) = scene.batches
+    (batch,) = scene.learner.learned
     assert batch.baselines.tolist() == [0.25, 0.25]
     assert batch.advantages[batch.response_mask].tolist() == [-0.25] * 4 + [0.75] * 4
     assert (record.metrics["reward_mean"], record.metrics["reward_greedy"]) == (0.5, 0.25)

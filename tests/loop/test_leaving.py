@@ -12,6 +12,7 @@ from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.functions.base import Call
 from rlhfless.loop.driver import RunSteps
 from rlhfless.loop.host import Host
+from rlhfless.loop.keepers import Keepers
 from rlhfless.loop.run import Run
 
 
@@ -22,7 +23,8 @@ class FakeRun:
 
     def __init__(self, *, must_move: bool) -> None:
         self.done: list[str] = []
-        self.learner = SimpleNamespace(must_move=must_move, replicas=lambda: ["old"], stop=self.stop)
+        pool = SimpleNamespace(must_move=must_move, replicas=lambda: ["old"], stop=self.stop, function="learner")
+        self.keepers = Keepers([pool], None, None)  # type: ignore[arg-type, list-item]
         self.spec = SimpleNamespace(
             steps=20,
             checkpoint=SimpleNamespace(every_steps=10),
@@ -35,8 +37,8 @@ class FakeRun:
         begun.set()
         self.done.append(f"save {step}")
 
-    async def move_learner(self) -> None:
-        await Run.move_learner(self)  # type: ignore[arg-type]
+    async def move_keepers(self) -> None:
+        await Run.move_keepers(self)  # type: ignore[arg-type]
 
     async def stop(self, *replicas: str) -> None:
         self.done.append(f"stop {replicas[0]}")

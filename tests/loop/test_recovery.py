@@ -29,7 +29,8 @@ class FakeRun:
         self.ledger = SimpleNamespace(add_decision=self.decisions.append)
         self.spec = SimpleNamespace(recovery=SimpleNamespace(per_step=2))
         learner = SimpleNamespace(learned_step=7)
-        self.learner = SimpleNamespace(replicas=lambda: [] if learner_lost else [learner])
+        self.learner = SimpleNamespace(replicas=lambda: [learner])
+        self.keepers = SimpleNamespace(all_there=not learner_lost)
         self.published = SimpleNamespace(version=WeightVersion("run", 1, 7, "d"))
         self.before = {"reward": 1.0}
 

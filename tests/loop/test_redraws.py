@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_two_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes import scene as scenes
 from fakes.fleet import group, prompt, runner
 from fakes.stage import until
 from rlhfless.functions.base import Call
@@ -94,35 +94,26 @@ def test_a_step_without_any_signal_keeps_its_groups(caplog: pytest.LogCaptureFix
     assert "learns from 0 of 1 prompts: 2 redraws" in caplog.text
 
 
-class Scene(test_two_steps.Scene):
-    """A run with an algorithm, which keeps the batches that were learned from."""
+class Scene(scenes.Scene):
+    """A run with an algorithm."""
 
     def __init__(self, folder: Path, algorithm: AlgorithmSpec) -> None:
         super().__init__(folder)
         self.run.algorithms = AlgorithmState(algorithm)
         self.run.spec = self.run.spec.model_copy(update={"algorithm": algorithm})
         self.learner.gate.set()
-        self.batches: list[Any] = []
-        call = self.learner.call
-
-        async def learning(method: str, *arguments: Any, **keywords: Any) -> Any:
-            if method == "learn":
-                self.batches.append(arguments[1])
-            return await call(method, *arguments, **keywords)
-
-        self.learner.call = learning  # type: ignore[method-assign]
 
     def scaler(self) -> Any:
         return SimpleNamespace(**vars(super().scaler()), even_split=lambda: runner(self.actors))
 
 
 async def test_the_loop_learns_from_the_redrawn_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = test_two_steps.scored
+    whole = scenes.scored
 
     def equal_for_p(groups: list[Group]) -> list[list[Score]]:
         return [[Score(1.0, {"r": 1.0})] * 2 if each.prompt.prompt_id == "p" else whole([each])[0] for each in groups]
 
-    monkeypatch.setattr(test_two_steps, "scored", equal_for_p)
+    monkeypatch.setattr(scenes, "scored", equal_for_p)
     scene = Scene(tmp_path, DAPOSpec(max_redraws=2))
     context = scene.run.begin(1)
     drawing = asyncio.create_task(rollout(scene.run, context))
@@ -136,7 +127,7 @@ async def test_the_loop_learns_from_the_redrawn_prompts(tmp_path: Path, monkeypa
     experience = await drawing
     record = await train(scene.run, context, experience)
     assert {sample.key[0] for sample in experience.samples} == {"p", other}
-    (batch,) = scene.batches
+    (batch,) = scene.learner.learned
     assert batch.denominators.groups == 1
     assert batch.response_lengths.tolist() == [6, 6]
     assert record.metrics["redrawn_groups"] == 1.0

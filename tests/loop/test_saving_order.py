@@ -18,7 +18,7 @@ class FakeRun:
     """Saves each step; a checkpoint is written when the test says how it ends."""
 
     held_out = ()
-    learner = SimpleNamespace(must_move=False)
+    keepers = SimpleNamespace(must_move=False)
     checkpoints = None
 
     def __init__(self) -> None:

@@ -38,6 +38,8 @@ async def test_engines_start_after_what_is_on_their_gpu(kind: str, apart: bool, 
     scoring = Started("scoring", said, Device("cpu-0", "cpu-core", 0))
     learner = Started("learner", said, gpus[1 if apart else 0])
     engines = Started("engines", said, gpus[0])
-    run = SimpleNamespace(generation=engines, helpers=(scoring,), learner=learner, call=lambda step: step)
+    run = SimpleNamespace(
+        generation=engines, helpers=(scoring,), keepers=SimpleNamespace(pools=(learner,)), call=lambda step: step
+    )
     await start_functions(run, 1)  # type: ignore[arg-type]
     assert (said.index("engines begins") > said.index("learner is up")) == engines_last

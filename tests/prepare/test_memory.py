@@ -37,9 +37,11 @@ from rlhfless.scaling.memory import (
     mlp_width,
     reference_phase,
     score_phase,
+    sharded,
     sharing_token_bytes,
+    value_phases,
 )
-from rlhfless.spec import LearnerSpec, RunSpec
+from rlhfless.spec import CriticSpec, LearnerSpec, RunSpec
 from rlhfless.spec.compare import check_resumable
 from rlhfless.spec.errors import InputError
 
@@ -162,7 +164,7 @@ CASES = [
 @pytest.mark.parametrize(("ranks", "learner", "layers"), CASES)
 def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: LearnerSpec, layers: int) -> None:
     """A few layers of a large model, two micro-batches, on devices that are not there."""
-    from rlhfless.functions.learner.rehearsal import peak_bytes
+    from rlhfless.functions.rehearsal import peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": layers}
     held = peak_bytes(Qwen2Config(**sizes), learner, ranks, rows=4, width=1024)
@@ -177,9 +179,69 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
     assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "critic", "layers"),
+    [
+        (8, CriticSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
+        (4, CriticSpec(dtype="float32"), 2),
+        (1, CriticSpec(dtype="bfloat16"), 2),
+    ],
+)
+def test_the_critics_own_code_holds_what_the_plan_says(ranks: int, critic: CriticSpec, layers: int) -> None:
+    from rlhfless.functions.rehearsal import critic_peak_bytes
+
+    sizes = QWEN_7B | {"num_hidden_layers": layers}
+    held = critic_peak_bytes(Qwen2Config(**sizes), critic, ranks, rows=4, width=1024)
+    how = dataclasses.replace(sharded(critic.model_copy(update={"ranks": ranks})), sharing=False)
+    learn = value_phases(shape(sizes), 4 * 1024, how)[0]
+    assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
+
+
+def test_a_critic_by_hand() -> None:
+    """7B without an output head on four ranks, in bfloat16 and without checkpointing."""
+    sizes = shape(QWEN_7B)
+    p, root, tokens = sizes.parameters - sizes.head, sizes.head, 1000
+    g, layer = (p - root) // 28, layer_token_bytes(sizes, "bfloat16")
+    learn, values, restore = value_phases(sizes, tokens, Sharded(4, "bfloat16"))
+    states = [math.ceil(p / 4) * size for size in (4, 4, 8)]
+    moment = [2 * root + 4 * g, 28 * tokens * layer, 0, 8 * g]  # a layer is reduced
+    assert [part.size_bytes for part in learn.parts] == [*states, *moment]
+    assert [part.size_bytes for part in restore.parts] == [states[0], states[2]]
+    assert [part.size_bytes for part in values.parts] == [states[0], states[2], 2 * (root + 2 * g), 2 * tokens * layer]
+
+
+def test_the_host_keeps_the_states_of_all_that_are_offloaded() -> None:
+    run = spec(algorithm="ppo", critic={"offload": True, "ranks": 4}, learner={"ranks": 4})
+    plan = dataclasses.replace(asked(QWEN_7B, "h100", 8, run)).plan()
+    p, body = shape(QWEN_7B).parameters, shape(QWEN_7B).parameters - shape(QWEN_7B).head
+    assert plan.host_bytes == 16 * body + 4 * p
+    assert plan.checkpoint_bytes == 12 * (body + p)
+
+
+def test_a_critic_has_the_most_ranks_that_fit_and_the_frozen_models_the_fewest() -> None:
+    """On GPUs of 80 GB on all twelve devices of the learner's side; of 48 GB on eight, and the reference on another."""
+    run = spec(
+        algorithm={"type": "ppo", "kl": {"coefficient": 0.01}},
+        critic={},
+        placement={"mode": "disaggregated", "learner_devices": 12},
+        learner={"ranks": 12},
+    )
+    question = asked(QWEN_7B, "h100", 16, run)
+    for device, ranks in (("h100", 12), ("l40s", 8)):
+        tight = dataclasses.replace(question, sheet=device_of(device))
+        found = placed(tight)
+        assert found.critic is not None
+        assert (found.critic.dtype, found.critic.gradient_checkpointing) == ("bfloat16", True)
+        assert (found.critic.ranks, found.reference.ranks) == (ranks, 1)
+        assert dataclasses.replace(tight, spec=found).plan().fits
+    for reference in (1, 2, 4, 8, 12):
+        more = edited(found, {"critic.ranks": 12, "reference.ranks": reference})
+        assert not dataclasses.replace(tight, spec=more).plan().fits
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(4, "bfloat16"), (8, "float32")])
 def test_the_references_own_code_holds_what_the_plan_says(ranks: int, dtype: Any) -> None:
-    from rlhfless.functions.learner.rehearsal import frozen_peak_bytes
+    from rlhfless.functions.rehearsal import frozen_peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": 4}
     held = frozen_peak_bytes(Qwen2Config(**sizes), dtype, ranks, rows=4, width=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -131,3 +132,40 @@ def test_a_model_is_exported_from_an_object_store(tmp_path: Path) -> None:
         store.pipe_file(f"/exported/step-000003/{name}", content)
     assert export_model("memory://exported/step-000003", tmp_path / "model").step == 3
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def write_part(folder: Path, step: int, part: str) -> None:
+    path = Path(Checkpoints(folder, 1).location(step, part))
+    path.mkdir(parents=True)
+    (path / NOTES_FILE).write_text(json.dumps(notes(step).as_json()))
+
+
+def write_with_critic(folder: Path, step: int) -> None:
+    write(folder, step)
+    path = Path(Checkpoints(folder, 1).location(step)) / NOTES_FILE
+    path.write_text(json.dumps(dataclasses.replace(notes(step), parts=("critic",)).as_json()))
+
+
+def test_a_checkpoint_without_one_of_its_parts_is_none(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    assert Path(checkpoints.location(10, "critic")) == tmp_path / "critic" / "step-000010"
+    for step in (10, 20):
+        write_with_critic(tmp_path, step)
+    write_part(tmp_path, 10, "critic")
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.notes.step == 10, "the learner had written that of step 20, and the critic had not"
+    assert newest.notes.parts == ("critic",)
+    write_part(tmp_path, 20, "critic")
+    assert [each.notes.step for each in checkpoints.all()] == [10, 20]
+
+
+def test_parts_go_with_their_checkpoint(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        write_with_critic(tmp_path, step)
+        write_part(tmp_path, step, "critic")
+    write_part(tmp_path, 5, "critic")  # the learner was lost before it had written its own
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    assert [Path(location).name for location in checkpoints.prune()] == ["step-000010", "step-000020"]
+    assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == ["step-000030"]
+    assert [each.notes.step for each in checkpoints.all()] == [30]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fakes.small_fleet import (
     MODEL,
     PRICES,
     SERVING_S,
+    SLEEP_S,
     actor,
     batch_of,
     on,
@@ -24,7 +26,7 @@ from fakes.small_fleet import (
     slot_setup,
     usage_of,
 )
-from rlhfless.records import Decision, FunctionName
+from rlhfless.records import Decision, FunctionName, FunctionRole, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policy import (
@@ -42,6 +44,8 @@ from rlhfless.scaling.policy import (
     StepView,
 )
 from rlhfless.scaling.step_times import Phase
+from rlhfless.sim.fleet import SimulationError
+from rlhfless.sim.setup import ServiceShape
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.work import first_come_first_served
 
@@ -157,3 +161,64 @@ def test_decisions_are_in_the_trace() -> None:
     policy = Scripted(lambda at_s, event, view: (Note(decision),) if isinstance(event, StepBegan) else ())
     simulation, _ = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
     assert simulation.close().decisions == (decision,)
+
+
+CRITIC = ServiceShape(
+    slot_setup(8, start_s=0.5, node=0),
+    FunctionName.CRITIC,
+    Work.LOGPROBS,
+    0.01,
+    0.0,
+    update_fixed_s=0.3,
+    update_token_s=0.002,
+)
+
+
+def test_a_critic_learns_before_the_learner_by_hand() -> None:
+    """On a device of its own: it starts at the first complete group, and stays."""
+    setup = setup_of(actor(0), services=(CRITIC,))
+    assert setup.roles == (FunctionRole.SAMPLES, FunctionRole.UPDATES, FunctionRole.UPDATES)
+    simulation, _ = one_step(setup, Evenly(), batch_of([(5, [3])]))
+    drawn_s = SERVING_S + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
+    valued_s = drawn_s + 0.5 + 0.01
+    updated_s = valued_s + 0.3 + 0.002 * 8
+    calls = [call for call in simulation.ledger.invocations if call.function in ("critic", "learner")]
+    assert [(call.function, call.work) for call in calls] == [
+        ("critic", Work.LOGPROBS),
+        ("critic", Work.LEARN),
+        ("learner", Work.LEARN),
+        ("learner", Work.PUBLISH),
+    ]
+    assert [call.end_s for call in calls[:2]] == pytest.approx([valued_s, updated_s], rel=1e-9)
+    assert calls[2].start_s == pytest.approx(updated_s + 1.0, rel=1e-9)  # the learner starts when it is wanted
+    step = simulation.ledger.steps[0]
+    assert step.metrics["prompt_tokens_computed/critic"] == step.metrics["prompt_tokens_unique/critic"] == 10.0
+    assert step.metrics["prompt_tokens_computed/learner"] == 5.0
+
+
+def test_critic_and_learner_take_turns_on_one_device() -> None:
+    where = LEARNER.slot_setup
+    setup = setup_of(actor(0), services=(on(CRITIC, dataclasses.replace(where, start_s=0.5)),))
+    simulation = Simulation(setup, Evenly(), PRICES)
+    for number in (1, 2):
+        simulation.step(dataclasses.replace(batch_of([(5, [3])]), step=number))
+    trace = simulation.close()
+    calls = sorted((c for c in trace.invocations if c.function in ("critic", "learner")), key=lambda call: call.start_s)
+    assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(calls))
+    assert [(call.step, call.function) for call in calls if call.work is Work.LEARN] == [
+        (1, "critic"),
+        (1, "learner"),
+        (2, "critic"),
+        (2, "learner"),
+    ]
+    wakes_s = calls[2].start_s - calls[1].end_s
+    assert wakes_s == pytest.approx(SLEEP_S + 1.0, rel=1e-6), "the critic falls asleep, and the learner starts"
+
+
+def test_a_critic_cannot_be_released() -> None:
+    class Releases(Evenly):
+        def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+            return [Release(1)] if isinstance(event, Idle) else super().decide(at_s, event, view)
+
+    with pytest.raises(SimulationError, match=r"slot 1 \(critic\) keeps the run's state"):
+        one_step(setup_of(actor(0), services=(CRITIC,)), Releases(), batch_of([(5, [3])]))

@@ -61,6 +61,10 @@ MODULE = """
             def needs(self):
                 return Needs(values=True)
 
+    class Critic(Values):
+        def returns(self, batch): ...
+        def value_loss(self, inputs): ...
+
     def function(): ...
 """
 
@@ -163,7 +167,8 @@ def test_a_process_that_cannot_import_it_says_so(load, module, tmp_path, monkeyp
         ("{type: 'MODULE:Mine', scale: much}", ["algorithm.scale (line 4)", "'much'", "valid number"]),
         ("{type: 'MODULE:Mine', kl: {estimator: k4}}", ["algorithm.kl.estimator", "'k4'", "'k1', 'k2' or 'k3'"]),
         ("{type: 'MODULE:Mine', clip_low: 2}", ["unknown key", "did you mean `algorithm.clip_low`?"]),
-        ("{type: 'MODULE:Values'}", ["needs values"]),
+        ("{type: 'MODULE:Values'}", ["needs values, and has no `returns`", "docs/extending.md"]),
+        ("{type: 'MODULE:Critic'}", ["needs the values of a critic", "`critic: {}`"]),
     ],
 )
 def test_what_is_wrong_is_named_with_field_value_and_mend(load, module, algorithm, parts):

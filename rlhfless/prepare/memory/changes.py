@@ -67,7 +67,7 @@ class Question:
 def nearest_change(asked: Question) -> Change | None:
     """One change, or else two, after which the run fits; None if no two suffice. Changes that cost nothing come first,
     then those that cost time, then those that cost money."""
-    edits = [*_of_learner(asked), *_of_placement(asked), *_of_devices(asked)]
+    edits = [*_of_trained(asked), *_of_placement(asked), *_of_devices(asked)]
     pairs = sorted(itertools.combinations(range(len(edits)), 2), key=lambda pair: (sum(pair), pair))
     for chosen in [(index,) for index in range(len(edits))] + pairs:
         change = _after(asked, [edits[index] for index in chosen])
@@ -76,20 +76,21 @@ def nearest_change(asked: Question) -> Change | None:
     return None
 
 
-def _of_learner(asked: Question) -> Iterator[Edit]:
+def _of_trained(asked: Question) -> Iterator[Edit]:
     spec, on_gpu = asked.spec, asked.sheet.kind != CPU_KIND
     if on_gpu and spec.model.dtype == "float32":
         yield "model.dtype: bfloat16", {"model.dtype": "bfloat16"}, None, None
-    if on_gpu and spec.learner.dtype == "float32":
-        yield "learner.dtype: bfloat16", {"learner.dtype": "bfloat16"}, None, None
-    if not spec.learner.gradient_checkpointing:
-        yield "learner.gradient_checkpointing: true", {"learner.gradient_checkpointing": True}, None, None
-    if on_gpu and spec.learner.copies > 1:
-        yield "learner.shard_ranks: auto", {"learner.shard_ranks": "auto"}, None, None
-    tokens = spec.learner.micro_batch_tokens // 2
-    while tokens >= max(asked.sequence_tokens, 256):
-        yield f"learner.micro_batch_tokens: {tokens}", {"learner.micro_batch_tokens": tokens}, None, None
-        tokens //= 2
+    for name, part in spec.trained.items():
+        if on_gpu and part.dtype == "float32":
+            yield f"{name}.dtype: bfloat16", {f"{name}.dtype": "bfloat16"}, None, None
+        if not part.gradient_checkpointing:
+            yield f"{name}.gradient_checkpointing: true", {f"{name}.gradient_checkpointing": True}, None, None
+        if on_gpu and part.copies > 1:
+            yield f"{name}.shard_ranks: auto", {f"{name}.shard_ranks": "auto"}, None, None
+        tokens = part.micro_batch_tokens // 2
+        while tokens >= max(asked.sequence_tokens, 256):
+            yield f"{name}.micro_batch_tokens: {tokens}", {f"{name}.micro_batch_tokens": tokens}, None, None
+            tokens //= 2
 
 
 def _of_placement(asked: Question) -> Iterator[Edit]:
@@ -122,7 +123,8 @@ def _of_memory(spec: RunSpec) -> Iterator[Edit]:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None
-    for key, is_on in (("placement.turns", spec.placement.in_turns), ("learner.offload", spec.learner.offload)):
+    offload = ((f"{name}.offload", part.offload) for name, part in spec.trained.items())
+    for key, is_on in (("placement.turns", spec.placement.in_turns), *offload):
         if not is_on:
             yield f"{key}: true", {key: True}, None, None
 

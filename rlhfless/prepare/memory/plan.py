@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from rlhfless.functions.generation.kind import kv_tokens
 from rlhfless.functions.learner.kind import learner_phases
-from rlhfless.records import FunctionRole
-from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, name_of, place_run, wanted_of
+from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, place_run, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
@@ -26,6 +25,7 @@ from rlhfless.scaling.memory import (
     STORED_VERSIONS,
     MemoryPhase,
     version_bytes,
+    without_head,
 )
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, PlacementError, Site
 from rlhfless.spec import RunSpec
@@ -42,8 +42,9 @@ class FunctionPlan:
     """A replica or rank of a function on one device: its phases, of which the largest counts."""
 
     function: str
-    role: FunctionRole
     phases: tuple[MemoryPhase, ...]
+    publishes: bool = False
+    """See FunctionKind."""
 
     @property
     def largest(self) -> MemoryPhase:
@@ -102,8 +103,8 @@ class MemoryPlan:
     cache_bytes: int
     """The shared memory needed on each other node: its cache of the store."""
     checkpoint_bytes: int
-    """The host memory needed over the learner's nodes while a checkpoint is written in the background: a copy of master
-    weights and moments. Where it is not free the run waits for the checkpoint."""
+    """The host memory needed over the nodes of learner and critic while a checkpoint is written in the background: a
+    copy of master weights and moments. Where it is not free the run waits for the checkpoint."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def memory_plan(
     """
     memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
     terms = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards)
-    kinds = {kind.name: FunctionPlan(kind.name, kind.role, kind.phases(terms)) for kind in kinds_of(spec)}
+    kinds = {kind.name: FunctionPlan(kind.name, kind.phases(terms), kind.publishes) for kind in kinds_of(spec)}
     counted = [name for name, plan in kinds.items() if plan.phases]
     alike = Counter(tuple(sorted(names)) for names in _names_by_device(spec, sheet.kind, count, counted).values())
     plans = []
@@ -155,13 +156,14 @@ def memory_plan(
             DevicePlan(times, sheet.kind, memory, tuple(parts), spec.placement.in_turns, spec.placement.tenants - 1)
         )
     store = version_bytes(shape, spec.model.dtype)
-    states = (16 if spec.learner.offload else 4) * shape.parameters * spec.learner.copies
-    frozen = _frozen_bytes(spec, shape, rewards)
-    held = states + frozen
-    if spec.placement.in_turns and not spec.learner.offload:  # master weights and both moments wait there
-        held = max(held, 12 * shape.parameters * spec.learner.copies + frozen)
+    sizes = {name: (shape if name == "learner" else without_head(shape)).parameters for name in spec.trained}
+    trained = [(part, sizes[name] * part.copies) for name, part in spec.trained.items()]
+    offloaded = sum(16 * parameters for part, parameters in trained if part.offload)
+    on_devices = sum(parameters for part, parameters in trained if not part.offload)
+    # They are loaded by way of the host; in turns, master weights and both moments wait there.
+    held = offloaded + (12 if spec.placement.in_turns else 4) * on_devices + _frozen_bytes(spec, shape, rewards)
     if sheet.kind == CPU_KIND:
-        held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
+        held = sum(plan.count * plan.size_bytes for plan in plans) + offloaded
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
         kv_tokens=kv_tokens(spec, shape, sheet),
@@ -170,7 +172,7 @@ def memory_plan(
         host_bytes=held,
         shared_bytes=STORED_VERSIONS * store,
         cache_bytes=CACHED_VERSIONS * store,
-        checkpoint_bytes=12 * shape.parameters * spec.learner.copies if spec.checkpoint.background else 0,
+        checkpoint_bytes=sum(12 * parameters for _, parameters in trained) if spec.checkpoint.background else 0,
     )
 
 
@@ -181,16 +183,15 @@ def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
-def learner_nodes(spec: RunSpec, kind: str, count: int) -> tuple[int, ...]:
-    """The number of the learner's devices on each of its nodes; empty if there are too few devices."""
+def nodes_of(spec: RunSpec, function: str, kind: str, count: int) -> tuple[int, ...]:
+    """The number of a function's devices on each of its nodes; empty if there are too few devices."""
     try:
         placement = _placement(spec, kind, count)
     except PlacementError:
         return ()
-    return tuple(
-        len(group.devices)
-        for group in placement.groups_of(placement.allocation(name_of(spec, FunctionRole.UPDATES), 0))
-    )
+    allocation = placement.allocation(function, 0)
+    groups = placement.groups_of(allocation)
+    return tuple(len(set(group.devices) & set(allocation.devices)) for group in groups)
 
 
 def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
@@ -233,7 +234,7 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
         others = [
             part.asleep_bytes if plan.turns else part.largest.size_bytes
             for part in plan.functions
-            if part.role is not FunctionRole.UPDATES
+            if not part.publishes
         ]
         if ranks := len(plan.functions) - len(others):
             rooms.append((memory - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))

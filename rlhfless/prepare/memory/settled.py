@@ -7,13 +7,13 @@ them too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
-from rlhfless.prepare.memory.plan import MemoryPlan, learner_nodes
+from rlhfless.prepare.memory.plan import MemoryPlan, nodes_of
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import version_bytes
@@ -43,11 +43,9 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
         open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
         numbers = dict.fromkeys(_open_ranks(spec), 1) | {MOST: spec.scaling.generation.most_actors}
         return edited(spec, open_keys | numbers)
-    wanted = {
-        "model.dtype": "bfloat16",
-        "learner.dtype": "bfloat16",
-        "learner.gradient_checkpointing": True,
-    }
+    wanted: dict[str, Any] = {"model.dtype": "bfloat16"}
+    for name in spec.trained:
+        wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
     return edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
 
 
@@ -58,6 +56,10 @@ SETTLED = (
     "learner.logits_mib",
     "learner.ranks",
     "learner.shard_ranks",
+    "critic.dtype",
+    "critic.gradient_checkpointing",
+    "critic.ranks",
+    "critic.shard_ranks",
     "reference.ranks",
     "scoring.reward_model_ranks",
     MOST,
@@ -70,6 +72,9 @@ def as_settled(spec: RunSpec, before: RunSpec) -> RunSpec:
     `before`: the run's own spec."""
     kept = {}
     for key in SETTLED:
+        section = key.partition(".")[0]
+        if getattr(spec, section) is None or getattr(before, section) is None:
+            continue
         value = attrgetter(key)(spec)
         if value == "auto" or not is_set(spec, key):
             kept[key] = attrgetter(key)(before)
@@ -79,7 +84,7 @@ def as_settled(spec: RunSpec, before: RunSpec) -> RunSpec:
 def _open_ranks(spec: RunSpec) -> tuple[str, ...]:
     """The keys of numbers of ranks that are `auto`."""
     values = {
-        "learner.ranks": spec.learner.ranks,
+        **{f"{name}.ranks": part.ranks for name, part in spec.trained.items()},
         "reference.ranks": spec.reference.ranks,
         "scoring.reward_model_ranks": spec.scoring.reward_model_ranks,
     }
@@ -106,7 +111,7 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
             f"float32 on {kind}: twice the memory of bfloat16, and matrix products at an eighth of its rate or less",
             "leave it out, or set placement.float32_on_gpus: true",
         )
-        for key in ("model.dtype", "learner.dtype")
+        for key in ("model.dtype", *(f"{name}.dtype" for name in spec.trained))
         if getattr(spec, key.partition(".")[0]).dtype == "float32"
     ]
 
@@ -122,7 +127,7 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 def placed(asked: Question) -> RunSpec:
     """The spec with `placement.mode: auto` and numbers of ranks and actors that are `auto` decided: co-located if the
     memory plan fits, with a smaller fraction for the engines if none was set; else disaggregated if there are devices
-    for both sides, with the fewest ranks that fit: first of the learner, then of reference and reward models on its
+    for both sides, with the fewest ranks that fit: first of the learner, then of the others on its
     side. Actors have all devices of their side, or the fewest that are allowed if nothing fits with more. Then the
     states are split inside of nodes if the plan still fits, and the blocks of logits are enlarged."""
     return _with_large_logits(asked, _inside_nodes(asked, _with_all_ranks(asked)))
@@ -140,15 +145,17 @@ def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with `learner.shard_ranks: auto` decided, where ranks with a GPU each are on several nodes. Offloaded
-    states are not copied: the memory of other hosts is not known here."""
-    if asked.sheet.kind == CPU_KIND or spec.learner.shard_ranks != "auto" or spec.learner.offload:
-        return spec
-    nodes = learner_nodes(spec, asked.sheet.kind, asked.count)
-    if len(nodes) < 2 or sum(nodes) != spec.learner.world_size:
-        return spec
-    changed = edited(spec, {"learner.shard_ranks": math.gcd(*nodes)})
-    return changed if changed.learner.shard_ranks != 1 and _fits(asked, changed) else spec
+    """The spec with `shard_ranks: auto` decided for each trained model, where ranks with a GPU each are on several
+    nodes. Offloaded states are not copied: the memory of other hosts is not known here."""
+    for name, part in spec.trained.items():
+        if asked.sheet.kind == CPU_KIND or part.shard_ranks != "auto" or part.offload:
+            continue
+        nodes = nodes_of(spec, name, asked.sheet.kind, asked.count)
+        if len(nodes) < 2 or sum(nodes) != part.world_size or math.gcd(*nodes) == 1:
+            continue
+        changed = edited(spec, {f"{name}.shard_ranks": math.gcd(*nodes)})
+        spec = changed if _fits(asked, changed) else spec
+    return spec
 
 
 def _with_all_ranks(asked: Question) -> RunSpec:
@@ -156,7 +163,7 @@ def _with_all_ranks(asked: Question) -> RunSpec:
         return asked.spec
     candidates = list(_placements(asked))
     for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
-        changed = _with_frozen(asked, candidate)
+        changed = _with_others(asked, candidate)
         if changed is not None:
             return changed
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
@@ -193,17 +200,27 @@ def _side(asked: Question, spec: RunSpec) -> int:
     return asked.count if spec.placement.mode == "colocated" else spec.placement.learner_devices
 
 
-def _with_frozen(asked: Question, spec: RunSpec) -> RunSpec | None:
-    """The spec with the fewest ranks that fit where those of reference and reward models are open; None if not even
-    all devices of the learner's side suffice."""
+def _with_others(asked: Question, spec: RunSpec) -> RunSpec | None:
+    """The spec with the ranks of critic, reference and reward models, where they are open; None if they do not fit. A
+    critic learns while all else waits, so it has the most ranks that fit; the others have the fewest, beside it or on
+    devices that it leaves."""
     side, keys = _side(asked, spec), _open_ranks(spec)
-    changed = edited(spec, dict.fromkeys(keys, side))
-    if not _fits(asked, changed):
-        return None
+    trained = [key for key in keys if key.partition(".")[0] in spec.trained]
+    frozen = [key for key in keys if key not in trained]
+    for count in reversed([*more_ranks(side)]) if trained else (0,):
+        chosen = edited(spec, dict.fromkeys(trained, count))
+        for most in (side, max((side - count) // max(len(frozen), 1), 1)):
+            if _fits(asked, edited(chosen, dict.fromkeys(frozen, most))):
+                return _with_fewest_frozen(asked, edited(chosen, dict.fromkeys(frozen, most)), frozen, most)
+    return None
+
+
+def _with_fewest_frozen(asked: Question, spec: RunSpec, keys: Sequence[str], most: int) -> RunSpec:
+    """A spec that fits with `most` ranks for each of `keys`, with the fewest."""
     for key in keys:
-        fewer = (edited(changed, {key: ranks}) for ranks in more_ranks(side))
-        changed = next(each for each in fewer if _fits(asked, each))
-    return changed
+        fewer = (edited(spec, {key: ranks}) for ranks in more_ranks(most))
+        spec = next(each for each in fewer if _fits(asked, each))
+    return spec
 
 
 def _last_resort(asked: Question) -> RunSpec:
@@ -263,7 +280,8 @@ def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
     """
     size_s = version_bytes(shape, spec.model.dtype) / SLOWEST_BYTES_PER_S
     samples = spec.prompts_per_step * spec.samples_per_prompt
-    flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * spec.learner.world_size
+    ranks = min(part.world_size for part in spec.trained.values())
+    flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * ranks
     learning_s = 8 * shape.active * samples * spec.generation.max_tokens / flops_per_s
     engine = spec.generation.engine
     waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))

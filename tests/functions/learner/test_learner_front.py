@@ -71,7 +71,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         run_id="run",
         lease=LONG,
         model=ModelSpec(path="m"),
-        learner=LearnerSpec(ranks=ranks),
+        training=LearnerSpec(ranks=ranks),
         optimizer=AdamWSpec(),
         algorithm=GRPOSpec(),
         temperature=1.0,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fakes.pretended_cuda import pretended_cuda
-from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.functions.policy import load_policy, response_logprobs
 from rlhfless.functions.sharding import local
+from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.spec import AdamWSpec, ModelSpec
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhfless.algorithms.batch import mini_batches, select
-from rlhfless.functions.learner.rank import default_threads
+from rlhfless.functions.training.rank import default_threads
 from rlhfless.records.checkpoints import CheckpointError, files_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import learner_states_bytes

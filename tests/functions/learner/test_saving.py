@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhfless.free_memory import free_bytes
-from rlhfless.functions.learner.saving import enough
+from rlhfless.functions.training.saving import enough
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from fakes.ranks import PATIENCE_S
 from fakes.ranks import run_learner as run
 from fakes.tiny_learner import make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions.learner import checkpoint
 from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.training import checkpoint
 from rlhfless.records.checkpoints import CheckpointError
 
 pytestmark = pytest.mark.timeout(600)  # up to eight processes, one after the other

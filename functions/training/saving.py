@@ -2,7 +2,7 @@
 
 The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, over all ranks); a thread
 writes it, and gathers what it publishes from it, on a process group of its own. One checkpoint is written at a time,
-and none counts before it is whole (rlhfless.functions.learner.checkpoint).
+and none counts before it is whole (rlhfless.functions.training.checkpoint).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rlhfless.free_memory import free_bytes
-from rlhfless.functions.learner.checkpoint import Savers
 from rlhfless.functions.sharding import local, mesh_of
+from rlhfless.functions.training.checkpoint import Savers
 
 MEMORY_SHARE = 0.5
 """The share of a node's free memory that copies may take: the rest is for the step that goes on beside."""

@@ -16,6 +16,8 @@ def over_ranks(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     maxima = [name for name in metrics if name.endswith(MAXIMUM_SUFFIX)]
     combined: dict[str, float] = {}
     for names, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        if not names:
+            continue
         values = torch.stack([metrics[name] for name in names])
         dist.all_reduce(values, op=operation)
         combined |= dict(zip(names, values.tolist(), strict=True))

@@ -1,14 +1,16 @@
-"""A step of the real learner that computes nothing: how much memory a rank holds at most, found without its devices.
+"""A step of the real learner, or critic, that computes nothing: how much memory a rank holds at most, found without
+its devices.
 
 Tensors have shapes and no data (torch's FakeTensorMode), the other ranks are pretended (its fake process group), and
-torch's FSDPMemTracker adds up what is alive. Everything else is the learner's own code. The optimiser's state is
+torch's FSDPMemTracker adds up what is alive. Everything else is the ranks' own code. The optimiser's state is
 counted from its tensors: the tracker does not see what is there before it begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,17 +18,27 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM
 
-from rlhfless.algorithms.base import algorithm_of
+from rlhfless.algorithms.base import ActorCritic, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
-from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
+from rlhfless.functions.critic.network import NEW_VALUES
+from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, checkpoint_activations, policy_of, response_logprobs
+from rlhfless.functions.policy import (
+    POLICY,
+    TORCH_DTYPES,
+    Form,
+    PolicyNetwork,
+    checkpoint_activations,
+    policy_of,
+    response_logprobs,
+)
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
+from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
+from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
-from rlhfless.spec import AdamWSpec, DType, GRPOSpec, LearnerSpec
+from rlhfless.spec import AdamWSpec, CriticSpec, DType, GRPOSpec, LearnerSpec, PPOSpec, TrainingSpec
 
 MICRO_BATCHES = 2
 """The second one adds to the gradients of the first."""
@@ -40,12 +52,22 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
 
     `config` is a transformers config. Must run in a process without a process group.
     """
+    return _peak_bytes(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
+
+
+def critic_peak_bytes(config: Any, critic: CriticSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
+    """As `peak_bytes`, of a critic."""
+    return _peak_bytes(lambda mesh: _critic(config, critic, mesh), critic, ranks, _batch(rows, width))
+
+
+def _peak_bytes(
+    make: Callable[[DeviceMesh], TrainingRank], training: TrainingSpec, ranks: int, batch: PackedBatch
+) -> Mapping[str, int]:
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
-        mesh = mesh_of(CPU, ranks, learner.split_over(ranks))  # reads tensors
+        mesh = mesh_of(CPU, ranks, training.split_over(ranks))  # reads tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
-            rank = _rank(config, learner, mesh)
-            batch = _batch(rows, width)
+            rank = make(mesh)
             rank._loss(batch)[0].backward()  # FSDP makes its groups in the first pass
             rank._policy.settle()
             rank._optimizer.forget_gradients()
@@ -72,7 +94,7 @@ def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: i
         dist.destroy_process_group()
 
 
-def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
+def _tracked(rank: TrainingRank, batch: PackedBatch) -> Mapping[str, int]:
     tracker = FSDPMemTracker(rank._model)
     with tracker:
         for number in range(MICRO_BATCHES):
@@ -89,31 +111,57 @@ def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
     return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in peaks.items()}
 
 
-def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
-    """As LearnerRank's constructor makes it, but for the weights."""
+def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
     rank = LearnerRank.__new__(LearnerRank)
-    rank._learner, rank._mesh, rank._alone = learner, mesh, is_alone(mesh, offload=False)
     rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
-    rank._policy = _policy(config, learner, mesh)
-    rank._model = rank._policy.model
-    rank._optimizer = ShardedAdamW(rank._model, AdamWSpec())
+    _fill(rank, learner, mesh, _policy(config, learner, mesh))
     return rank
+
+
+def _critic(config: Any, critic: CriticSpec, mesh: DeviceMesh) -> CriticRank:
+    rank = CriticRank.__new__(CriticRank)
+    rank._algorithm = cast(ActorCritic, algorithm_of(PPOSpec()))
+    _fill(rank, critic, mesh, _network(NEW_VALUES, config, critic, mesh))
+    return rank
+
+
+def _fill(rank: TrainingRank, training: TrainingSpec, mesh: DeviceMesh, network: PolicyNetwork) -> None:
+    """As its constructor does, but for the weights."""
+    rank._training, rank._mesh, rank._alone = training, mesh, is_alone(mesh, offload=False)
+    rank._policy, rank._model = network, network.model
+    rank._optimizer = ShardedAdamW(rank._model, AdamWSpec())
 
 
 def _policy(
     config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32
 ) -> PolicyNetwork:
-    model = build_blank(AutoModelForCausalLM, config, dtype=exact, attn_implementation="sdpa")
-    compute = TORCH_DTYPES[learner.dtype] if exact == torch.float32 else exact
+    exact_head, elements = learner.head_dtype == "float32", learner.logits_elements
+    return _network(POLICY, config, learner, mesh, exact, exact_head=exact_head, logits_elements=elements)
+
+
+def _network(
+    form: Form,
+    config: Any,
+    training: TrainingSpec,
+    mesh: DeviceMesh | None,
+    exact: torch.dtype = torch.float32,
+    *,
+    exact_head: bool = False,
+    logits_elements: int | None = None,
+) -> PolicyNetwork:
+    config = copy.deepcopy(config)
+    config.update(dict(form.config))
+    model = build_blank(form.auto, config, dtype=exact, attn_implementation="sdpa")
+    compute = TORCH_DTYPES[training.dtype] if exact == torch.float32 else exact
     if mesh is not None:
-        shard(model, mesh, compute_dtype=compute, exact_head=learner.head_dtype == "float32")
+        shard(model, mesh, compute_dtype=compute, exact_head=exact_head)
         # The tracker sees forward passes by the hooks of modules alone: the model's own method is the pass.
         model.forward = getattr(model, INSIDE).__wrapped__
         setattr(model, INSIDE, model.__call__)
     model.to_empty(device=CPU)
-    if learner.gradient_checkpointing:
+    if training.gradient_checkpointing:
         checkpoint_activations(model)
-    return policy_of(model, CPU, compute, mesh, learner.logits_elements)
+    return policy_of(model, CPU, compute, mesh, logits_elements, form.head)
 
 
 def _batch(rows: int, width: int) -> PackedBatch:
@@ -126,4 +174,5 @@ def _batch(rows: int, width: int) -> PackedBatch:
         for index in range(rows)
     )
     packed = pack([Group.of(Prompt("p", (0,), ""), rollouts)])
-    return packed.with_columns(advantages=packed.spread(np.ones(packed.sequences)))
+    ones = packed.spread(np.ones(packed.sequences))
+    return packed.with_columns(advantages=ones, values=ones, returns=ones)

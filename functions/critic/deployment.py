@@ -1,0 +1,96 @@
+"""The critic function: its ranks as Ray actors, and their front (rlhfless.functions.training)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ray
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.launching import Launch
+from rlhfless.functions.training.actor import TrainingActor
+from rlhfless.functions.training.deployment import TrainedFunction
+from rlhfless.functions.training.settings import TrainedSettings
+from rlhfless.records import FloatArray
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
+from rlhfless.spec import CriticSpec
+
+if TYPE_CHECKING:
+    from rlhfless.functions.critic.rank import CriticRank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings(TrainedSettings):
+    """The settings of a replica. `model`: what it starts from."""
+
+    training: CriticSpec
+
+
+class CriticActor(TrainingActor[CriticSettings]):
+    """Rank `rank` of the critic."""
+
+    named = "critic"
+    _rank: CriticRank
+
+    def _load(self, address: str) -> None:
+        from rlhfless.functions.critic.rank import CriticRank
+
+        settings = self._settings
+        with self._at_work("learn"):
+            self._rank = CriticRank(
+                settings.model,
+                settings.training,
+                settings.optimizer,
+                settings.algorithm,
+                rank=self._number,
+                world_size=len(settings.rank_bindings),
+                init_method=address,
+                timeout_s=settings.call_timeout_s,
+            )
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
+        """See CriticRank.values; rank 0 gives the values of all. *Collective.*"""
+        with self._at_work("values"):
+            values, shared_tokens = self._rank.values(batch)
+        return None if self._number else values, shared_tokens
+
+
+class CriticFunction(TrainedFunction):
+    """The critic's front. It keeps the state of the run as the learner does: a checkpoint of the run has both."""
+
+    named = "critic"
+    actor = CriticActor
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> CriticSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec = launch.spec
+        assert spec.critic is not None, "the kind is wanted with it alone"
+        return CriticSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            model=spec.critic_source,
+            training=spec.critic,
+            optimizer=spec.critic.optimizer,
+            algorithm=spec.algorithm,
+            rank_bindings=launch.rank_bindings(kind, allocation),
+            call_timeout_s=spec.timeouts.call_s,
+            planned=launch.planned(kind, allocation),
+        )
+
+    async def compute(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
+        """Values `[tokens]` of a packed batch of whole groups, 0 on tokens that the policy did not draw."""
+        self.admit(call)
+        start_s = time.time()
+        answers: list[tuple[FloatArray | None, int]] = await self._group.all("compute", ray.put(batch))
+        (values,) = (values for values, _ in answers if values is not None)
+        usage = CallUsage(
+            input_tokens=len(batch.tokens),
+            cached_tokens=sum(shared for _, shared in answers),
+            sequences=batch.sequences,
+        )
+        return self.reply(values, start_s, usage)

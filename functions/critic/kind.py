@@ -1,0 +1,35 @@
+"""The declaration of the critic: values of complete groups, learned beside the policy."""
+
+from __future__ import annotations
+
+from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.memory import MemoryPhase, on_device, sharded, value_phases
+from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.spec import RunSpec
+
+
+def _wanted(spec: RunSpec) -> Wanted | None:
+    if spec.critic is None:
+        return None
+    return Wanted(FunctionName.CRITIC, Site.BESIDE, ranks=spec.critic.world_size, ranks_key="critic.ranks")
+
+
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    """The phases of a critic of the policy's sizes; one that starts from other files is taken to have them, too."""
+    critic = terms.spec.critic
+    if critic is None:
+        return ()
+    tokens = max(critic.micro_batch_tokens, terms.sequence_tokens)
+    return on_device(value_phases(terms.shape, tokens, sharded(critic)), terms.sheet.kind)
+
+
+KIND = FunctionKind(
+    FunctionName.CRITIC,
+    FunctionRole.UPDATES,
+    "rlhfless.functions.critic.deployment:CriticFunction",
+    _wanted,
+    lambda _: Bounds(1, "the critic keeps a part of the run's state"),
+    _phases,
+    column="values",
+)

@@ -1,0 +1,196 @@
+"""One rank of a model that is trained: the learner's policy, or the critic's value function. A plain class: the actor
+decides when it is started, and where.
+
+Each rank holds its shards of the float32 master weights, gradients and AdamW's state (rlhfless.functions.sharding),
+works on its share of the sequences, and gradients are added up over the ranks. Losses are divided by the step's global
+denominators, so the sum is the gradient of the whole batch: two ranks take the same step as a single rank.
+
+Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` layers compute in bfloat16, from
+weights that are cast where they are gathered; softmax and losses stay float32.
+
+Invariants: all ranks run as many micro-batches, a rank without work with one token that counts for nothing; an update
+with a gradient that is not finite is skipped by all of them, so NaN never reaches a weight; and with a fixed number of
+threads the same batch gives the same weights, bit for bit, on a CPU.
+
+Deliberately not here: what the loss is, which a subclass says (`_loss`), and retries, which the front decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhfless.algorithms.base import combine_metrics
+from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
+from rlhfless.functions.policy import PolicyNetwork
+from rlhfless.functions.ranks.shares import share_of
+from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
+from rlhfless.functions.training.checkpoint import Savers, restore_checkpoint, save_checkpoint
+from rlhfless.functions.training.metrics import over_ranks, over_updates
+from rlhfless.functions.training.optimizer import ShardedAdamW
+from rlhfless.functions.training.publishing import Substitute, published_stream
+from rlhfless.functions.training.saving import Background
+from rlhfless.prefixes.packing import PackedSegments
+from rlhfless.records import FloatArray, IntArray
+from rlhfless.spec import AdamWSpec, ModelSpec, TrainingSpec
+
+NO_NOTES: Mapping[str, Any] = MappingProxyType({})
+
+SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
+"""The key of a micro-batch's shared prompt tokens, beside its metrics."""
+
+
+class TrainingRank:
+    """Rank `rank` of `world_size`. *Collective* methods must be called on all ranks, with equal arguments."""
+
+    _substitute: Substitute | None = None
+    """What is done to each tensor on its way out, if anything."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        training: TrainingSpec,
+        optimizer: AdamWSpec,
+        *,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        timeout_s: float,
+    ) -> None:
+        """Joins the process group at `init_method` (`tcp://host:port` or `file:///path`) and loads the model.
+
+        `timeout_s` bounds the rendezvous and each collective; torch raises an error that names the operation.
+        One rank forms a group, too: one path for any number.
+        """
+        torch.set_num_threads(training.threads or default_threads(world_size))
+        self._spec = model
+        self._training = training
+        device, self._mesh = join(init_method, rank, world_size, timeout_s, training.split_over(world_size))
+        self._alone = is_alone(self._mesh, offload=training.offload)
+        self._policy = self._load(device)
+        self._model = self._policy.model
+        self._optimizer = ShardedAdamW(self._model, optimizer)
+        self._timeout_s = timeout_s
+        self._savers = Savers.of(timeout_s)
+        self._background = Background(self._savers, timeout_s, self._mesh)
+        self.shared_prompt_tokens = 0
+        """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
+        computed the same prefix. Equal on all ranks."""
+
+    def _load(self, device: torch.device) -> PolicyNetwork:
+        """The network, with the parameters split over `self._mesh`. *Collective.*"""
+        raise NotImplementedError
+
+    def _loss(
+        self, batch: PackedBatch, packed: PackedSegments | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss `[]` and metrics, each `[]`, of one micro-batch: its share of the mini-batch's. A backward pass of it
+        must run also without responses."""
+        raise NotImplementedError
+
+    def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
+        """One training step: an optimiser step on each of `count` mini-batches, with the metrics of `_updates`.
+        *Collective.*"""
+        raise NotImplementedError
+
+    def kept_on_device(self) -> list[torch.Tensor]:
+        """Shards of the master weights and of the optimiser's moments, and buffers; nothing that is offloaded."""
+        state = self._optimizer.state()
+        tensors = [tensor for part in state.values() if isinstance(part, dict) for tensor in part.values()]
+        if self._training.offload:
+            tensors = []
+        return [*tensors, *self._model.buffers()]
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All weights in the published format, on the CPU and on every rank, at once: for models that fit into one
+        process. *Collective*."""
+        stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute, everywhere=True)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in stream.tensors}
+
+    def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:
+        """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
+        and `notes`. With `background`, and where there is memory for a copy of the state, this returns True at once,
+        and `wait_written` when it is done. *Collective.*"""
+        state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
+        later = background and self._background.fits(state)
+        device = self._policy.device
+        if later:
+            state, device = self._background.copied(state), torch.device("cpu")
+        stream = published_stream(self._model, self._spec.dtype, device, tensors=state["master_weights"])
+        write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
+        self._background.begin(write)
+        if not later:
+            self.wait_written()
+        return later
+
+    def wait_written(self) -> None:
+        """Wait until the checkpoint that `save` began is complete. Raises CheckpointError, or TimeoutError."""
+        self._background.wait_written(self._timeout_s)
+
+    def restore(self, location: str | Path) -> None:
+        """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.
+        *Collective.*"""
+        state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
+        restore_checkpoint(str(location), state)
+        self._optimizer.set_restored(state)
+        torch.set_rng_state(state["random_state"])
+
+    def _updates(self, parts: Sequence[PackedBatch]) -> dict[str, float]:
+        """An optimiser step on each mini-batch. Returns `skipped_updates`, the updates whose gradient was not finite,
+        and for the other updates means over their response tokens (`*_max` are maxima), including `gradient_norm`
+        before clipping and `learning_rate`. *Collective.*"""
+        updates = [(part.denominators.tokens, self._update(part)) for part in parts]
+        applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
+        return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
+
+    def _of_responses(self, batch: PackedBatch, values: FloatArray | IntArray) -> torch.Tensor:
+        """Values `[tokens]` of a batch as those of its response tokens, on the device."""
+        return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
+
+    def _cut(self, batch: PackedBatch) -> MicroBatches:
+        return cut(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)
+
+    def _update(self, batch: PackedBatch) -> dict[str, float] | None:
+        """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
+        share = select(batch, share_of(self._policy, batch, self._training.micro_batch_tokens))
+        parts = self._cut(share)
+        # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
+        shared = prompt_tokens(share) - parts.prompt_tokens
+        shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
+        # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
+        in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
+        for number, part in enumerate(in_step, start=1):
+            last = number == len(in_step)
+            set_gradient_reduction(self._model, alone=self._alone, offload=self._training.offload, last=last)
+            loss, metrics = self._loss(select(share, part.indices), part.packed)
+            torch.autograd.backward(loss)
+            shares.append(metrics)
+        self._policy.settle()
+        combined = over_ranks(combine_metrics(shares))
+        self.shared_prompt_tokens += int(combined.pop(SHARED_PROMPT_TOKENS))
+        norm = self._optimizer.gradient_norm()
+        if not np.isfinite(norm):
+            self._optimizer.forget_gradients()
+            return None
+        rate = self._optimizer.step(norm)
+        return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": rate}
+
+
+def default_threads(world_size: int) -> int:
+    """The cores that this process may use, divided among the ranks unless it was pinned to its own."""
+    usable = len(os.sched_getaffinity(0))
+    pinned = usable < (os.cpu_count() or usable)
+    return usable if pinned else max(1, usable // world_size)

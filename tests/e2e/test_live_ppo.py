@@ -1,0 +1,93 @@
+"""PPO with the real parts: a critic that warms up, learns before the policy, is saved with it, and is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fakes.live_runs import fault_opening
+from rlhfless.loop.driver import execute
+from rlhfless.loop.host import Host, RunPaused, StopCause, Verdict
+from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session
+from rlhfless.records import FunctionName, Work
+from rlhfless.records.traces import Trace, read_trace
+from rlhfless.scaling.accounting import check_holdings
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+STEPS, WARM_UP = 4, 1
+PPO: dict[str, Any] = {
+    "algorithm": {"type": "ppo", "lambda_actor": 0.95, "lambda_critic": 1.0},
+    "critic": {"warm_up_steps": WARM_UP, "optimizer": {"learning_rate": 1e-3}},
+    "steps": STEPS,
+    "checkpoint": {"every_steps": 2},
+}
+
+
+class PausesAfter(Host):
+    """Stops the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, run: Run, step: int) -> Verdict:
+        return Verdict(stop=StopCause.PAUSE if step == self._step else None)
+
+
+def weights_of(start: Session) -> dict[str, np.ndarray]:
+    """The policy's and the critic's, as they were saved last."""
+    weights = {}
+    for part in ("", FunctionName.CRITIC):
+        file = Path(start.checkpoints.location(STEPS, part)) / "model.safetensors"
+        weights |= {f"{part}:{name}": value for name, value in load_file(file).items()}
+    return weights
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    start = fault_opening(assets, tmp_path_factory.mktemp("ppo"), actors=1, **PPO)
+    asyncio.run(execute(start))
+    return start
+
+
+def tokens_of(trace: Trace) -> dict:
+    return {(r.step, r.prompt_id, r.sample_index): r.token_ids for r in trace.rollouts}
+
+
+def test_what_a_step_of_ppo_does(uninterrupted: Session) -> None:
+    trace = read_trace(uninterrupted.folder / "trace")
+    check_holdings(trace.holdings)
+    assert any(holding.function == FunctionName.CRITIC for holding in trace.holdings), "it is billed"
+    for record in trace.steps:
+        calls = [call for call in trace.invocations if call.step == record.step]
+        learned = {call.function: call for call in calls if call.work is Work.LEARN}
+        assert (FunctionName.LEARNER in learned) == (record.step > WARM_UP)
+        assert any(call.work is Work.PUBLISH for call in calls) == (record.step > WARM_UP)
+        values = [call for call in calls if call.function == FunctionName.CRITIC and call.work is Work.LOGPROBS]
+        assert sum(call.sequences for call in values) == 8
+        assert min(call.start_s for call in values) < max(c.end_s for c in calls if c.work is Work.GENERATE)
+        critic = learned[FunctionName.CRITIC]
+        assert all(call.end_s <= critic.start_s for call in values)
+        if FunctionName.LEARNER in learned:
+            assert critic.end_s <= learned[FunctionName.LEARNER].start_s
+        assert np.isfinite([record.metrics["value_loss"], record.metrics["critic_gradient_norm"]]).all()
+    drawn_with = {row.version_spans[0].version for row in trace.rollouts if row.step <= WARM_UP + 1}
+    assert len(drawn_with) == 1, "nothing is published while the critic warms up"
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_bits(assets: Path, uninterrupted: Session, tmp_path: Path) -> None:
+    first = fault_opening(assets, tmp_path, actors=1, **PPO)
+    with pytest.raises(RunPaused):
+        asyncio.run(execute(dataclasses.replace(first, host=PausesAfter(3))))
+    asyncio.run(execute(first))
+    expected, ours = weights_of(uninterrupted), weights_of(first)
+    assert ours.keys() == expected.keys()
+    assert all(np.array_equal(expected[name], value) for name, value in ours.items())
+    assert tokens_of(read_trace(tmp_path / "trace")) == tokens_of(read_trace(uninterrupted.folder / "trace"))

@@ -1,0 +1,166 @@
+"""A run of one prompt a step: the real loop, with stand-ins for the functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fakes.fleet import FakePool, prompt, runner
+from fakes.ledgers import ledger_in
+from fakes.stage import until
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.base import Call
+from rlhfless.loop.run import Run
+from rlhfless.loop.step import rollout
+from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.records import (
+    FunctionName,
+    Group,
+    Invocation,
+    Probe,
+    PublishedWeights,
+    Score,
+    StepRecord,
+    WeightVersion,
+    Work,
+)
+from rlhfless.records.journal import Journal
+from rlhfless.scaling.function_kinds import declared
+from rlhfless.scaling.policy import StepEnded
+from rlhfless.spec import RunSpec
+from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.weights.monitor import RolloutMonitor
+
+
+def weights_of(step: int) -> PublishedWeights:
+    return PublishedWeights(WeightVersion("run", 1, step, f"d{step}"), "here", 10, 2, Probe((1, 2), (-1.0,)))
+
+
+class Function:
+    """A pool of one stand-in, which says what it did; with `gated` the learner learns when the test lets it."""
+
+    def __init__(self, function: FunctionName, ledger: Any, calls: list[tuple[str, str, int]], gated: bool = False):
+        self.function, self.kind, self.allocations = function, declared()[function], ()
+        self.asked: list[tuple[str, int]] = []
+        self.learned: list[PackedBatch] = []
+        self.computed = 0
+        """Calls that have asked for a column: each gets another value."""
+        self.gate = asyncio.Event()
+        self._ledger = ledger
+        self.calls = calls
+        if not gated:
+            self.gate.set()
+
+    def turn(self, call: Call) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def ready(self, call: Call) -> Function:
+        return self
+
+    def replicas(self) -> tuple[Any, ...]:
+        return (self,)
+
+    open_device_s: ClassVar[dict[str, float]] = {}
+
+    def cut(self) -> None: ...
+
+    async def call(self, method: str, call: Call, *arguments: Any, sent: Any = None, work: Work, **_: Any) -> Any:
+        if sent is not None:
+            sent.set()
+        await self.gate.wait()
+        self.asked.append((method, call.step))
+        self.calls.append((self.function, method, call.step))
+        self._ledger.add_invocation(Invocation(self.function, "r", "i", work, call.step, 1.0, 2.0))
+        match method:
+            case "score":
+                return scored(arguments[0])
+            case "learn":
+                self.learned.append(arguments[0])
+                return {"loss": 0.5} if self.kind.publishes else {"value_loss": 0.25}
+            case "compute":
+                self.computed += 1
+                return np.full(len(arguments[0].tokens), self.computed, np.float32)
+            case "publish":
+                return weights_of(call.step)
+        raise AssertionError(method)
+
+
+def scored(groups: Sequence[Group]) -> list[list[Score]]:
+    return [[Score(float(index), {"r": float(index)}) for index in range(len(group.samples))] for group in groups]
+
+
+class Weights:
+    """Says which weights the actors were brought to."""
+
+    def __init__(self) -> None:
+        self.synced: list[tuple[int, int]] = []
+
+    async def sync(self, published: PublishedWeights, call: Call) -> None:
+        self.synced.append((call.step, published.version.step))
+
+
+class Scene:
+    """A run of one prompt a step."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.folder = folder
+        self.calls: list[tuple[str, str, int]] = []
+        """(function, method, step) of all calls, in their order."""
+        self.ledger, self.weights, self.actors = ledger_in(folder / "trace"), Weights(), FakePool("a")
+        self.journal = Journal(folder / "journal.sqlite")
+        self.journal.begin_attempt()
+        self.learner = Function(FunctionName.LEARNER, self.ledger, self.calls, gated=True)
+        self.critic = Function(FunctionName.CRITIC, self.ledger, self.calls)
+        self.policy = runner(self.actors)
+        values = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+        spec = RunSpec.model_validate(values | {"prompts_per_step": 1, "samples_per_prompt": 2} | changes)
+        functions = (
+            Function(FunctionName.SCORING, self.ledger, self.calls),
+            *((self.critic,) if spec.critic else ()),
+            self.learner,
+        )
+        self.run = Run(
+            run_id="run",
+            attempt=1,
+            spec=spec,
+            order=PromptOrder([prompt("p"), prompt("q"), prompt("r")], 0, shuffle=False),
+            held_out=(),
+            pools={  # type: ignore[dict-item]
+                pool.kind.name: pool for pool in (self.actors, *functions)
+            },
+            weights=self.weights,  # type: ignore[arg-type]
+            scaler=self.scaler(),
+            ledger=self.ledger,
+            sinks=MetricSinks([]),
+            journal=self.journal,
+            checkpoints=None,  # type: ignore[arg-type]
+            monitor=RolloutMonitor("float32"),
+        )
+        self.run.published = weights_of(0)
+
+    def scaler(self) -> Any:
+        def end_step(record: StepRecord) -> None:
+            self.policy.end(StepEnded(record.start_s, record.end_s), record.step)
+
+        return SimpleNamespace(
+            moves=None,
+            runner_of=lambda step, work: self.policy,
+            runner=self.policy,
+            idle=lambda function, step: None,
+            learn_speeds=lambda step: None,
+            end_step=end_step,
+        )
+
+    async def rolled_out(self, step: int) -> Any:
+        """(context, experience) of a step whose samples end at once."""
+        context = self.run.begin(step)
+        drawing = asyncio.create_task(rollout(self.run, context))
+        await until(lambda: bool(self.actors["a"].running))
+        self.actors["a"].finish(tokens=3 + step)
+        return context, await drawing
