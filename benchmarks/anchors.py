@@ -25,9 +25,10 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S, Roofline
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import WARM_UP_S
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.timing import GB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.devices import DeviceSheet
@@ -14,7 +16,7 @@ from rlhfless.scaling.memory import (
     MemoryPart,
     MemoryPhase,
     engine_parts,
-    kv_token_bytes,
+    kv_sequence_bytes,
 )
 from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
 from rlhfless.spec import RunSpec
@@ -63,10 +65,16 @@ def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
     return _engine(spec, shape, sheet)[1]
 
 
-def kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
-    """Tokens that the KV cache of an engine holds."""
-    per_token = kv_token_bytes(shape, spec.model.dtype, spec.generation.engine.tensor_parallel_size)
-    return kv_bytes(spec, shape, sheet) // per_token
+def kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int) -> int:
+    """Tokens that the KV cache of an engine holds in sequences of `sequence_tokens`, as vLLM reports its capacity. Of
+    a model with windows it holds fewer in shorter sequences. With a KV connector all layers hold all tokens: vLLM's
+    hybrid cache manager works with few connectors."""
+    engine = spec.generation.engine
+    shape = shape if engine.kv_connector is None else replace(shape, windows=None)
+    sequence = kv_sequence_bytes(
+        shape, spec.model.dtype, engine.tensor_parallel_size, sequence_tokens, engine.max_batch_tokens
+    )
+    return kv_bytes(spec, shape, sheet) * sequence_tokens // sequence
 
 
 KIND = FunctionKind(

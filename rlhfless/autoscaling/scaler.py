@@ -82,13 +82,14 @@ def scaler_of(
     """The scaler that a spec asks for. `pools` are the pools of all functions, the actors' pool first; `earlier` is the
     trace of earlier attempts of the run."""
     limits = spec.generation.engine
-    speeds = EngineSpeeds(prepared.shape, limits.tensor_parallel_size, limits.max_sequences)
+    shape = None if prepared.shape is None else prepared.shape.up_to(prepared.max_model_len)
+    speeds = EngineSpeeds(shape, limits.tensor_parallel_size, limits.max_sequences)
     if earlier is not None:
         speeds.learn_trace(earlier)
-    kv_token_bytes = 0 if prepared.shape is None else prepared.shape.kv_bytes
+    kv_token_bytes = 0 if shape is None else shape.kv_bytes
     connector = spec.generation.engine.kv_connector if kv_token_bytes else None
     moves = PrefixMoves(connector, kv_token_bytes, speeds)
-    starts = EngineStarts(spec, prepared.shape)
+    starts = EngineStarts(spec, shape)
     fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves, starts)
     return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger, moves)
 

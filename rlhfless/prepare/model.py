@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import InputError, Problem, class_and_line

@@ -41,6 +41,9 @@ the gradients of two of them (rlhfless/functions/head.py)."""
 SAMPLER_COPIES = 3
 """Blocks `[sequences, V]` in float32 of vLLM's sampler: logits, log-probabilities, probabilities."""
 
+IN_FLIGHT_BATCHES = 2
+"""Batches of an engine that may be scheduled and not done: vLLM schedules one ahead."""
+
 STORED_VERSIONS = 4
 """Versions that may be in the learner's store at once: the newest two, the perturbed one, and the one being written."""
 
@@ -317,9 +320,36 @@ def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
 
 
 def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int:
-    """KV of one token on each device: 2 L k b / t. A key head that several devices need is kept by each of them, and so
-    is latent KV."""
+    """KV of one token in all layers on each device: 2 L k b / t. A key head that several devices need is kept by each
+    of them, and so is latent KV."""
     return round(shape.layers * shape.kv_width / min(tensor_parallel, shape.kv_heads) * DTYPE_BYTES[dtype])
+
+
+def kv_sequence_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int, tokens: int, batch_tokens: int) -> int:
+    """KV on each device of a sequence of T tokens, prefilled in batches of B, as vLLM reserves it: F layers that attend
+    to all tokens, and W with a window of w tokens, hold
+
+        (F T + W min(T, w - 1 + 2 B)) 2 k b / t
+
+    for a windowed layer frees tokens behind its window only once the batches in flight are done, two of them. Where
+    there are both kinds, F and W are padded to multiples of one group's size (`kv_cache_utils` of vLLM).
+    """
+    per_token = kv_token_bytes(shape, dtype, tensor_parallel)
+    if shape.windows is None:
+        return tokens * per_token
+    full, windowed = _padded(shape.full_layers, shape.windows.layers)
+    held = min(tokens, shape.windows.tokens - 1 + IN_FLIGHT_BATCHES * batch_tokens)
+    return math.ceil((full * tokens + windowed * held) * per_token / shape.layers)
+
+
+def _padded(full: int, windowed: int) -> tuple[int, int]:
+    """Layers of both kinds with the padding of their groups: a group has as many as the fewer of the two kinds, or as
+    the more if these are not half as many again."""
+    few, many = sorted((full, windowed))
+    if few == 0:
+        return full, windowed
+    group = many if many < 1.5 * few else few
+    return math.ceil(full / group) * group, math.ceil(windowed / group) * group
 
 
 def engine_parts(

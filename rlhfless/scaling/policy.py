@@ -41,6 +41,8 @@ class EngineLimits:
 
     model: EngineModel
     kv_capacity_tokens: int
+    """As the engine reports it. vLLM counts sequences of the longest length: with a model that has windows, shorter
+    sequences fill the cache at fewer tokens."""
     max_sequences: int
     """Most sequences that run at once."""
 

@@ -16,9 +16,10 @@ from pydantic import TypeAdapter
 from rlhfless.records import KV_CAPACITY, START
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import make_policy

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.roofline import RUNTIME_S
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
 

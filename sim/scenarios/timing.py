@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.sim.replay.latency_file import load_latency
 from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
@@ -92,7 +93,8 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:
-    """Tokens whose KV fits beside the weights on one actor's devices. Raises DoesNotFit."""
+    """Tokens whose KV fits beside the weights on one actor's devices, in all layers: a lower bound for a model with
+    windows, whose long sequences hold less. Raises DoesNotFit."""
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
     usable = device.memory_bytes.value * engine.memory_fraction - engine.reserved_gb * GB

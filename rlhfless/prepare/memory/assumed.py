@@ -16,8 +16,9 @@ from rlhfless.prepare.memory.settled import format_problems, placed, settled, ti
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec

@@ -90,7 +90,7 @@ class MemoryPlan:
 
     devices: tuple[DevicePlan, ...]
     kv_tokens: int
-    """Tokens that the KV cache of one actor holds."""
+    """Tokens that the KV cache of one actor holds in sequences of `sequence_tokens`."""
     sequence_tokens: int
     """The longest sequence."""
     micro_batch_tokens: int
@@ -166,7 +166,7 @@ def memory_plan(
         held = sum(plan.count * plan.size_bytes for plan in plans) + offloaded
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
-        kv_tokens=kv_tokens(spec, shape, sheet),
+        kv_tokens=kv_tokens(spec, shape, sheet, sequence_tokens),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,

@@ -24,8 +24,9 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.roofline import ALL_REDUCES_PER_LAYER, KERNEL_S
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec.explain import nearest
 
 Array = npt.NDArray[np.float64]
@@ -121,10 +122,11 @@ class MeasuredKernels:
     def __post_init__(self) -> None:
         if self.kind not in SYSTEMS:
             raise NoTables(f"no tables of {self.kind!r}; {nearest(self.kind, SYSTEMS)}There are {', '.join(SYSTEMS)}")
-        if self.shape.experts or self.shape.latent or self.shape.matrix_bytes is not None:
+        shape = self.shape
+        if shape.experts or shape.latent or shape.windows or shape.matrix_bytes is not None:
             raise UnknownShape(
-                "experts, latent attention or quantised weights: kernel tables are read for dense models only, of 16 "
-                "bits and with grouped-query attention; take a roofline"
+                "experts, latent attention, windows or quantised weights: kernel tables are read for dense models "
+                "only, of 16 bits and with grouped-query attention to the whole context; take a roofline"
             )
 
     @property

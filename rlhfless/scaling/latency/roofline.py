@@ -7,6 +7,7 @@ with the shares of each peak that kernels were measured to reach. Tensor paralle
 adds two all-reduces a layer, at the rate that groups of that size were measured to reach. Data-parallel ranks of one
 engine divide the sequences and have copies of all but the experts, which are spread over all devices (expert
 parallelism): two exchanges a layer carry each token to its experts and back. Experts are taken to be asked for evenly.
+A layer with a window reads the whole window for each sequence in every iteration: an upper bound for shorter ones.
 A first guess, within some 30 %: a fit to the run's own ledger takes over (`fitted`).
 """
 
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 
 KERNEL_S = 3e-6
 """Start of a kernel: the constant that aiconfigurator adds to each memory operation."""
@@ -56,19 +58,25 @@ class Roofline:
 
     @property
     def context_s(self) -> float:
-        share = self.data_parallel * min(self.tensor_parallel, self.shape.kv_heads)
-        rate = self.device.memory_bytes_per_s.value * self.device.attention_efficiency.value
-        return self.shape.kv_bytes / share / rate
+        return self.shape.full_layers * self._layer_token_s
 
     def iteration_s(self, sequences: int) -> float:
-        return self._forward_s(sequences)
+        windows = self.shape.windows
+        held = windows.layers * windows.tokens if windows else 0
+        return self._forward_s(sequences) + sequences * held * self._layer_token_s
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         if tokens == 0:
             return 0.0
-        pairs = tokens * (context_tokens + tokens / 2)
-        attention = self.shape.pair_operations * pairs
+        attention = self.shape.attention_operations(tokens, context_tokens)
         return self._forward_s(tokens) + attention / self._flops_per_s(self.device.flops_per_s.value)
+
+    @property
+    def _layer_token_s(self) -> float:
+        """Seconds in which one layer reads the KV of a token."""
+        share = self.data_parallel * min(self.tensor_parallel, self.shape.kv_heads)
+        rate = self.device.memory_bytes_per_s.value * self.device.attention_efficiency.value
+        return self.shape.kv_layer_bytes / share / rate
 
     @property
     def _peak(self) -> float | None:

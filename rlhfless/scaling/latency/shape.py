@@ -1,43 +1,19 @@
 """The sizes of a model that decide its speed, from its Hugging Face config.
 
-Known are grouped-query and latent attention over the whole context, dense and routed gated MLPs, and weights in 16, 8
-or 4 bits. Any other attention or quantisation is refused: nobody would see that figures of such a model are wrong.
+Known are the attention of `attention.py`, dense and routed gated MLPs, and weights in 16, 8 or 4 bits. Any other
+quantisation is refused: nobody would see that figures of such a model are wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from rlhfless.scaling.latency.attention import LatentAttention, UnknownShape, Windows, whole
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number."""
-
-
-class UnknownShape(ValueError):
-    """A config whose sizes cannot be determined. The message names the key."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): heads share one compressed KV, which each
-    tensor-parallel rank holds whole."""
-
-    query_rank: int
-    """Width of the compressed queries; 0 if they are not compressed."""
-    kv_rank: int
-    rope_dim: int
-    """Of a head's query and key, the part with rotation; keys share it."""
-    plain_dim: int
-    """The part without."""
-    value_dim: int
-
-    def parameters(self, hidden: int, heads: int) -> int:
-        """Of one layer."""
-        query_dim = heads * (self.plain_dim + self.rope_dim)
-        queries = self.query_rank * (hidden + query_dim) if self.query_rank else hidden * query_dim
-        keys = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.plain_dim + self.value_dim)
-        return queries + keys + heads * self.value_dim * hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +42,57 @@ class ModelShape:
     """None: grouped-query attention."""
     matrix_bytes: float | None = None
     """Bytes per parameter of attention and MLPs, if they are quantised; embeddings and head never are."""
+    plain_attention: bool = False
+    """Whether the attention of a quantised model is not."""
     product_bits: int = 16
     """Bits in which the products of attention's and MLPs' weights are computed."""
+    windows: Windows | None = None
+    """None: every layer attends to the whole context."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """The shape by the values of a `config.json`. Raises UnknownShape."""
-        _refuse_other_attention(config)
         layers, hidden, heads = (
-            _whole(config, "num_hidden_layers"),
-            _whole(config, "hidden_size"),
-            _whole(config, "num_attention_heads"),
+            whole(config, "num_hidden_layers"),
+            whole(config, "hidden_size"),
+            whole(config, "num_attention_heads"),
         )
         experts = next((int(config[key]) for key in _EXPERT_KEYS if config.get(key)), 0)
         dense_layers = _dense_layers(config, layers) if experts else layers
-        latent = _latent(config)
+        latent = LatentAttention.of_config(config)
         matrix_bytes, product_bits = _quantised(config)
         expert_width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
         shared_width = int(config.get("shared_expert_intermediate_size") or 0)
         shared_width += int(config.get("n_shared_experts") or 0) * expert_width
-        dense_width = _whole(config, "intermediate_size") if dense_layers else 0
+        dense_width = whole(config, "intermediate_size") if dense_layers else 0
         return cls(
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=1 if latent else int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            vocabulary=_whole(config, "vocab_size"),
+            vocabulary=whole(config, "vocab_size"),
             dense_mlp=3 * hidden * (dense_layers * dense_width + (layers - dense_layers) * shared_width),
             expert_mlp=3 * hidden * expert_width * (layers - dense_layers),
             experts=experts,
-            experts_per_token=_whole(config, "num_experts_per_tok") if experts else 0,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            experts_per_token=whole(config, "num_experts_per_tok") if experts else 0,
+            tied=bool(config.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma"))),
             weight_bytes=_bytes_of(config),
             latent=latent,
             matrix_bytes=matrix_bytes,
+            plain_attention=(config.get("quantization_config") or {}).get("quant_method") == _MXFP4,
             product_bits=product_bits,
+            windows=Windows.of_config(config, layers),
         )
+
+    def up_to(self, tokens: int) -> ModelShape:
+        """The shape for sequences of at most `tokens` tokens: a window that holds them all is none."""
+        return replace(self, windows=None) if self.windows and tokens <= self.windows.tokens else self
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.layers - (self.windows.layers if self.windows else 0)
 
     @property
     def attention(self) -> int:
@@ -134,12 +124,18 @@ class ModelShape:
 
     def read_bytes(self, tokens: float) -> float:
         """Bytes of the weights that are read for a batch of `tokens` tokens."""
-        return (self.read(tokens) - self.head) * self._matrix_bytes + self.head * self.weight_bytes
+        return self._bytes(self.read(tokens) - self.head) + self.head * self.weight_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV per token."""
-        return self.layers * self.kv_width * (self.kv_number_bytes or self.weight_bytes)
+        """Bytes of KV per token, in all layers. With windows that is an upper bound: a token behind a layer's window is
+        no longer held there."""
+        return self.layers * self.kv_layer_bytes
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """Bytes of KV per token and layer."""
+        return self.kv_width * (self.kv_number_bytes or self.weight_bytes)
 
     @property
     def kv_width(self) -> int:
@@ -158,60 +154,42 @@ class ModelShape:
         """Numbers of the keys of a token in one layer, as they are multiplied with queries in training."""
         return self.query_width if self.latent else self.kv_heads * self.head_dim
 
-    @property
-    def pair_operations(self) -> int:
-        """Operations of attention for a prefilled token and one that it attends to."""
+    def attention_operations(self, tokens: int, context_tokens: int) -> float:
+        """Operations of attention while `tokens` tokens are prefilled after `context_tokens`."""
+        pairs = self.full_layers * tokens * (context_tokens + tokens / 2)
+        if self.windows:
+            pairs += self.windows.layers * self.windows.attended(tokens, context_tokens)
         values = self.heads * (self.latent.value_dim if self.latent else self.head_dim)
-        return 2 * self.layers * (self.query_width + values)
+        return 2 * (self.query_width + values) * pairs
 
     @property
     def total_bytes(self) -> int:
         """All weights."""
         matrices = self.attention + self.dense_mlp + self.experts * self.expert_mlp
-        return int(matrices * self._matrix_bytes) + (self.parameters - matrices) * self.weight_bytes
+        return int(self._bytes(matrices)) + (self.parameters - matrices) * self.weight_bytes
 
     @property
     def expert_bytes(self) -> float:
         """All routed experts."""
         return self.experts * self.expert_mlp * self._matrix_bytes
 
+    def _bytes(self, matrices: float) -> float:
+        """Bytes of parameters of layers, all of the attention's among them."""
+        plain = self.attention if self.plain_attention else 0
+        return plain * self.weight_bytes + (matrices - plain) * self._matrix_bytes
+
     @property
     def _matrix_bytes(self) -> float:
         return self.weight_bytes if self.matrix_bytes is None else self.matrix_bytes
 
 
-_OTHER_ATTENTION = (
-    "attention_chunk_size",
-    "attn_layer_period",
-    "index_topk",
-    "linear_num_key_heads",
-    "mamba_d_state",
-    "mamba_num_heads",
-    "ssm_state_size",
-)
-"""Keys of attention over chunks or chosen tokens, and of layers with a state in place of KV."""
-
 _FLOATS = {"FP8": (1.0, 8), "NVFP4": (0.5 + 1 / 16, 4)}
 """Bytes per parameter and bits of products of ModelOpt's formats; a block of 16 numbers of NVFP4 has a scale of 8
 bits."""
 
-
-def _refuse_other_attention(config: Mapping[str, Any]) -> None:
-    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        raise UnknownShape(f"`layer_types` of the model's config has {kinds[0]!r}; only full attention is counted")
-    if config.get("sliding_window") and config.get("use_sliding_window", True) and not config.get("layer_types"):
-        raise UnknownShape(f"`sliding_window` is {config['sliding_window']}; only full attention is counted")
-    for key in _OTHER_ATTENTION:
-        if config.get(key):
-            raise UnknownShape(f"`{key}` of the model's config: only full attention over KV is counted")
-
-
-def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
-    if not config.get("kv_lora_rank"):
-        return None
-    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    return LatentAttention(int(config.get("q_lora_rank") or 0), *(_whole(config, name) for name in names))
+_MXFP4 = "mxfp4"
+"""The format of gpt-oss, which only its experts have: a block of 32 numbers of 4 bits has a scale of 8 bits (OCP
+Microscaling Formats v1.0), and products are of 16 bits."""
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -230,6 +208,8 @@ def _quantised(config: Mapping[str, Any]) -> tuple[float | None, int]:
     method = given.get("quant_method")
     if method == "fp8":
         return _FLOATS["FP8"]
+    if method == _MXFP4:
+        return 0.5 + 1 / 32, 16
     if method in ("awq", "gptq") and given.get("bits") in (4, 8):
         return given["bits"] / 8, 16
     if method == "modelopt" and (algorithm := given.get("quant_algo")) in _FLOATS:
@@ -239,19 +219,12 @@ def _quantised(config: Mapping[str, Any]) -> tuple[float | None, int]:
         activations = groups[0].get("input_activations") or {}
         return groups[0]["weights"]["num_bits"] / 8, int(activations.get("num_bits", 16))
     raise UnknownShape(
-        f"`quantization_config` of the model's config is {dict(given)}; known are fp8, awq and gptq of 4 or 8 bits, "
-        f"modelopt's {' and '.join(_FLOATS)}, and compressed-tensors with one group"
+        f"`quantization_config` of the model's config is {dict(given)}; known are fp8, mxfp4, awq and gptq of 4 or "
+        f"8 bits, modelopt's {' and '.join(_FLOATS)}, and compressed-tensors with one group"
     )
 
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-def _whole(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise UnknownShape(f"`{key}` of the model's config is {value!r}; a decoder-only transformer has a whole number")
-    return value
 
 
 def _bytes_of(config: Mapping[str, Any]) -> int:

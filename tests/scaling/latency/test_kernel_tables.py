@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhfless.scaling.latency.aiconfigurator import SYSTEMS, Grid, MeasuredKernels, NoTables, tables_folder
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.roofline import Roofline
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 
 CONFIG = {
     "num_hidden_layers": 2,

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet, UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.roofline import Roofline
-from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import start_s, weight_load_s
 
 LLAMA_8B = {
@@ -115,7 +116,10 @@ def test_a_config_that_says_too_little() -> None:
     ("keys", "said"),
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, "`layer_types`.*'linear_attention'"),
-        ({"sliding_window": 4096}, "`sliding_window` is 4096"),
+        ({"sliding_window": 4096}, "`sliding_window` of the model's config is 4096, and nothing says in which layers"),
+        ({"layer_types": ["sliding_attention"] * 32}, "`sliding_window` of the model's config is None"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "names 1 of 32 layers"),
+        ({"sliding_window": 512, "model_type": "mistral", "global_head_dim": 512}, "`global_head_dim`"),
         ({"index_topk": 2048}, "`index_topk`"),
         ({"mamba_d_state": 128}, "`mamba_d_state`"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'.*known are fp8"),

@@ -1,0 +1,132 @@
+"""A model's form of attention, from its Hugging Face config.
+
+Known are grouped-query and latent attention, to the whole context or to a window of the last tokens, or both by layer.
+Any other attention is refused: nobody would see that figures of such a model are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class UnknownShape(ValueError):
+    """A config whose sizes cannot be determined. The message names the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): heads share one compressed KV, which each
+    tensor-parallel rank holds whole."""
+
+    query_rank: int
+    """Width of the compressed queries; 0 if they are not compressed."""
+    kv_rank: int
+    rope_dim: int
+    """Of a head's query and key, the part with rotation; keys share it."""
+    plain_dim: int
+    """The part without."""
+    value_dim: int
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> LatentAttention | None:
+        """None for a model with grouped-query attention. Raises UnknownShape."""
+        if not config.get("kv_lora_rank"):
+            return None
+        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        return cls(int(config.get("q_lora_rank") or 0), *(whole(config, name) for name in names))
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Of one layer."""
+        query_dim = heads * (self.plain_dim + self.rope_dim)
+        queries = self.query_rank * (hidden + query_dim) if self.query_rank else hidden * query_dim
+        keys = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.plain_dim + self.value_dim)
+        return queries + keys + heads * self.value_dim * hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The layers in which a token attends to the last `tokens` tokens only, itself among them."""
+
+    layers: int
+    tokens: int
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], layers: int) -> Windows | None:
+        """The windows of a model with `layers` layers; None if every layer attends to the whole context.
+
+        The layers are those of `layer_types`, or of the rule by which transformers fills it in. Raises UnknownShape for
+        attention that is neither full nor to a window, and for a window whose layers neither tells.
+        """
+        _refuse_other_attention(config)
+        window, kinds = config.get("sliding_window"), config.get("layer_types")
+        if kinds:
+            if other := sorted(set(kinds) - {"full_attention", _WINDOWED}):
+                raise UnknownShape(f"`layer_types` of the model's config has {other[0]!r}; {_COUNTED}")
+            if len(kinds) != layers:
+                raise UnknownShape(f"`layer_types` of the model's config names {len(kinds)} of {layers} layers")
+            windowed = kinds.count(_WINDOWED)
+            return cls(windowed, whole(config, "sliding_window")) if windowed else None
+        if not window or not config.get("use_sliding_window", True):
+            return None
+        windowed = _windowed(config, layers)
+        return cls(windowed, whole(config, "sliding_window")) if windowed else None
+
+    def attended(self, tokens: float, context_tokens: float = 0) -> float:
+        """The pairs of one of `tokens` tokens and one that it attends to, in a windowed layer and behind
+        `context_tokens` others; the last of them have only the window before them."""
+        short = min(max(self.tokens - context_tokens, 0), tokens)  # tokens that see all that is before them
+        return short * (context_tokens + short / 2) + (tokens - short) * self.tokens
+
+
+_WINDOWED, _COUNTED = "sliding_attention", "attention to all tokens or to a window is counted"
+
+_EVERY_LAYER = ("mistral", "mixtral", "phi3")
+"""`model_type` of models whose `sliding_window` holds in every layer."""
+
+_OTHER_ATTENTION = (
+    "attention_chunk_size",
+    "attn_layer_period",
+    "global_head_dim",
+    "index_topk",
+    "linear_num_key_heads",
+    "mamba_d_state",
+    "mamba_num_heads",
+    "num_kv_shared_layers",
+    "ssm_state_size",
+    "swa_num_key_value_heads",
+)
+"""Keys of attention over chunks or chosen tokens, of layers with a state in place of KV or with another layer's KV, and
+of windowed layers with other heads."""
+
+
+def _windowed(config: Mapping[str, Any], layers: int) -> int:
+    """Windowed layers of a config without `layer_types`: all but each `sliding_window_pattern`th, all from
+    `max_window_layers` on, or all of a model type that is known for it."""
+    kind, pattern = config.get("model_type"), config.get("sliding_window_pattern")
+    pattern = pattern or {"gemma2": 2, "gemma3_text": 6}.get(str(kind))
+    if pattern:
+        return layers - layers // int(pattern)
+    if "max_window_layers" in config:
+        return max(layers - whole(config, "max_window_layers"), 0)
+    if kind in _EVERY_LAYER:
+        return layers
+    raise UnknownShape(
+        f"`sliding_window` of the model's config is {config['sliding_window']}, and nothing says in which layers; add "
+        "`layer_types`"
+    )
+
+
+def _refuse_other_attention(config: Mapping[str, Any]) -> None:
+    for key in _OTHER_ATTENTION:
+        if config.get(key):
+            raise UnknownShape(f"`{key}` of the model's config: only {_COUNTED}")
+
+
+def whole(config: Mapping[str, Any], key: str) -> int:
+    """A count of a config. Raises UnknownShape."""
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise UnknownShape(f"`{key}` of the model's config is {value!r}; a decoder-only transformer has a whole number")
+    return value
