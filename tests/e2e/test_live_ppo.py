@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fakes import saboteur
 from fakes.live_runs import fault_opening
 from rlhfless.loop.driver import execute
 from rlhfless.loop.host import Host, RunPaused, StopCause, Verdict
@@ -91,3 +93,26 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(assets: Path, uninterrupt
     assert ours.keys() == expected.keys()
     assert all(np.array_equal(expected[name], value) for name, value in ours.items())
     assert tokens_of(read_trace(tmp_path / "trace")) == tokens_of(read_trace(uninterrupted.folder / "trace"))
+
+
+async def kill_the_critic_at_random(run: Run) -> None:
+    """Twice in the run, each time somewhere between the begin of a step's generation and its end."""
+    random = np.random.default_rng(int(os.environ.get("RLHFLESS_CHAOS_SEED", "0")))
+    for step in (2, 4):
+        await saboteur.generating(run, step)
+        await asyncio.sleep(float(random.uniform(0.0, 2.0)))
+        await saboteur.kill_critic(run)
+
+
+@pytest.mark.long
+def test_a_critic_that_is_killed_at_random_changes_nothing(
+    assets: Path, uninterrupted: Session, tmp_path: Path
+) -> None:
+    start = fault_opening(assets, tmp_path, actors=1, recovery={"lease_s": 12, "beat_s": 6}, **PPO)
+    recovered, _ = asyncio.run(saboteur.drive(start, kill_the_critic_at_random))
+    assert recovered.replicas_lost >= 2
+    broken, whole = read_trace(tmp_path / "trace"), read_trace(uninterrupted.folder / "trace")
+    assert len(broken.rollouts) == len(whole.rollouts), "no sample is lost, and none counts twice"
+    assert tokens_of(broken) == tokens_of(whole)
+    expected, ours = weights_of(uninterrupted), weights_of(start)
+    assert all(np.array_equal(expected[name], value) for name, value in ours.items())

@@ -62,6 +62,10 @@ async def kill_learner(run: Run) -> None:
     os.kill(pid(run.learner.replicas()[0]), signal.SIGKILL)
 
 
+async def kill_critic(run: Run) -> None:
+    os.kill(pid(run.pools["critic"].replicas()[0]), signal.SIGKILL)
+
+
 async def kill_rank(run: Run) -> None:
     info = run.learner.replicas()[0].info
     assert info is not None
