@@ -6,7 +6,9 @@ resumed run it has seen all lengths of the trace, and the speeds of the run's en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.engine_starts import EngineStarts
@@ -18,12 +20,34 @@ from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import predictor_of
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.plan import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policy import Idle, Policy, StepEnded
-from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, ScalingSpec, WeightedSpec
+from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, WeightedSpec
+
+
+class StepDue:
+    """When the step in progress should have ended, by a run's contract. Runs that share devices take turns by it."""
+
+    def __init__(self, run: RunContract, clock: Callable[[], float] = time.time) -> None:
+        self._run = run
+        self._clock = clock
+        self._first_s = self._began_s = clock()
+        self._steps = 0
+
+    def end_step(self, end_s: float) -> None:
+        """A step has ended, and the next one begins."""
+        self._steps, self._began_s = self._steps + 1, end_s
+
+    def left_s(self) -> float:
+        """Seconds from now, less than 0 if it is late; infinite without a deadline."""
+        spec, left = self._run.of_step(self._steps), self._run.steps_left(self._steps)
+        contract = contract_for_step(spec, steps_left=left, spent_s=self._began_s - self._first_s)
+        if not isinstance(contract, CheapestUnderDeadline):
+            return math.inf
+        return self._began_s + contract.deadline_s - self._clock()
 
 
 class Scaler:
@@ -35,8 +59,10 @@ class Scaler:
         fleet: LiveFleet,
         speeds: EngineSpeeds,
         ledger: FleetFigures,
+        due: StepDue,
         moves: PrefixMoves | None = None,
     ) -> None:
+        self.due = due
         self.moves = moves
         """Decides when actors get prefixes from each other."""
         self.runner = PolicyRunner(policy, fleet, ledger.add_decision)
@@ -69,6 +95,7 @@ class Scaler:
     def end_step(self, record: StepRecord) -> None:
         """End a step; the policy gets the event once."""
         self.runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
+        self.due.end_step(record.end_s)
 
 
 def scaler_of(
@@ -91,27 +118,29 @@ def scaler_of(
     moves = PrefixMoves(connector, kv_token_bytes, speeds)
     starts = EngineStarts(spec, shape)
     fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves, starts)
-    return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger, moves)
+    spent_usd = ledger.cost_usd(())
+    due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
+    return Scaler(policy_of(spec, earlier, spent_usd), fleet, speeds, ledger, due, moves)
 
 
 def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
     """The policy of `scaling.policy`. In a resumed run it has seen the lengths of the trace, and the rest of a
     contract for the whole run applies to the remaining steps."""
     scaling = spec.scaling
-    done = () if earlier is None else earlier.steps
-    contract = _contract(scaling, sum(step.end_s - step.start_s for step in done), spent_usd)
-    run = RunContract(contract, max(spec.steps - len(done), 1))
+    # Actors that never leave cost the same whatever is decided.
+    contract = WeightedSpec(time_weight=1.0) if scaling.generation.fixed else scaling.contract
+    run = _rest_of(spec, contract, earlier, spent_usd)
     if isinstance(scaling.policy, CostAwareSpec) and earlier is not None:
         return CostAware(scaling.policy, run, PredictedLengths(predictor_of(earlier)))
     return make_policy(scaling.policy.type, scaling.policy, run)
 
 
-def _contract(scaling: ScalingSpec, spent_s: float, spent_usd: float) -> ContractSpec:
-    contract, bounds = scaling.contract, scaling.generation
-    if bounds.fixed:
-        return WeightedSpec(time_weight=1.0)  # it costs the same whatever is decided
+def _rest_of(spec: RunSpec, contract: ContractSpec, earlier: Trace | None, spent_usd: float) -> RunContract:
+    """What a contract leaves for the steps that are not in the trace."""
+    done = () if earlier is None else earlier.steps
     if isinstance(contract, CheapestSpec) and contract.per == "run":
-        return contract.model_copy(update={"deadline_s": max(contract.deadline_s - spent_s, 0.0)})
+        left_s = contract.deadline_s - sum(step.end_s - step.start_s for step in done)
+        contract = contract.model_copy(update={"deadline_s": max(left_s, 0.0)})
     if isinstance(contract, FastestSpec) and contract.per == "run":
-        return contract.model_copy(update={"budget_usd": max(contract.budget_usd - spent_usd, 0.0)})
-    return contract
+        contract = contract.model_copy(update={"budget_usd": max(contract.budget_usd - spent_usd, 0.0)})
+    return RunContract(contract, max(spec.steps - len(done), 1))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import tempfile
 import time
@@ -157,6 +158,8 @@ class Tenant:
     most: int = 1
     """Most runs on a device, this one included."""
     priority: int = 0
+    left_s: float = math.inf
+    """Seconds until the run's step should have ended by its contract."""
 
 
 @dataclass
@@ -329,12 +332,14 @@ class Keeper:
         """Wait for the run's turn on all these devices; returns an empty list when it has come. Otherwise, after
         `wait_s`, the runs whose turn it is; the request keeps its place."""
         await self._admit(tenant)
+        asked_s = time.monotonic()
 
         def is_mine() -> bool:
             if self._attempts[tenant.run_id] != tenant.attempt or tenant.run_id not in self._ends_s:
                 raise StaleHolder(f"attempt {tenant.attempt} waits for its turn, but has ended")
             seats = self._names(tenant.run_id, groups)
-            return self._turns.ask(tenant.run_id, seats, tenant.priority, time.monotonic())
+            now_s = time.monotonic()
+            return self._turns.ask(tenant.run_id, seats, tenant.priority, now_s, asked_s + tenant.left_s)
 
         if is_mine():
             return []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
@@ -87,6 +88,8 @@ class RunDevices:
         that is killed before would leave its devices held for as long as a start may take."""
         self.acquired: Callable[[Acquired], None] = lambda _: None
         """Called with each wait for devices that has ended."""
+        self.left_s: Callable[[], float] = lambda: math.inf
+        """Seconds until the run's step should have ended by its contract."""
 
     @property
     def shared(self) -> bool:
@@ -333,7 +336,7 @@ class RunDevices:
             if self._keeper is None:
                 self._keeper = keeper_of(self._keeper_name, self._keeps_s)
             run_id, attempt = self._call.run_id, self._call.attempt
-            tenant = Tenant(run_id, attempt, self._keeps_s, self._tenants, self._priority)
+            tenant = Tenant(run_id, attempt, self._keeps_s, self._tenants, self._priority, self.left_s())
             return await asyncio.wait_for(getattr(self._keeper, method).remote(tenant, *arguments), CALL_S)
         except RayTaskError as error:
             if isinstance(error.cause, StaleHolder):

@@ -172,6 +172,7 @@ async def _fleet(
         checkpoints=session.checkpoints,
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
     )
+    devices.left_s = run.scaler.due.left_s
     actors = session.host.began(run, devices.held)
     if actors is not None:
         run.scaler.fleet.limit_actors(actors)

@@ -4,12 +4,14 @@ A *seat* is a group of devices that several runs are put on. It has one owner at
 there; all others sleep, or wait. A run asks for all seats of a phase at once and gets them together, so that two runs
 that need the same seats never hold one each and wait for the other.
 
-Requests have an order: priority, which grows while a run waits; then the time of asking. A request that waits keeps its
-seats from all requests behind it, so nothing smaller overtakes it for ever.
+Requests have an order: priority, which grows while a run waits; then the earliest deadline of the step (Liu and
+Layland, J. ACM 20, 1973), which runs without a deadline do not have; then the time of asking. A request that waits
+keeps its seats from all requests behind it, so nothing smaller overtakes it for ever.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ class _Request:
     run_id: str
     seats: frozenset[str]
     priority: int
+    due_s: float
     asked_s: float
 
 
@@ -38,12 +41,13 @@ class SeatTurns:
         self._owners: dict[str, str] = {}
         self._requests: dict[tuple[str, frozenset[str]], _Request] = {}
 
-    def ask(self, run_id: str, seats: Collection[str], priority: int, now_s: float) -> bool:
-        """Ask for seats, all together. Returns whether the run owns them now; if not, it waits for them: ask again."""
+    def ask(self, run_id: str, seats: Collection[str], priority: int, now_s: float, due_s: float = math.inf) -> bool:
+        """Ask for seats, all together. `due_s`: when the run's step should have ended. Returns whether the run owns
+        them now; if not, it waits for them: ask again."""
         wanted = frozenset(seats)
         known = self._requests.get((run_id, wanted))
         asked_s = now_s if known is None else known.asked_s
-        self._requests[run_id, wanted] = _Request(run_id, wanted, priority, asked_s)
+        self._requests[run_id, wanted] = _Request(run_id, wanted, priority, due_s, asked_s)
         self._grant(now_s)
         return all(self._owners.get(seat) == run_id for seat in wanted)
 
@@ -71,8 +75,9 @@ class SeatTurns:
         self.pass_on(run_id, frozenset(self._owners).union(*asked), now_s)
 
     def _grant(self, now_s: float) -> None:
-        def rank(request: _Request) -> tuple[float, float, str]:
-            return -aged_priority(request.priority, now_s - request.asked_s), request.asked_s, request.run_id
+        def rank(request: _Request) -> tuple[float, float, float, str]:
+            priority = aged_priority(request.priority, now_s - request.asked_s)
+            return -priority, request.due_s, request.asked_s, request.run_id
 
         kept: set[str] = set()
         for request in sorted(self._requests.values(), key=rank):

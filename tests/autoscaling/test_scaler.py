@@ -17,16 +17,17 @@ from fakes.live_fleet import Fleet
 from fakes.stage import Reader, draw, until
 from fakes.traced import rollout
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
-from rlhfless.autoscaling.scaler import Scaler, policy_of
+from rlhfless.autoscaling.scaler import Scaler, StepDue, policy_of
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.lengths import StepSamples, predictor_of
+from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policy import Policy
-from rlhfless.spec import RunSpec
+from rlhfless.spec import CheapestSpec, RunSpec, WeightedSpec
 from rlhfless.spec.explain import tag_of
 from rlhfless.spec.policies import POLICY_SEAM
 
@@ -42,7 +43,8 @@ class Life:
         values["scaling"]["policy"] = policy
         self.spec = RunSpec.model_validate(values)
         speeds = EngineSpeeds(None, 1, sequences)
-        self.scaler = Scaler(policy_of(self.spec, None), self.scene.fleet, speeds, self.scene.ledger)
+        due = StepDue(RunContract())
+        self.scaler = Scaler(policy_of(self.spec, None), self.scene.fleet, speeds, self.scene.ledger, due)
         self.now_s = 0.0
 
     def stage(self, what: RolloutRequest) -> GenerationStage:
@@ -204,3 +206,18 @@ def test_a_resumed_policy_has_seen_the_lengths_of_its_trace() -> None:
 
 def test_the_spec_offers_policies_that_there_are_and_that_need_no_future() -> None:
     assert set(OFFERED) == {name for name, kind in POLICIES.items() if kind.placement is None}
+
+
+def test_a_step_is_due_at_its_share_of_the_contract() -> None:
+    """100 s for four steps. The first takes 40 s, so 20 s are left for each of the others."""
+    now_s = 1000.0
+    due = StepDue(RunContract(CheapestSpec(deadline_s=100.0, per="run"), steps=4), lambda: now_s)
+    now_s = 1005.0
+    assert due.left_s() == 20.0
+    due.end_step(1040.0)
+    now_s = 1050.0
+    assert due.left_s() == 10.0
+    now_s = 1070.0
+    assert due.left_s() == -10.0
+    assert StepDue(RunContract(CheapestSpec(deadline_s=30.0, per="step"), steps=4), lambda: now_s).left_s() == 30.0
+    assert StepDue(RunContract(WeightedSpec(), steps=4)).left_s() == math.inf

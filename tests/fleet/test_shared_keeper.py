@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,18 @@ async def test_a_turn_passes_on_and_the_owner_is_told_that_it_is_wanted(two: Hol
     came = asyncio.create_task(keeper.turn(tenant("b"), ["learner-0"], 10))
     await keeper.pass_on(tenant("a"), ["generation-0"])
     assert await came == []
+
+
+async def test_a_turn_goes_to_the_run_whose_step_is_due_first(two: Holders) -> None:
+    keeper = Keeper(60)
+    three = [dataclasses.replace(tenant(run), most=3, left_s=left_s) for run, left_s in (("a", 1), ("b", 90), ("c", 9))]
+    for each in three:
+        assert await device_of(keeper, each, "generation-0", room=each is three[0]) == "0"
+    assert await keeper.turn(three[0], ["generation-0"], 0) == []
+    for each in three[1:]:
+        assert await keeper.turn(each, ["generation-0"], 0) == ["a"]
+    await keeper.pass_on(three[0], ["generation-0"])
+    assert await keeper.turn(three[1], ["generation-0"], 0) == ["c"]
 
 
 async def test_a_run_that_has_left_takes_no_turn_any_more(two: Holders) -> None:

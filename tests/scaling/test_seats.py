@@ -53,6 +53,19 @@ def test_priority_goes_first_and_grows_with_the_wait() -> None:
     assert turns.owners(["0"]) == ["low"], "it has waited for one level longer"
 
 
+def test_of_equal_priority_the_step_that_is_due_first_goes_first() -> None:
+    turns = SeatTurns()
+    assert turns.ask("a", ["0"], 0, 0.0)
+    assert not turns.ask("no deadline", ["0"], 0, 1.0)
+    assert not turns.ask("later", ["0"], 0, 2.0, due_s=100.0)
+    assert not turns.ask("sooner", ["0"], 0, 3.0, due_s=50.0)
+    order = []
+    for owner in ("a", "sooner", "later"):
+        turns.pass_on(owner, ["0"], 4.0)
+        order += turns.owners(["0"])
+    assert order == ["sooner", "later", "no deadline"]
+
+
 def test_a_run_that_has_gone_leaves_nothing() -> None:
     turns = SeatTurns()
     assert turns.ask("a", ["0"], 0, 0.0)
