@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +26,8 @@ OTHERS = 0o077
 class NotPrivate(UserError):
     """A folder belongs to another user, or another user could put other content in its place."""
 
+
+_LOCK_POLL_S = 0.01
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -53,6 +56,21 @@ def lock(file: Path) -> IO[str] | None:
         stream.close()
         return None
     return stream
+
+
+def wait_for_lock(stream: IO[str], how: int, timeout_s: float) -> bool:
+    """Locks an open file, shared or exclusively (`fcntl.LOCK_SH`, `LOCK_EX`), until it is closed; waits while another
+    process has locked it. Returns False if it is still locked after `timeout_s`. The kernel frees the lock of a process
+    that dies."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(stream, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOCK_POLL_S)
 
 
 def home() -> Path:

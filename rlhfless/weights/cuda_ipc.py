@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +19,7 @@ from typing import IO, Any
 import torch
 from torch.multiprocessing import reductions
 
+from rlhfless.folders import wait_for_lock
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.weights.digest import digest_by_threads, dtype_name, tensor_at, threads
@@ -32,7 +32,6 @@ NOTE = ".on-gpu"
 
 _ALIGNMENT_BYTES = 256  # of each tensor, as torch's own allocations have
 _LOCK_TIMEOUT_S = 120.0
-_LOCK_POLL_S = 0.005
 
 
 class IpcStore:
@@ -142,15 +141,9 @@ class IpcReader:
 
 def _lock(file: IO[str], how: int) -> None:
     """Lock an open file, shared or exclusively. Raises TimeoutError if others hold it for too long."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            return fcntl.flock(file, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                who = "an engine reads" if how == fcntl.LOCK_EX else "the learner writes"
-                raise TimeoutError(f"waited {_LOCK_TIMEOUT_S:g} s for the weights on the GPU, which {who}") from None
-            time.sleep(_LOCK_POLL_S)
+    if not wait_for_lock(file, how, _LOCK_TIMEOUT_S):
+        user = "an engine reads" if how == fcntl.LOCK_EX else "the learner writes"
+        raise TimeoutError(f"waited {_LOCK_TIMEOUT_S:g} s for the weights on the GPU, which {user}")
 
 
 def _tensors(memory: torch.Tensor, layout: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:

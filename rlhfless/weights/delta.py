@@ -47,8 +47,8 @@ SAMPLED = 64
 
 
 def delta(old: Path, new: Path, out: IO[bytes]) -> bool:
-    """Writes what changed to `out`. Returns False, with nothing written, if the files are not alike, or most of their
-    words differ. Raises OSError for a file that is not there."""
+    """Writes the changes from `old` to `new` to `out`. Returns False, with nothing written, if the files are not alike,
+    or too many of their words differ. Raises OSError for a file that is not there."""
     header, after, rest = _parts(new)
     _, before, _ = _parts(old)
     if len(before) != len(after) or _changed_share(before, after) > MOST_CHANGED:
@@ -63,7 +63,7 @@ def delta(old: Path, new: Path, out: IO[bytes]) -> bool:
 
 
 def _changes(before: Words, after: Words, number: int) -> bytes:
-    """What changed in one chunk."""
+    """The changes of one chunk."""
     chunk = slice(number * CHUNK_WORDS, (number + 1) * CHUNK_WORDS)
     differ = before[chunk] != after[chunk]
     count = int(np.count_nonzero(differ))
@@ -75,9 +75,10 @@ def _changes(before: Words, after: Words, number: int) -> bytes:
 
 
 def apply(old: Path, changes: Data, file: int) -> None:
-    """Writes the new version to an open file: the old one's words, but for what changed.
+    """Writes the new version to an open file: the old one's words, with the changed ones replaced.
 
-    Raises WeightFileError if the changes are not of this version; the new version's digest says whether they were all.
+    Raises WeightFileError if the changes are not of this version; the new version's digest shows whether they were
+    complete.
     """
     _, before, _ = _parts(old)
     header_bytes, words, rest = _HEAD.unpack(_part(changes, 0, _HEAD.size))
@@ -131,7 +132,7 @@ def _part(changes: Data, start: int, size: int) -> memoryview:
 
 
 def _parts(path: Path) -> tuple[bytes, Words, bytes]:
-    """The header of a safetensors file, all words behind it, and the byte that may be left."""
+    """The header of a safetensors file, all words behind it, and the last byte where their number of bytes is odd."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     begins = 8 + int.from_bytes(mapped[:8], "little")

@@ -2,9 +2,9 @@
 
 Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder itself.
 Any other asks its node's cache first; if the version is not there, one reader downloads it, in pieces over several
-connections, while the others of the node wait for the lock, so a node pulls and hashes each version once. Over a slow
-network a node that has the version before asks for what changed (`delta`), and gets the whole version if that is no
-shorter, or does not come to it. A download is checked against the version's digest before it takes its name in the
+connections, while the others of the node wait for its lock, so a node pulls and hashes each version once. Over a slow
+network a node that has the version before asks for the changes (`delta`), and downloads the whole version if they are
+no shorter, or fail. A download is checked against the version's digest before it takes its name in the
 cache, so that, as in `FolderStore`, every version that can be seen is complete and right.
 
 Not done: TLS (run it inside the cluster's network).
@@ -21,13 +21,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhfless.folders import wait_for_lock
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.weights.delta import apply
@@ -43,12 +43,11 @@ _PIECE_BYTES = 64 << 20  # of a version, in one request: long enough that its st
 _CONNECTIONS = 4  # at the same time: one TCP stream rarely fills a fast network
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
-_LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish its download
-_LOCK_POLL_S = 0.02
+_LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to end its download
 _CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
 _FAST_BYTES_PER_S = 1e9
 """A network from which on a whole version is there sooner. On two cores that do both sides, of 1 GB with 5 % of its
-elements changed 0.9 GB fewer are sent, and 1.0 s more is spent on finding and applying what changed."""
+elements changed 0.9 GB fewer are sent, and 1.0 s more is spent on finding and applying the changes."""
 
 _RATE = ".rate"
 """A file of the cache: at how many bytes per second the last whole version came."""
@@ -90,28 +89,15 @@ class HttpStore:
         self.transport = "http"
         path = self._cache.path(version)
         if not _is_sound(path, version):
-            with self._only_downloader():
+            with (self._cache.folder / ".lock").open("w") as lock:
+                if not wait_for_lock(lock, fcntl.LOCK_EX, _LOCK_TIMEOUT_S):
+                    raise WeightFileError(
+                        f"waited {_LOCK_TIMEOUT_S:g} s for another engine's download to {self._cache.folder}"
+                    )
                 if not _is_sound(path, version):
                     self._download(location, path, version)
                     self._drop_old(path)
         return path
-
-    @contextmanager
-    def _only_downloader(self) -> Iterator[None]:
-        """One reader of the node at a time. The kernel frees the lock of a reader that dies."""
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        with (self._cache.folder / ".lock").open("w") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise WeightFileError(
-                            f"waited {_LOCK_TIMEOUT_S:g} s for another download to {self._cache.folder}"
-                        ) from None
-                    time.sleep(_LOCK_POLL_S)
-            yield
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
         before = [each for each in self._cache.versions() if each != version]
@@ -126,7 +112,7 @@ class HttpStore:
             _check(url, draft, version)
 
     def _patch(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
-        """Make the version from the one before and what changed. Returns False if all is to be downloaded instead."""
+        """Makes the version from the one before and the changes. Returns False if all of it must be downloaded."""
         what = f"changes of weights {url} (digest {version.digest})"
         try:
             with tempfile.TemporaryFile(dir=path.parent) as changes:

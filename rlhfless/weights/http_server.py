@@ -22,7 +22,7 @@ from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 PREFIX = "/versions/"
 JOIN = "/join/"  # asks for a broadcast
 MEMBER = "?member="
-SINCE = "?since="  # asks for what changed since another version
+SINCE = "?since="  # asks for the changes since another version
 CHANGES = ".changes"  # a file beside the versions
 STALL_TIMEOUT_S = 20.0  # longest silence of the other side; a long but steady download is fine
 _CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
@@ -97,13 +97,13 @@ class HttpStoreServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET of one version, whole or a range of it (`Range: bytes=N-M`), or of what changed since another one."""
+    """GET of one version, whole or a range of it (`Range: bytes=N-M`), or of the changes since another one."""
 
     store: FolderStore
     token: str
     join: Join | None
     comparing: threading.Lock
-    """One request at a time looks what changed; the others find it then."""
+    """One request at a time compares two versions; the others find the file of changes then."""
     timeout = STALL_TIMEOUT_S
 
     def do_GET(self) -> None:  # the name is http.server's
@@ -138,8 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.store.path(version_of(name))
 
     def _changes(self, name: str, since: str) -> Path:
-        """The file with what changed, made when it is asked for first; it is empty if all should be sent instead.
-        Raises FileNotFoundError then, or if a version is not there any more."""
+        """The file of the changes between two versions, written at the first request for it. Raises FileNotFoundError
+        if it is empty, so that the whole version should be sent, or if a version was deleted."""
         new, old = self._path(name), self._path(since)
         path = new.with_name(f"{version_of(name).digest}-{version_of(since).digest}{CHANGES}")
         with self.comparing:
@@ -170,8 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _drop_changes(folder: Path, newest: str) -> None:
-    """Deletes what changed up to versions other than `newest` (a digest): a node that lacks it gets the whole version.
-    Nodes may hold different versions before the newest, so what changed since each of them stays."""
+    """Deletes the changes up to versions other than `newest` (a digest): a node that asks for them gets the whole
+    version. Nodes may hold different versions before the newest, so the changes since each of them stay."""
     for path in folder.glob(f"*{CHANGES}"):
         if not path.name.startswith(newest):
             path.unlink(missing_ok=True)

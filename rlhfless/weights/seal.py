@@ -3,7 +3,7 @@
 The header of a file keeps the hash of each tensor. The process that has hashed all of a file's bytes on a node, because
 it wrote or fetched them, seals the file there, and readers of that node take the hashes from the header. The seal is in
 the file's time of modification, so whatever writes to the file afterwards breaks it; then readers hash the bytes
-themselves. It does not see what changes memory behind the kernel's back, such as stores to a shared mapping.
+themselves. Stores to a shared mapping leave that time as it is, so they do not break the seal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def hashes_note(names: Collection[str], digest: Digest) -> Mapping[str, str]:
 
 
 def seal(file: int, digest: str) -> None:
-    """To be called by a process that has hashed all bytes of an open file, when it has written the last one."""
+    """Seals an open file. The caller has hashed all its bytes, and has written the last one."""
     now = time.time_ns()
     os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
 
