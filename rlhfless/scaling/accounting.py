@@ -137,7 +137,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
 
 
 def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> Usage:
-    """Adds up the holdings and invocations given."""
+    """The usage of one function, from its holdings and invocations."""
     work = _by_incarnation(invocations)
     busy: list[float] = []
     idle: list[float] = []
@@ -151,7 +151,7 @@ def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocati
             busy.append(busy_s * holding.share)
             idle.append((holding.duration_s - busy_s) * holding.share)
     return Usage(
-        name=str(name),
+        name=name,
         busy_device_s=math.fsum(busy),
         idle_device_s=math.fsum(idle),
         cold_device_s=math.fsum(cold),

@@ -1,6 +1,6 @@
-"""How long a run waits for devices and engines: what was measured, and what a plan counts on. Pure.
+"""How long a run waits for devices and engines: measured waits, and the estimates that plans use. Pure.
 
-Devices on a node that is there come within a second or two; a node that a cluster autoscaler has to bring takes
+Devices on a node that is present come within a second or two; a node that a cluster autoscaler has to bring takes
 minutes. Each wait is a row of the trace's table `decisions`, of kind `acquire`; each start of an engine is one of kind
 `start`, with the seconds of its phases.
 """
@@ -66,7 +66,7 @@ class Acquired:
 
 
 class AcquisitionLags:
-    """Estimates of the time until devices are there whose node has to come."""
+    """Estimates how long devices take whose node has to be brought by an autoscaler."""
 
     def __init__(self, prices: PriceBook, earlier: Iterable[Acquired] = ()) -> None:
         self._prices = prices
@@ -75,7 +75,7 @@ class AcquisitionLags:
             self.add(acquired)
 
     def add(self, acquired: Acquired) -> None:
-        """Learn from a wait. Devices of a node that was there tell nothing of one that has to come."""
+        """Learns from a wait; one for devices of a node that was present says nothing about a node that has to come."""
         if acquired.node_came:
             self._lags_s[acquired.device_kind].append(acquired.lag_s)
 

@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RentalTerms:
-    """How devices are rented, as a policy and the simulator need to know it."""
+    """How devices are rented, for policies and the simulator."""
 
     granularity_s: float = 0.0
     """A lease is billed in multiples of this; 0 bills the time used."""
@@ -33,7 +33,7 @@ class RentalTerms:
 
     @classmethod
     def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> RentalTerms:
-        """The hardest of the terms of several kinds of devices."""
+        """The dearest of the terms of several kinds of devices."""
         known = [billing for billing in billings if billing is not None]
         granularity_s = max((billing.granularity_s for billing in known), default=0.0)
         return cls(granularity_s, max((billing.minimum_s for billing in known), default=0.0), reacquire_s)
@@ -44,11 +44,19 @@ class RentalTerms:
         return self == RentalTerms()
 
     def paid_until_s(self, start_s: float, end_s: float) -> float:
-        """Until when a lease is paid for that is held from `start_s` to `end_s`."""
-        return start_s + _rounded_s(end_s - start_s, self.granularity_s, self.minimum_s)
+        """The end of the time that is paid for, of a lease that is held from `start_s` to `end_s`."""
+        return start_s + self._billed_s(end_s - start_s)
+
+    def _billed_s(self, held_s: float) -> float:
+        if held_s <= 0:
+            return 0.0
+        at_least_s = max(held_s, self.minimum_s)
+        if self.granularity_s == 0:
+            return at_least_s
+        return max(math.ceil(at_least_s / self.granularity_s - _ROUNDING) * self.granularity_s, held_s)
 
     def another_s(self, lease_s: float) -> float:
-        """Expected seconds that are paid for in vain by one more lease of about `lease_s`."""
+        """Expected seconds that one more lease of about `lease_s` is billed beyond its use."""
         return self.granularity_s / 2 + max(self.minimum_s - lease_s, 0.0)
 
 
@@ -72,18 +80,7 @@ class DeviceLease:
 
 def billed_s(held_s: float, billing: Billing | None) -> float:
     """The seconds that the seller bills for a machine that was kept for `held_s`."""
-    if billing is None:
-        return max(held_s, 0.0)
-    return _rounded_s(held_s, billing.granularity_s, billing.minimum_s)
-
-
-def _rounded_s(held_s: float, granularity_s: float, minimum_s: float) -> float:
-    if held_s <= 0:
-        return 0.0
-    at_least_s = max(held_s, minimum_s)
-    if granularity_s == 0:
-        return at_least_s
-    return max(math.ceil(at_least_s / granularity_s - _ROUNDING) * granularity_s, held_s)
+    return RentalTerms.of([billing], reacquire_s=0.0).paid_until_s(0.0, held_s)
 
 
 def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[DeviceLease]:

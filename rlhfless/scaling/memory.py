@@ -119,7 +119,7 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpoint
     """Kept by the decoder for the backward pass of T tokens, in a format of b bytes.
 
     all layers       L T layer_token_bytes
-    checkpointing    L T b h               (inputs of the layers; each layer is computed anew when it is its turn)
+    checkpointing    L T b h               (inputs of the layers; each layer is recomputed in its turn)
     """
     if checkpointing:
         return shape.layers * tokens * DTYPE_BYTES[dtype] * shape.hidden
@@ -211,25 +211,27 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
     layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head
     kept = activation_bytes(shape, tokens, how.dtype, checkpointing=how.checkpointing)
-    anew = tokens * layer_token_bytes(shape, how.dtype) if how.checkpointing else 0
+    recomputed = tokens * layer_token_bytes(shape, how.dtype) if how.checkpointing else 0
     sharing = tokens * sharing_token_bytes(shape, how.dtype, backward=True) if how.sharing else 0
     logits = 8 * tokens * shape.hidden if how.values else logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
-    all_of_it = b * (shape.parameters - root) + r * root
+    whole = b * (shape.parameters - root) + r * root
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
-    of_head = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
+    head_gradient = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
     moments = {
-        "head": (MemoryPart("activations", kept), MemoryPart("head's gradient", of_head), MemoryPart("logits", logits)),
+        "head": (
+            MemoryPart("activations", kept),
+            MemoryPart("head's gradient", head_gradient),
+            MemoryPart("logits", logits),
+        ),
         "layer": (
-            MemoryPart("activations", kept + anew),
+            MemoryPart("activations", kept + recomputed),
             MemoryPart("attention to shared prefixes", sharing),
             MemoryPart("gradients of a layer", r * head + 8 * layer),
         ),
         "root": (MemoryPart("gradients of embeddings and head", r * head + 4 * root if how.alone else (r + 4) * root),),
     }
     learning = [
-        MemoryPhase(
-            "learn", (*states, MemoryPart("gathered weights", all_of_it if how.alone else gathered[name]), *parts)
-        )
+        MemoryPhase("learn", (*states, MemoryPart("gathered weights", whole if how.alone else gathered[name]), *parts))
         for name, parts in moments.items()
     ]
     return (

@@ -181,14 +181,14 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     """
     (actors,) = (wanted for wanted in functions if wanted.site is Site.WINDOWS)
     kind = device_kind(spec, nodes)
-    rooms = _rooms(spec, nodes, kind, actors.devices)
-    generation, learning = _sides(spec, rooms, actors.devices)
+    by_node = _by_node(spec, nodes, kind, actors.devices)
+    generation, learning = _sides(spec, by_node, actors.devices)
     windows = _windows(spec, generation, actors.devices, actors.replicas, kind)
-    learner = [device for room in learning for device in room.devices]
+    learner = [device for node in learning for device in node.devices]
     used = windows[: actors.replicas] if spec.mode == "disaggregated" else []
     groups = [
-        *(DeviceGroup(f"{actors.function}-{i}", window.devices, window.node) for i, window in enumerate(used)),
-        *(DeviceGroup(f"learner-{i}", room.devices, room.node) for i, room in enumerate(learning)),
+        *(DeviceGroup(f"{actors.function}-{i}", window.devices, window.name) for i, window in enumerate(used)),
+        *(DeviceGroup(f"learner-{i}", node.devices, node.name) for i, node in enumerate(learning)),
     ]
     chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken = 0
@@ -235,14 +235,15 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _NodeDevices:
     """Devices of one node."""
 
-    node: str
+    name: str
+    """Of the node; empty for one that has to come."""
     devices: tuple[Device, ...]
 
 
-def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int) -> list[_Room]:
+def _by_node(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int) -> list[_NodeDevices]:
     """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
     have: as many as the largest that is there, and at least one actor's. Where nodes may come and none that is there
     holds an actor, co-located functions, which share their devices, wait for such nodes."""
@@ -272,52 +273,56 @@ def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int
         left -= sizes[-1][1]
     prefix = "cpu" if kind == CPU_KIND else "gpu"
     numbered = iter([Device(f"{prefix}-{i}", kind, i) for i in range(wanted)])
-    return [_Room(name, tuple(islice(numbered, size))) for name, size in sizes]
+    return [_NodeDevices(name, tuple(islice(numbered, size))) for name, size in sizes]
 
 
-def _sides(spec: PlacementSpec, rooms: Sequence[_Room], per_actor: int) -> tuple[Sequence[_Room], Sequence[_Room]]:
-    """The rooms of generation and of the learner side."""
+def _sides(
+    spec: PlacementSpec, by_node: Sequence[_NodeDevices], per_actor: int
+) -> tuple[Sequence[_NodeDevices], Sequence[_NodeDevices]]:
+    """The devices of generation and of the learner side."""
     if spec.mode != "disaggregated":
-        return rooms, rooms
-    count, needed = sum(len(room.devices) for room in rooms), spec.learner_devices
+        return by_node, by_node
+    count, needed = sum(len(node.devices) for node in by_node), spec.learner_devices
     if count <= needed:
         raise PlacementError(
             f"placement.learner_devices is {needed} and the run has {count} device(s), which "
             "leaves none for generation; use mode colocated, or more devices"
         )
     # On one node if it has enough: where that costs the fewest actors, and of such the smallest. Otherwise on several.
-    enough = [room for room in reversed(rooms) if len(room.devices) >= needed]
+    enough = [node for node in reversed(by_node) if len(node.devices) >= needed]
 
-    def cost(room: _Room) -> tuple[int, int]:
-        size = len(room.devices)
+    def cost(node: _NodeDevices) -> tuple[int, int]:
+        size = len(node.devices)
         return size // per_actor - (size - needed) // per_actor, size
 
-    order = [min(enough, key=cost)] if enough else list(reversed(rooms))
-    learning: list[_Room] = []
-    rest = {id(room): room for room in rooms}
-    for room in order:
-        part = min(needed, len(room.devices))
+    order = [min(enough, key=cost)] if enough else list(reversed(by_node))
+    learning: list[_NodeDevices] = []
+    rest = {id(node): node for node in by_node}
+    for node in order:
+        part = min(needed, len(node.devices))
         needed -= part
         if part:
-            learning.insert(0, _Room(room.node, room.devices[-part:]))
-            rest[id(room)] = _Room(room.node, room.devices[:-part])
-    return [room for room in rest.values() if room.devices], learning
+            learning.insert(0, _NodeDevices(node.name, node.devices[-part:]))
+            rest[id(node)] = _NodeDevices(node.name, node.devices[:-part])
+    return [node for node in rest.values() if node.devices], learning
 
 
-def _windows(spec: PlacementSpec, rooms: Sequence[_Room], size: int, actors: int, kind: str) -> list[_Room]:
+def _windows(
+    spec: PlacementSpec, by_node: Sequence[_NodeDevices], size: int, actors: int, kind: str
+) -> list[_NodeDevices]:
     """Where actors may sit: neighbours on one node, and no device twice."""
     windows = [
-        _Room(room.node, room.devices[first : first + size])
-        for room in rooms
-        for first in range(0, len(room.devices) - size + 1, size)
+        _NodeDevices(node.name, node.devices[first : first + size])
+        for node in by_node
+        for first in range(0, len(node.devices) - size + 1, size)
     ]
-    count = sum(len(room.devices) for room in rooms)
+    count = sum(len(node.devices) for node in by_node)
     if spec.mode == "disaggregated" and spec.ray_address and spec.devices:
         # What is left of each node makes no actor; where nodes may come, it is asked for on another one.
-        left = [device for room in rooms for device in room.devices[len(room.devices) // size * size :]]
-        windows += [_Room("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
+        left = [device for node in by_node for device in node.devices[len(node.devices) // size * size :]]
+        windows += [_NodeDevices("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
     if not windows:
-        most = max(len(room.devices) for room in rooms)
+        most = max(len(node.devices) for node in by_node)
         on_one = "" if most == count else f", and not more than {most} of them on one node"
         raise PlacementError(
             f"generation.engine.tensor_parallel_size is {size}, but generation has {count} device(s){on_one}; lower "
@@ -347,9 +352,9 @@ def _with_shares(
     chosen: Mapping[str, Sequence[tuple[Device, ...]]],
 ) -> dict[str, tuple[Allocation, ...]]:
     """The allocations of devices: the replicas on a device have equal shares of it, which add up to 1."""
-    crowd = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
+    replicas_on = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
 
     def shared(devices: tuple[Device, ...]) -> Allocation:
-        return Allocation(devices, tuple(1.0 / crowd[device] for device in devices))
+        return Allocation(devices, tuple(1.0 / replicas_on[device] for device in devices))
 
     return {function: tuple(map(shared, allocations)) for function, allocations in chosen.items()}

@@ -115,10 +115,6 @@ class SlotView:
     waiting: int = 0
     """The number of samples that prefill, or wait for the replica to be ready."""
 
-    @property
-    def working(self) -> bool:
-        return self.running + self.waiting > 0
-
 
 @dataclass(frozen=True, slots=True)
 class StepView:

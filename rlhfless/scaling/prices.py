@@ -40,11 +40,20 @@ class PriceError(UserError):
 
 Usd = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
-Source = Annotated[str, Field(min_length=1)]
 
 
-class SpotPrice(SpecModel):
-    """The same device at a lower price, which the seller may take away."""
+class Cited(SpecModel):
+    """Figures with where and when they were read."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """Where the figures were read or measured; an assumption should say that it is one."""
+
+    as_of: date
+    """When they were read."""
+
+
+class SpotPrice(Cited):
+    """The same device as spot capacity: cheaper, but the seller may take it away."""
 
     usd_per_hour: Usd
     """US dollars per hour of one whole device."""
@@ -52,14 +61,8 @@ class SpotPrice(SpecModel):
     interruptions_per_hour: Annotated[float, Field(ge=0)]
     """How often one device is taken away, on average."""
 
-    source: Source
-    """The source of both figures; an assumption should say that it is one."""
 
-    as_of: date
-    """When they were read."""
-
-
-class Billing(SpecModel):
+class Billing(Cited):
     """How the seller counts the time of a machine."""
 
     granularity_s: Seconds = 0.0
@@ -68,37 +71,19 @@ class Billing(SpecModel):
     minimum_s: Seconds = 0.0
     """Shortest time that is billed."""
 
-    source: Source
-    """The source of these terms."""
 
-    as_of: date
-    """When it was read."""
-
-
-class Provisioning(SpecModel):
+class Provisioning(Cited):
     """Getting a machine that is not running yet."""
 
     lag_s: Seconds
     """Seconds from asking for a machine to a device that a replica can start on."""
 
-    source: Source
-    """Where the figure was read or measured."""
 
-    as_of: date
-    """When."""
-
-
-class Residency(SpecModel):
+class Residency(Cited):
     """A sleeping replica: it has released its device, and keeps its weights in host memory."""
 
     usd_per_hour: Usd
     """US dollars per hour of one sleeping replica's host memory."""
-
-    source: Source
-    """Where the figure was read, or how it follows from the price of memory."""
-
-    as_of: date
-    """When."""
 
 
 class Owned(SpecModel):
@@ -108,17 +93,11 @@ class Owned(SpecModel):
     """Share of the price that a released device earns, because another job uses it; 0 if none does."""
 
 
-class DeviceTerms(SpecModel):
+class DeviceTerms(Cited):
     """What a device costs, and on which terms."""
 
     usd_per_hour: Usd
     """US dollars per hour of one whole device, on demand; for owned hardware, of owning it."""
-
-    source: Source
-    """The seller at this price, and where the figure was read."""
-
-    as_of: date
-    """When it was read."""
 
     spot: SpotPrice | None = None
     """Its terms as spot capacity, if it can be had so."""

@@ -78,9 +78,9 @@ class GroupTimes:
         """For each end j of a group, `floor[j]` is the first of the samples that the engine runs at once; and sums of
         the seconds that each waiting sample takes."""
         # A group that begins among siblings holds their prompt too, so memory for one more prompt is kept free.
-        room = device.kv_capacity_tokens - longest_prompt
+        free_tokens = device.kv_capacity_tokens - longest_prompt
         ends = np.arange(kv_tokens.size)
-        by_memory = np.minimum(np.searchsorted(kv_tokens, kv_tokens - room, side="left"), ends - 1)
+        by_memory = np.minimum(np.searchsorted(kv_tokens, kv_tokens - free_tokens, side="left"), ends - 1)
         floor = np.maximum(by_memory, np.maximum(ends - device.max_sequences, 0))
         upwards = np.searchsorted(floor, ends[:-1], side="right") - 1 - ends[:-1]
         at_once = np.maximum(upwards, (upwards + ends[1:] - floor[1:]) / 2)

@@ -30,8 +30,8 @@ def test_the_wait_for_devices_is_added_and_not_learned() -> None:
     starts = StartTimes()
     assert starts.standby(now(0.0, 240.0), 0) == (COLD, 280.0)
     assert starts.standby(now(0.0, 0.0), 0) == (COLD, 40.0), "a node that is there"
-    starts.see(now(100.0, 240.0), [Start(0, None)])
+    starts.note_actions(now(100.0, 240.0), [Start(0, None)])
     assert starts.standby(now(150.0, 240.0, ReplicaState.STARTING), 0) == (STARTING, 230.0)
-    starts.up(now(100.0 + 240.0 + 50.0 + LOAD_S, 240.0), 0)  # the replica itself took 50 s
+    starts.measure(now(100.0 + 240.0 + 50.0 + LOAD_S, 240.0), 0)  # the replica itself took 50 s
     assert starts.standby(now(400.0, 0.0), 0) == (COLD, 50.0)
     assert starts.standby(now(400.0, 180.0), 0) == (COLD, 230.0)

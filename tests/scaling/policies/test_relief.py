@@ -42,7 +42,7 @@ def actors_of(
 
 def test_an_actor_ends_when_its_samples_have_drained() -> None:
     _, actors = actors_of([10, 20, 30], [0, 0, 1])
-    actors.judge(0.5)
+    actors.compute_ends(0.5)
     assert actors.end_s == {0: pytest.approx(10 * 0.011 + 10 * 0.0105), 1: pytest.approx(30 * 0.0105)}
     assert actors.last() == (1, actors.end_s[1])
 

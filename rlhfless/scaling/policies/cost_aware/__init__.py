@@ -15,7 +15,7 @@
                again; other functions do, too (`idle`). Turns on shared devices are the fleet's.
 
 `policy.CostAware` calls them in this order. Each returns values to the next; estimates that are kept from step to
-step are in `estimators`, `deadline` and `held`. Every decision is noted with its inputs. docs/policies.md has the
+step are in `estimators`, `deadline` and `idle`. Every decision is noted with its inputs. docs/policies.md has the
 reasons, and what was left out.
 """
 

@@ -66,8 +66,8 @@ class StartTimes:
         self._asked: dict[int, tuple[float, float]] = {}
         """By slot: when its start takes effect, and how long it waits for its devices."""
 
-    def see(self, now: PolicyContext, actions: Sequence[Action]) -> None:
-        """Notes actions of the policy: starts are timed from when they take effect."""
+    def note_actions(self, now: PolicyContext, actions: Sequence[Action]) -> None:
+        """Notes when the starts among the policy's actions take effect: replicas are timed from then on."""
         for action in actions:
             if isinstance(action, Release):
                 self._asked.pop(action.slot, None)
@@ -75,8 +75,8 @@ class StartTimes:
                 waits_s = now.layout.replica_slots[action.slot].reacquire_s
                 self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), waits_s
 
-    def up(self, now: PolicyContext, slot: int) -> None:
-        """A replica has loaded its weights and serves: measures its start."""
+    def measure(self, now: PolicyContext, slot: int) -> None:
+        """Measures the start of a replica that has loaded its weights and serves now."""
         if slot in self._asked:
             since_s, waits_s = self._asked.pop(slot)
             replica_slot = now.layout.replica_slots[slot]
@@ -84,7 +84,7 @@ class StartTimes:
             seen.add(max(now.at_s - since_s - waits_s - now.view.fleet.load_s, 0.0))
 
     def forget(self, slot: int) -> None:
-        """The replica at a slot was lost."""
+        """Drops the start of a replica that was lost."""
         self._asked.pop(slot, None)
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
@@ -106,7 +106,7 @@ class StartTimes:
         return replica_slot.reacquire_s + self._up_s(replica_slot)
 
     def _up_s(self, replica_slot: ReplicaSlot) -> float:
-        """The same, once its devices are there."""
+        """`start_s` without the wait for devices."""
         seen = self._seen.get((str(replica_slot.function), replica_slot.kind))
         return replica_slot.start_s if seen is None else seen.value
 
@@ -114,39 +114,36 @@ class StartTimes:
 class Spending:
     """The cost of the run so far, by the slots' prices, for contracts with a budget."""
 
-    def __init__(self, *, wanted: bool) -> None:
+    def __init__(self) -> None:
         self.usd = 0.0
         self.others_usd = Recent()
         """Cost of a step without generation."""
         self.of_plan = Recent(1.0)
         """Cost of a step's generation by that of its plan: less than 1 where migration releases actors early."""
+        self._at_s = math.inf
+        """When the cost was last added up."""
         self._begun = 0
-        self._planned_usd = 0.0
-        self._generation_usd = 0.0
-        self._wanted = wanted
-        self._at_s: float | None = None
-        self._others_usd = 0.0
+        self._planned_usd = self._generation_usd = self._others_usd = 0.0
+        """Of the step."""
 
-    def begin(self) -> None:
-        """Another step begins."""
+    def begin_step(self) -> None:
+        """Learns from the cost of the step before, and begins to count another one."""
         if self._others_usd > 0 and self._begun > 1:  # the first step has cold starts
             self.others_usd.add(self._others_usd)
-        self._begun += 1
         if self._planned_usd > 0:
             self.of_plan.add(self._generation_usd / self._planned_usd)
+        self._begun += 1
         self._others_usd = self._generation_usd = self._planned_usd = 0.0
 
-    def planned(self, usd: float) -> None:
-        """The step was planned to cost so much for generation."""
+    def note_plan(self, usd: float) -> None:
+        """Notes the planned cost of the step's generation."""
         self._planned_usd = usd
 
-    def see(self, now: PolicyContext) -> None:
+    def add_until(self, now: PolicyContext) -> None:
         """Adds the cost since the last event; called at every event, before its actions. Replicas start and stop at
-        events, so those that are awake now were awake since the last one; a learner is started by its work, and told
-        of only when it has done it."""
-        if not self._wanted:
-            return
-        passed_s = 0.0 if self._at_s is None else max(now.at_s - self._at_s, 0.0)
+        events, so those that are awake now were awake since the last one; a learner is started by its work, which the
+        policy sees only when it is done."""
+        passed_s = max(now.at_s - self._at_s, 0.0)
         generation_usd = passed_s * sum(_usd_per_s(now, slot) for slot in now.layout.generation)
         others_usd = passed_s * (
             sum(_usd_per_s(now, slot) for slot in now.layout.others) + now.view.fleet.kept_usd_per_s

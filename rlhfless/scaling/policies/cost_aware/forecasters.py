@@ -45,14 +45,9 @@ class RemainingLengths:
         return self.levels.size == 1
 
     @cached_property
-    def kind_means(self) -> Floats:
-        """[kinds]: expected remaining tokens."""
-        return np.asarray(self.table @ mean_weights(self.levels))
-
-    @cached_property
     def means(self) -> Floats:
         """[rows]: expected remaining tokens."""
-        return self.kind_means[self.kind]
+        return np.asarray((self.table @ mean_weights(self.levels))[self.kind])
 
     def of(self, rows: Ints) -> RemainingLengths:
         """Some of the rows."""

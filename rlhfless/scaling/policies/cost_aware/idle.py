@@ -14,7 +14,6 @@ import numpy as np
 
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
-from rlhfless.scaling.policies.cost_aware.held import HeldDevices
 from rlhfless.scaling.policies.fleet_actions import Inputs, note
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policy import Action, Release, Start
@@ -56,7 +55,7 @@ def cheapest_idle_state(
 
     where x is the part of u for which replicas that cost w a second wait: as it is started ahead of time, the part that
     does not fit into the gap. This is the ski-rental problem (Karlin et al., Algorithmica 3, 1988). `again_usd` is the
-    cost of giving the devices back and taking them again (`held`).
+    cost of giving the devices back and taking them again (`HeldDevices`).
     """
     replica_slot = now.layout.replica_slots[slot]
     price, up_s = replica_slot.usd_per_s, starts.start_s(replica_slot)
@@ -67,7 +66,7 @@ def cheapest_idle_state(
 
 
 def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
-    """Brings an idle replica to a state."""
+    """Releases an idle replica, unless its state is to stay."""
     if state.stays:
         return []
     inputs: Inputs = {"function": str(now.layout.replica_slots[slot].function), "usd": state.usd}
@@ -83,6 +82,46 @@ def waiting_usd_per_s(now: PolicyContext) -> float:
         if now.awake(slot) or replica_slot.role is not FunctionRole.UPDATES:
             total.append(replica_slot.usd_per_s)
     return math.fsum(total)
+
+
+class HeldDevices:
+    """The leases of a run's devices, from what the policy sees at its events.
+
+    A device that is given back stays paid for until its lease is over (`RentalTerms`). If it is needed again before
+    that, nothing is saved and nothing lost. If later, the next lease is rounded up as well, and the function that needs
+    the device waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._leases: dict[str, tuple[float, float]] = {}
+        """By device: when its lease began, and when it was last seen to be held."""
+
+    def note_held(self, now: PolicyContext) -> None:
+        """Notes the devices that are held; called at every event."""
+        terms = now.view.fleet.terms
+        if terms.free:
+            return
+        for slot, replica_slot in enumerate(now.layout.replica_slots):
+            if now.awake(slot):
+                for device in replica_slot.devices:
+                    since_s, until_s = self._leases.get(device, (now.at_s, now.at_s))
+                    if now.at_s > terms.paid_until_s(since_s, until_s) and until_s < now.at_s - now.view.fleet.beat_s:
+                        since_s = now.at_s
+                    self._leases[device] = since_s, now.at_s
+
+    def again_usd(self, now: PolicyContext, slot: int, gap_s: float, lease_s: float) -> float:
+        """Cost of giving a slot's devices back for a gap, beside what is saved: paid time in the gap; and, if the lease
+        ends before it does, another lease of about `lease_s` and the wait for it."""
+        replica_slot, terms = now.layout.replica_slots[slot], now.view.fleet.terms
+        ends = [
+            terms.paid_until_s(self._leases.get(device, (now.at_s, now.at_s))[0], now.at_s)
+            for device in replica_slot.devices
+        ]
+        paid_s = max(max(ends) - now.at_s, 0.0)
+        if gap_s <= paid_s:
+            return replica_slot.usd_per_s * gap_s
+        waiting_usd = (replica_slot.usd_per_s + now.view.fleet.kept_usd_per_s) * terms.reacquire_s
+        return replica_slot.usd_per_s * (paid_s + terms.another_s(lease_s)) + waiting_usd
 
 
 class IdleScheduler:
@@ -120,8 +159,8 @@ class IdleScheduler:
         gap_s = self.after_s(tokens)
         return cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s)).usd
 
-    def began(self, now: PolicyContext) -> list[Action]:
-        """Starts services ahead of their first group."""
+    def begin_step(self, now: PolicyContext) -> list[Action]:
+        """A step begins: services are started ahead of their first complete group."""
         self._began_s[now.view.step] = now.at_s
         self._first_group = False
         actions: list[Action] = []
@@ -130,8 +169,8 @@ class IdleScheduler:
                 actions.append(self._ahead(now, slot, self._wanted_s[slot].least))
         return actions
 
-    def look(self, now: PolicyContext) -> None:
-        """At a beat: notes the first complete group."""
+    def note_first_group(self, now: PolicyContext) -> None:
+        """Notes, at the beat after it, when the first group of siblings was complete."""
         if not self._first_group and now.view.finished.any():
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
@@ -140,8 +179,8 @@ class IdleScheduler:
                     if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES:
                         self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
 
-    def generated(self, now: PolicyContext, actors: Sequence[int], forecast: StepForecast) -> list[Action]:
-        """Generation has ended: all actors are idle, and `actors` are to be up again when the next step begins."""
+    def end_generation(self, now: PolicyContext, actors: Sequence[int], forecast: StepForecast) -> list[Action]:
+        """Generation has ended, so all actors are idle, and `actors` are to be up again when the next step begins."""
         replica_slots = now.layout.replica_slots
         learners = [slot for slot in now.layout.others if replica_slots[slot].role is FunctionRole.UPDATES]
         start_s = max((self._starts.start_s(replica_slots[s]) for s in learners if not now.awake(s)), default=0.0)
@@ -150,7 +189,7 @@ class IdleScheduler:
         actions: list[Action] = []
         absent = {slot for slot in now.layout.generation if not now.awake(slot)}
         for slot in now.layout.generation:
-            if now.awake(slot) and not (state := self.state(now, slot, forecast)).stays:
+            if now.awake(slot) and not (state := self.state_of(now, slot, forecast)).stays:
                 actions += release(now, slot, state)
                 absent.add(slot)
         if self._after.count:
@@ -162,7 +201,7 @@ class IdleScheduler:
         """Starts a replica so that it is up at the end of a gap."""
         return Start(slot, now.at_s + gap_s - self._starts.start_s(now.layout.replica_slots[slot]))
 
-    def idle(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
+    def end_work(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
         """A function other than generation has finished its work of the step. The learner keeps the run's state, and
         is never released."""
         if not now.awake(slot) or now.layout.replica_slots[slot].role is FunctionRole.UPDATES:
@@ -176,7 +215,7 @@ class IdleScheduler:
     def _again_usd(self, now: PolicyContext, slot: int, gap_s: float) -> float:
         return 0.0 if now.view.fleet.terms.free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
 
-    def step_ended(self, step: int, end_s: float) -> None:
+    def end_step(self, step: int, end_s: float) -> None:
         """Learns how long the step took from the end of generation."""
         began_s = self._began_s.pop(step, None)
         if began_s is not None:
@@ -185,7 +224,7 @@ class IdleScheduler:
             generated_s, tokens, start_s = self._generated.pop(step)
             self._after.add(max(end_s - generated_s - start_s, 0.0) / tokens)
 
-    def state(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
+    def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
         """The state of a generation actor without work until the next step. How long it has been idle counts as well:
         an actor that the plans leave out for some steps is not awaited at the next one."""
         idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)

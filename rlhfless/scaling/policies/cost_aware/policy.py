@@ -19,8 +19,7 @@ from rlhfless.scaling.plan import (
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim, StepMargin
 from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster
-from rlhfless.scaling.policies.cost_aware.held import HeldDevices
-from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release
+from rlhfless.scaling.policies.cost_aware.idle import HeldDevices, IdleScheduler, StepForecast, release
 from rlhfless.scaling.policies.cost_aware.planner import StepPlan, plan_step
 from rlhfless.scaling.policies.cost_aware.relief import PASSED_SHARE, Actors, goal_of, is_due, relieve
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, start
@@ -42,7 +41,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec import FastestSpec, WeightedSpec
+from rlhfless.spec import WeightedSpec
 from rlhfless.spec.policies import CostAwareSpec
 
 UNSEEN_SHARE = 0.5
@@ -62,8 +61,7 @@ class CostAware:
         self._held = HeldDevices()
         self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
-        contracts = (run.contract, *run.step_contracts)
-        self._spending = Spending(wanted=any(isinstance(contract, FastestSpec) for contract in contracts))
+        self._spending = Spending()
         self._since = 0.0, 0.0
         """When the steps that share a limit began, and the cost of the run until then."""
         self._steps = 0
@@ -74,10 +72,10 @@ class CostAware:
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
-        self._spending.see(now)
-        self._held.see(now)
+        self._spending.add_until(now)
+        self._held.note_held(now)
         actions = self._decide(now, event)
-        self._starts.see(now, actions)
+        self._starts.note_actions(now, actions)
         return actions
 
     def _decide(self, now: PolicyContext, event: Event) -> list[Action]:
@@ -85,7 +83,7 @@ class CostAware:
             case StepBegan():
                 return self._begin(now)
             case Serving(slot):
-                self._starts.up(now, slot)
+                self._starts.measure(now, slot)
             case Beat():
                 return self._beat(now)
             case Lost(slot, samples):
@@ -94,17 +92,17 @@ class CostAware:
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
-                return self._idle.generated(now, self._actors, self._forecast)
+                return self._idle.end_generation(now, self._actors, self._forecast)
             case Idle(slot):
-                return self._idle.idle(now, slot, self._forecast)
+                return self._idle.end_work(now, slot, self._forecast)
             case StepEnded(_, end_s):
-                self._idle.step_ended(now.view.step, end_s)
+                self._idle.end_step(now.view.step, end_s)
         return []
 
     def _begin(self, now: PolicyContext) -> list[Action]:
         """Forecast -> plan request -> plan -> goals of the step -> actions."""
-        self._spending.begin()
-        actions = self._idle.began(now)
+        self._spending.begin_step()
+        actions = self._idle.begin_step(now)
         self._forecaster.begin(now.view)
         lengths = self._forecaster.look(now.view)
         tokens = float(lengths.means.sum()) + _prompt_tokens(now.view)
@@ -112,7 +110,7 @@ class CostAware:
         between_usd = partial(self._idle.between_usd, now, tokens=tokens)
         made = plan_step(now, lengths, contract, margin.reserve, self._fleet_options, self._starts, between_usd)
         self._forecast = _forecast(now, tokens, made.plan.step_s)
-        self._spending.planned(made.plan.usd)
+        self._spending.note_plan(made.plan.usd)
         planned_s = now.at_s + made.plan.step_s
         limit_s = max(now.at_s + made.limit_s, planned_s)
         self._aim = StepAim(margin, now.at_s, limit_s, planned_s, after_s, made.plan.time_usd_per_s)
@@ -150,25 +148,25 @@ class CostAware:
         actions: list[Action] = []
         for slot in now.layout.generation:
             if slot not in self._actors and now.awake(slot):
-                actions += release(now, slot, self._idle.state(now, slot, self._forecast))
+                actions += release(now, slot, self._idle.state_of(now, slot, self._forecast))
         actions += start(now, self._actors)
         return [*actions, *(Assign(*given) for given in zip(self._actors, made.samples, strict=True))]
 
     def _beat(self, now: PolicyContext) -> list[Action]:
-        self._idle.look(now)
+        self._idle.note_first_group(now)
         actions: list[Action] = []
         loads = now.loads
         if is_due(now, self._forecast) and now.left:
             actors = self._actors_now(now)
             tokens = now.tokens + float(actors.means.sum())
-            freed = any(self._idle.state(now, int(s[0]), self._forecast).freed_usd_per_s for s in now.layout.alike)
+            freed = any(self._idle.state_of(now, int(s[0]), self._forecast).freed_usd_per_s for s in now.layout.alike)
             after_s = self._idle.after_at_s(self._aim.margin.confidence, tokens)
             actions = relieve(now, actors, goal_of(now, self._aim, after_s, freed))
             self._forecast = _forecast(now, tokens, actors.last()[1])
             loads = np.bincount(actors.home, minlength=now.slots)
         for slot in now.layout.generation:
             if loads[slot] == 0 and now.awake(slot):
-                actions += release(now, slot, self._idle.state(now, slot, self._forecast))
+                actions += release(now, slot, self._idle.state_of(now, slot, self._forecast))
         return actions
 
     def _actors_now(self, now: PolicyContext) -> Actors:

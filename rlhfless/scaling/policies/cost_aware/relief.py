@@ -96,8 +96,8 @@ class Actors:
         self.end_s = dict.fromkeys(devices, 0.0)
         """By slot: seconds until all its samples have ended; 0 without samples."""
 
-    def judge(self, confidence: float) -> None:
-        """Computes the ends, such that each actor has ended by its own with this confidence."""
+    def compute_ends(self, confidence: float) -> None:
+        """Computes when each actor ends, such that each actor has ended by its own with this confidence."""
         working = np.unique(self.home).tolist()
         self.end_s = dict.fromkeys(self.end_s, 0.0)
         self.end_s |= {slot: self.end_of(slot, np.flatnonzero(self.home == slot), confidence) for slot in working}
@@ -114,8 +114,8 @@ class Actors:
             draw = np.minimum(draw, longest)
         return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest)
 
-    def take(self, move: HalfMove) -> None:
-        """Samples have another actor, and both actors other ends."""
+    def apply(self, move: HalfMove) -> None:
+        """Gives the samples of a move to its target, and both actors their new ends."""
         self.home[move.rows] = move.target
         self.until_up_s[move.target] += move.again_s
         self.end_s |= {move.source: move.left_s, move.target: move.end_s}
@@ -146,7 +146,7 @@ def relieve(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
     with the confidence of a move that must not fail."""
     before, notes = actors.home.copy(), list[Action]()
     confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
-    actors.judge(confidence)
+    actors.compute_ends(confidence)
     late = actors.last()[1] > goal.limit_s
     if not late and goal.time_usd_per_s == 0:
         return []
@@ -155,7 +155,7 @@ def relieve(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
         move = _next_move(now, actors, goal, confidence, late)
         if move is None:
             break
-        actors.take(move)
+        actors.apply(move)
         inputs: Inputs = {"gains_s": move.gains_s, "end_s": move.end_s, "confidence": confidence}
         inputs |= {"limit_s": goal.limit_s} if math.isfinite(goal.limit_s) else {}
         text = f"slot {move.source} to {move.target}: {move.rows.size} samples"
@@ -179,10 +179,10 @@ def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float
     price = now.layout.replica_slots
     best: tuple[float, HalfMove] | None = None
     for target, target_s in actors.end_s.items():
-        there = np.flatnonzero(actors.home == target)
-        if target_s >= last_s or there.size + half.size > now.layout.max_sequences(target):
+        target_rows = np.flatnonzero(actors.home == target)
+        if target_s >= last_s or target_rows.size + half.size > now.layout.max_sequences(target):
             continue
-        end_s = again_s + actors.end_of(target, np.append(there, half), confidence)
+        end_s = again_s + actors.end_of(target, np.append(target_rows, half), confidence)
         others = () if late else (s for slot, s in actors.end_s.items() if slot not in (source, target))
         gained_s = last_s - max(end_s, left_s, *others)
         cost = price[target].usd_per_s * (end_s - target_s) - price[source].usd_per_s * (last_s - left_s)
