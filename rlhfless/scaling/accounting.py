@@ -127,7 +127,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
     steps = tuple(map(step_times, trace.steps, calls_within(trace.steps, trace.invocations)))
     return Summary(
         functions=tuple(row for row in functions if row.invocations or row.provisioned_device_s),
-        total=_total(functions, trace.invocations),
+        total=usage("total", trace.holdings, trace.invocations, prices),
         steps=steps,
         response_tokens=_length_quantiles(trace.rollouts),
         prompts=_prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
@@ -137,7 +137,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
 
 
 def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> Usage:
-    """The usage of one function, from its holdings and invocations."""
+    """The usage of one function, or of the whole run, from its holdings and invocations."""
     work = _by_incarnation(invocations)
     busy: list[float] = []
     idle: list[float] = []
@@ -162,23 +162,6 @@ def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocati
         cold_starts=len(cold_starts(holdings)),
         input_tokens=sum(call.input_tokens for call in invocations),
         output_tokens=sum(call.output_tokens for call in invocations),
-    )
-
-
-def _total(functions: Sequence[Usage], invocations: Iterable[Invocation]) -> Usage:
-    """All functions together: each life of a replica belongs to one of them."""
-    return Usage(
-        name="total",
-        busy_device_s=math.fsum(row.busy_device_s for row in functions),
-        idle_device_s=math.fsum(row.idle_device_s for row in functions),
-        cold_device_s=math.fsum(row.cold_device_s for row in functions),
-        cost_usd=math.fsum(row.cost_usd for row in functions),
-        working_s=length(union((call.start_s, call.end_s) for call in invocations)),
-        unheld_s=math.fsum(row.unheld_s for row in functions),
-        invocations=sum(row.invocations for row in functions),
-        cold_starts=sum(row.cold_starts for row in functions),
-        input_tokens=sum(row.input_tokens for row in functions),
-        output_tokens=sum(row.output_tokens for row in functions),
     )
 
 

@@ -138,32 +138,23 @@ def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[
         WeightCheckFailed: `probe`.
     """
     difference = largest_difference(engine_logprobs, probe.logprobs)
-    allowed = allowed_difference(probe, tolerance)
+    allowed, tokens = allowed_difference(probe, tolerance), len(probe.logprobs)
+    mean_allowed = allowed * MEAN_TOLERANCE
     if not difference <= allowed:
-        raise WeightCheckFailed(
-            "probe",
-            version,
-            f"engine and learner differ by {difference:.3g} in the logprob of a probe token (tolerance "
-            f"{allowed:.3g}): the engine does not compute with these weights; {_worst(probe, engine_logprobs)}",
-        )
-    mean = mean_difference(engine_logprobs, probe.logprobs)
-    if len(probe.logprobs) >= MEAN_FROM_TOKENS and not mean <= allowed * MEAN_TOLERANCE:
-        raise WeightCheckFailed(
-            "probe",
-            version,
-            f"engine and learner differ by {mean:.3g} on average over {len(probe.logprobs)} probe tokens (tolerance "
-            f"{allowed * MEAN_TOLERANCE:.3g}): the engine does not compute with these weights; "
-            + _worst(probe, engine_logprobs),
-        )
-    return difference
-
-
-def _worst(probe: Probe, engine_logprobs: Sequence[float]) -> str:
-    """The tokens that differ most, as they were seen."""
+        fault = f"{difference:.3g} in the logprob of a probe token (tolerance {allowed:.3g})"
+    elif tokens >= MEAN_FROM_TOKENS and not (mean := mean_difference(engine_logprobs, probe.logprobs)) <= mean_allowed:
+        fault = f"{mean:.3g} on average over {tokens} probe tokens (tolerance {mean_allowed:.3g})"
+    else:
+        return difference
     pairs = list(zip(probe.token_ids[1:], probe.logprobs, engine_logprobs, strict=False))
     pairs.sort(key=lambda pair: -abs(pair[1] - pair[2]))
-    seen = [f"{learner:.3g} and {engine:.3g} of token {token}" for token, learner, engine in pairs[:3]]
-    return f"learner's and engine's logprobs: {', '.join(seen)}"
+    worst = ", ".join(f"{learner:.3g} and {engine:.3g} of token {token}" for token, learner, engine in pairs[:3])
+    raise WeightCheckFailed(
+        "probe",
+        version,
+        f"engine and learner differ by {fault}: the engine does not compute with these weights; learner's and engine's "
+        f"logprobs: {worst}",
+    )
 
 
 def check_moved(

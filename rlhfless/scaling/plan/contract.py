@@ -43,6 +43,12 @@ class RunContract:
         return max(self.steps, 1) if self.span is None else self.span
 
 
+def require_amount(name: str, value: float, unit: str) -> None:
+    """Raises ValueError for a value that is negative or not finite."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}; give a finite number of {unit}, 0 or more")
+
+
 @dataclass(frozen=True, slots=True)
 class CheapestUnderDeadline:
     """The least cost of a step's generation that ends within `deadline_s` of the step's start."""
@@ -50,7 +56,7 @@ class CheapestUnderDeadline:
     deadline_s: float
 
     def __post_init__(self) -> None:
-        _check("deadline_s", self.deadline_s, "seconds")
+        require_amount("deadline_s", self.deadline_s, "seconds")
 
     def __str__(self) -> str:
         return f"cheapest within {self.deadline_s:.6g} s"
@@ -63,7 +69,7 @@ class FastestUnderBudget:
     budget_usd: float
 
     def __post_init__(self) -> None:
-        _check("budget_usd", self.budget_usd, "US dollars")
+        require_amount("budget_usd", self.budget_usd, "US dollars")
 
     def __str__(self) -> str:
         return f"fastest for at most {self.budget_usd:.6g} USD"
@@ -116,8 +122,3 @@ def contract_for_step(
         whole_usd = (spec.budget_usd - spent_usd) / steps_left if spec.per == "run" else spec.budget_usd
         return FastestUnderBudget(max(whole_usd - other_usd, 0.0))
     return Weighted(spec.time_weight)
-
-
-def _check(name: str, value: float, unit: str) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value}; give a finite number of {unit}, 0 or more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.plan.contract import require_amount
 from rlhfless.scaling.plan.curve import IterationCurve, fit_curve
 
 
@@ -26,8 +26,7 @@ class Standby:
     def __post_init__(self) -> None:
         if self.actors < 0:
             raise ValueError(f"{self.tier}: actors is {self.actors}; give 0 or more")
-        if not (math.isfinite(self.wait_s) and self.wait_s >= 0):
-            raise ValueError(f"{self.tier}: wait_s is {self.wait_s}; give a finite number of seconds, 0 or more")
+        require_amount(f"{self.tier}: wait_s", self.wait_s, "seconds")
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,8 @@ class DeviceOption:
             raise ValueError(f"{self.kind}: max_sequences is {self.max_sequences}; give 1 or more")
         if self.kv_capacity_tokens < 1:
             raise ValueError(f"{self.kind}: kv_capacity_tokens is {self.kv_capacity_tokens}; give 1 or more")
-        if not (math.isfinite(self.usd_per_s) and self.usd_per_s >= 0):
-            raise ValueError(f"{self.kind}: usd_per_s is {self.usd_per_s}; give a finite price, 0 or more")
-        if not (math.isfinite(self.between_usd) and self.between_usd >= 0):
-            raise ValueError(f"{self.kind}: between_usd is {self.between_usd}; give a finite cost, 0 or more")
+        require_amount(f"{self.kind}: usd_per_s", self.usd_per_s, "US dollars")
+        require_amount(f"{self.kind}: between_usd", self.between_usd, "US dollars")
 
     @cached_property
     def curve(self) -> IterationCurve:
@@ -110,7 +107,6 @@ class FleetOptions:
             raise ValueError(f"device kinds {', '.join(kinds)}: one of them is there twice; merge the two")
         if self.max_actors < 1:
             raise ValueError(f"max_actors is {self.max_actors}; give 1 or more")
-        if not (math.isfinite(self.weight_sync_s) and self.weight_sync_s >= 0):
-            raise ValueError(f"weight_sync_s is {self.weight_sync_s}; give a finite number of seconds, 0 or more")
+        require_amount("weight_sync_s", self.weight_sync_s, "seconds")
         if not any(device.actors for device in self.devices):
             raise ValueError("the fleet has no actor in any tier; offer at least one `Standby` with actors")

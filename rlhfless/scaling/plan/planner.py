@@ -183,6 +183,11 @@ class Search:
             self._tried[limit_s] = min((cut for cut in cuts if cut is not None), key=_cheaper, default=None)
         return self._tried[limit_s]
 
+    @property
+    def _cuts(self) -> list[Cut]:
+        """The plans so far."""
+        return [cut for cut in self._tried.values() if cut is not None]
+
     @cached_property
     def fastest(self) -> Cut:
         """The plan that ends first."""
@@ -225,29 +230,26 @@ class Search:
 
     def _with_more(self, cut: Cut) -> list[Cut]:
         """The slowest faster plan with more actors, if there is one."""
-        plans = (other for other in self._tried.values() if other is not None)
-        more = [other for other in plans if len(other.tiers) > len(cut.tiers) and other.step_s < cut.step_s]
+        more = [other for other in self._cuts if len(other.tiers) > len(cut.tiers) and other.step_s < cut.step_s]
         return sorted(more, key=lambda other: other.step_s)[-1:]
 
     def _by_value(self, value: Callable[[Cut], float], kept: Callable[[Cut], bool]) -> list[Cut]:
         """The plans so far that keep a contract, the least value first."""
-        cuts = {id(cut): cut for cut in self._tried.values() if cut is not None and kept(cut)}
-        return sorted(cuts.values(), key=lambda cut: (value(cut), *_cheaper(cut)))
+        return sorted(filter(kept, self._cuts), key=lambda cut: (value(cut), *_cheaper(cut)))
 
     def saving_of_slower(self, chosen: Cut) -> float:
         """The price of a second at a plan that spends its budget: the most that a slower plan saves for each second
         more. Infinite if the budget would pay for a faster plan, were there one."""
         if chosen.step_s <= self.fastest.step_s * RESOLUTION:
             return math.inf
-        slower = [cut for cut in self._tried.values() if cut is not None and cut.step_s > chosen.step_s * RESOLUTION]
+        slower = [cut for cut in self._cuts if cut.step_s > chosen.step_s * RESOLUTION]
         savings = [(chosen.usd - cut.usd) / (cut.step_s - chosen.step_s) for cut in slower]
         return max([0.0, *savings])
 
     def reason(self, chosen: Cut) -> str:
         """A plan in a line, beside the next faster one with more actors."""
         text = f"{len(chosen.tiers)} actors: {chosen.step_s:.3g} s, ${chosen.usd:.3g}"
-        plans = (cut for cut in self._tried.values() if cut is not None and cut.step_s < chosen.step_s / RESOLUTION)
-        faster = [cut for cut in plans if len(cut.tiers) > len(chosen.tiers)]
+        faster = [c for c in self._cuts if c.step_s < chosen.step_s / RESOLUTION and len(c.tiers) > len(chosen.tiers)]
         if not faster:
             return f"{text}; more would save no time"
         other = min(faster, key=lambda cut: (len(cut.tiers), cut.step_s))
