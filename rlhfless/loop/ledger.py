@@ -149,7 +149,7 @@ class Ledger:
     def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
         return self._closed_usd + sum(
-            device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR for kind, device_s in _open(pools)
+            device_s * self.prices.device(kind).usd_per_hour / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
 
     def spent(self, pools: Collection[ReplicaPool]) -> Spent:

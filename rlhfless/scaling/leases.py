@@ -103,7 +103,7 @@ def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
     """
     known = list(holdings)
     unused = (
-        lease.unused_s * prices.price_usd_per_hour(lease.device_kind) / SECONDS_PER_HOUR
+        lease.unused_s * prices.device(lease.device_kind).usd_per_hour / SECONDS_PER_HOUR
         for lease in leases(known, prices)
     )
     return prices.cost_usd(known) + math.fsum(unused)

@@ -184,10 +184,6 @@ class PriceBook(SpecModel):
         """The device kinds that have a price."""
         return tuple(device.kind for device in self.devices)
 
-    def price_usd_per_hour(self, kind: str) -> float:
-        """The price of one device of this kind. Raises PriceError for a kind that has none."""
-        return self.device(kind).usd_per_hour
-
     def occupies(self, holding: Holding) -> bool:
         """Whether the device of a holding is paid for. It is not if the replica holds no device, or sleeps at a price
         for sleep."""
@@ -209,7 +205,7 @@ class PriceBook(SpecModel):
         residency = self.device(holding.device_kind).residency
         if residency is not None and not self.occupies(holding):
             return residency.usd_per_hour
-        return self.price_usd_per_hour(holding.device_kind)
+        return self.device(holding.device_kind).usd_per_hour
 
     def snapshot(self) -> dict[str, Any]:
         """The book as JSON values, for the trace; `PriceBook.model_validate` reads it back."""

@@ -109,7 +109,7 @@ def _rounding_usd(
     beyond_usd = math.fsum(
         (devices.count[kind] + devices.spare.get(kind, 0))
         * (billed_s(run_s, prices.device(kind).billing) - run_s)
-        * prices.price_usd_per_hour(kind)
+        * prices.device(kind).usd_per_hour
         for kind in whole
     )
     return leased_usd(leased, prices) - prices.cost_usd(leased) + beyond_usd / SECONDS_PER_HOUR

@@ -93,7 +93,7 @@ def test_a_reserved_fleet_is_rounded_once() -> None:
     (plain,) = compare(one).results[STATIC]
     (rounded,) = compare(with_terms(one, billing=BillingTermsSpec(granularity_s=3600))).results[STATIC]
     kind = one.cluster.machines[0]
-    price = kind.devices * price_book(one).price_usd_per_hour(kind.kind)
+    price = kind.devices * price_book(one).device(kind.kind).usd_per_hour
     assert rounded.usd - plain.usd == pytest.approx(price * (1 - plain.time_s / 3600), rel=1e-6)
 
 

@@ -214,6 +214,6 @@ async def test_the_ledger_adds_up(live: Live) -> None:
     held = sum(holding.device_s for holding in trace.holdings)
     total = summary.total
     assert total.busy_device_s + total.idle_device_s + total.cold_device_s == pytest.approx(held, rel=1e-9)
-    assert total.cost_usd == pytest.approx(held * prices.price_usd_per_hour("cpu-core") / 3600, rel=1e-9)
+    assert total.cost_usd == pytest.approx(held * prices.device("cpu-core").usd_per_hour / 3600, rel=1e-9)
     assert sum(row.cost_usd for row in summary.functions) == pytest.approx(total.cost_usd, rel=1e-9)
     assert np.isfinite(run.ledger.cost_usd(run.pools.values()))

@@ -40,7 +40,7 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_the_bundled_book_has_what_a_laptop_and_a_gpu_node_need() -> None:
     book = load_price_book()
     assert book.cpu_kind == "cpu-core"
-    assert 0.01 < book.price_usd_per_hour("cpu-core") < 0.1
+    assert 0.01 < book.device("cpu-core").usd_per_hour < 0.1
     assert {"h100", "h200", "a100-80gb", "l40s"} <= {device.kind for device in book.devices}
     assert all(device.source for device in book.devices)
     with_spot = {device.kind: device for device in book.devices if device.spot is not None}
@@ -61,7 +61,7 @@ def test_every_device_has_figures_and_a_price_or_says_why_it_has_none() -> None:
 def test_a_book_of_the_users_own(tmp_path: Path) -> None:
     book = load_price_book(write(tmp_path, GOOD))
     assert book.devices[1] == DevicePrice(kind="h100", usd_per_hour=3.0, source="another", as_of=date(2026, 10, 1))
-    assert book.price_usd_per_hour("h100") == 3.0
+    assert book.device("h100").usd_per_hour == 3.0
 
 
 def test_cost_is_device_seconds_times_price(tmp_path: Path) -> None:

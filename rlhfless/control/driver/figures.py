@@ -71,7 +71,7 @@ def worked_in(run: Run, calls: Sequence[Invocation]) -> list[DeviceWork]:
 def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> float:
     if not state.holds_device:
         return 0.0
-    return float(sum(prices.price_usd_per_hour(device.kind) * share for device, share in allocation.billed(state)))
+    return float(sum(prices.device(device.kind).usd_per_hour * share for device, share in allocation.billed(state)))
 
 
 def samples_to_read(experience: Experience, step: int) -> list[dict[str, Any]]:

@@ -110,12 +110,6 @@ class BentEngine:
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         return _prefill_s(self, tokens, context_tokens)
 
-    @property
-    def coefficients(self) -> Array:
-        """[WORK]: the factor of each sum of a span."""
-        ends = self.context_s, self.prefill_token_s, self.prefill_context_s
-        return np.array([self.fixed_s, *self.sequence_s, *ends])
-
 
 def _prefill_s(engine: LinearEngine | BentEngine, tokens: int, context_tokens: int) -> float:
     return tokens * (engine.prefill_token_s + engine.prefill_context_s * (context_tokens + tokens / 2))
@@ -176,8 +170,8 @@ class LatencyFit:
         return BentEngine.of(best)
 
     def _held_to(self, before: Array, free: Array, terms: Array) -> Array:
-        """The best coefficients of `terms` [WORK, terms], softly held to those `before`. `free` is the unit of those
-        that were 0."""
+        """The best coefficients of `terms` [WORK, terms], each pulled towards its value `before`. `free` is the unit of
+        those that were 0."""
         unit = np.where(before > 0, before, free)
         # In such units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
         products = terms.T @ self._products @ terms * np.outer(unit, unit) + self._prior_weight * np.eye(unit.size)

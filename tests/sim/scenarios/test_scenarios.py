@@ -142,7 +142,7 @@ def test_owned_and_spot_prices() -> None:
     owned = price_book(scenario(cluster=machines(tenure="owned", released_value=0.25))).device("l40s")
     assert owned.released_usd_per_hour == pytest.approx(0.75 * owned.usd_per_hour)
     spot = scenario(cluster={"machines": [{"kind": "h100", "devices_per_node": 2, "tenure": "spot"}]})
-    assert price_book(spot).price_usd_per_hour("h100") == 1.25
+    assert price_book(spot).device("h100").usd_per_hour == 1.25
     assert ScenarioLayout(spot, ScenarioPlacementSpec()).actors()[0].spot_mean_s == pytest.approx(20 * 3600)
     with pytest.raises(InputError, match="l40s has no spot price"):
         price_book(scenario(cluster=machines(tenure="spot")))
