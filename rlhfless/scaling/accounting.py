@@ -54,10 +54,6 @@ class Usage:
     idle_device_s: float
     cold_device_s: float
     cost_usd: float
-    working_s: float
-    """Wall time in which at least one invocation ran."""
-    unheld_s: float
-    """Invocation time outside any holding of its incarnation, over all of them: 0 in a whole ledger."""
     invocations: int
     cold_starts: int
     input_tokens: int
@@ -156,8 +152,6 @@ def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocati
         idle_device_s=math.fsum(idle),
         cold_device_s=math.fsum(cold),
         cost_usd=prices.cost_usd(holdings),
-        working_s=length(union((call.start_s, call.end_s) for call in invocations)),
-        unheld_s=_unheld_s(work, holdings),
         invocations=len(invocations),
         cold_starts=len(cold_starts(holdings)),
         input_tokens=sum(call.input_tokens for call in invocations),
@@ -221,16 +215,6 @@ def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interva
     for call in invocations:
         calls[call.incarnation].append((call.start_s, call.end_s))
     return {incarnation: union(intervals) for incarnation, intervals in calls.items()}
-
-
-def _unheld_s(work: Mapping[str, list[Interval]], holdings: Iterable[Holding]) -> float:
-    held: dict[str, list[Interval]] = defaultdict(list)
-    for holding in holdings:
-        held[holding.incarnation].append((holding.start_s, holding.end_s))
-    return math.fsum(
-        length(worked) - length(piece for start, end in union(held[replica]) for piece in clip(worked, start, end))
-        for replica, worked in work.items()
-    )
 
 
 def _length_quantiles(rollouts: Sequence[TracedRollout]) -> dict[float, float]:
