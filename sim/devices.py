@@ -8,11 +8,11 @@ from rlhfless.scaling.leases import RentalTerms
 from rlhfless.sim.setup import SlotSetup
 
 ROUNDING_S = 1e-6
-"""A device that is taken again this soon was never given back."""
+"""A device that is taken again within this time counts as held all along."""
 
 
 class Devices:
-    """The devices of all slots."""
+    """Holders and leases of the devices of all slots."""
 
     def __init__(self, slot_setups: Sequence[SlotSetup], terms: RentalTerms) -> None:
         self._terms = terms
@@ -22,7 +22,7 @@ class Devices:
             () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)
             for slot_setup in slot_setups
         ]
-        """By slot: the devices that its replica shares in turns with others."""
+        """By slot: the devices on which its replica takes turns with other replicas."""
         self._holder: dict[str, int] = {}
         self._free_s: dict[str, float] = {}
 

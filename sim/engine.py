@@ -171,9 +171,9 @@ class Precomputed:
     end_s: float
     computed_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens that were not computed: they were there already, or came from another actor."""
+    """Tokens that the engine did not compute: they were in its cache, or came from another actor."""
     moved_tokens: int = 0
-    """Those that came from another actor."""
+    """Of the cached tokens, the ones that came from another actor."""
 
 
 class SimulatedEngine:
@@ -184,7 +184,7 @@ class SimulatedEngine:
         self.progress = pool.progress
         self._pool = pool
         self.asked: set[int] = set()
-        """Prefixes that it was asked to put into its cache."""
+        """Prefixes that the actor was asked to put into this engine's cache."""
         self._row = row
         self._n = pool.memory.engine[row]
 
@@ -278,9 +278,7 @@ class SimulatedEngine:
 
         `token_s`: seconds per token of the prefixes that another actor can send.
         """
-        self.advance(at_s)
-        if self._busy and self.now_s < at_s:
-            self._pool.advance(at_s, self._row, one=True)
+        self._to_boundary(at_s)
         self.asked.update(prefixes)
         done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s)
         for prefix in prefixes:
@@ -314,11 +312,15 @@ class SimulatedEngine:
         """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""
         return self._pool.advance(until_s, self._row)
 
-    def abort(self, samples: Ints, at_s: float) -> float:
-        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. Returns that boundary."""
+    def _to_boundary(self, at_s: float) -> None:
+        """Runs until the first boundary at or after `at_s`."""
         self.advance(at_s)
         if self._busy and self.now_s < at_s:
             self._pool.advance(at_s, self._row, one=True)
+
+    def abort(self, samples: Ints, at_s: float) -> float:
+        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. Returns that boundary."""
+        self._to_boundary(at_s)
         busy = self._busy
         self._take_out(samples)
         if busy and not self._busy:
@@ -344,7 +346,8 @@ class SimulatedEngine:
         memory, row = self._pool.memory, self._row
         cells = (self._n["head"] + np.arange(self._n["queued"])) % memory.queue.shape[1]
         filling = memory.filling[row, : self._n["filling"]]
-        return np.sort(np.concatenate([self._decoding(), filling, memory.queue[row, cells]]))
+        decoding = memory.heap[row, : self.running] % kernel.STRIDE
+        return np.sort(np.concatenate([decoding, filling, memory.queue[row, cells]]))
 
     @property
     def _busy(self) -> bool:
@@ -352,9 +355,6 @@ class SimulatedEngine:
 
     def _count(self, name: str) -> int:
         return int(self._n[name])
-
-    def _decoding(self) -> Ints:
-        return self._pool.memory.heap[self._row, : self.running] % kernel.STRIDE
 
     def _take_out(self, samples: Ints) -> None:
         chosen = np.zeros(self.progress.batch.samples, dtype=np.bool_)

@@ -1,13 +1,52 @@
-"""The events on the agenda of a simulation. They name a slot, and the turn at that slot to which they belong."""
+"""The virtual clock: the events of a simulation, and the agenda that orders them by time.
+
+An event names a slot, and the turn or life at that slot to which it belongs: events of an earlier one are void.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+import math
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+E = TypeVar("E")
+L = TypeVar("L")
+
+
+@dataclass
+class Agenda(Generic[E]):
+    """The events to come. Events at one instant keep the order in which they were added."""
+
+    _heap: list[tuple[float, int, E]] = field(default_factory=list)
+    _number: count[int] = field(default_factory=count)
+
+    def add(self, at_s: float, event: E) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._number), event))
+
+    @property
+    def next_s(self) -> float:
+        """When the next event is due; infinite if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> tuple[float, E]:
+        """The next event and its time. Raises IndexError if there is none."""
+        at_s, _, event = heapq.heappop(self._heap)
+        return at_s, event
+
+    def pop_like(self, at_s: float, kind: type[L]) -> list[L]:
+        """The events of a kind that are due next, all at this time, up to the first event of another kind."""
+        alike: list[L] = []
+        while self._heap and self._heap[0][0] == at_s and isinstance(event := self._heap[0][2], kind):
+            alike.append(event)
+            heapq.heappop(self._heap)
+        return alike
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A start that was asked for ahead of time."""
+    """The time of a start that a policy asked for ahead has come."""
 
     slot: int
     turn: int
@@ -15,7 +54,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A start or wake-up has finished."""
+    """A replica has finished its start or wake-up."""
 
     slot: int
     turn: int
@@ -23,7 +62,7 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load of the weights after `step` training steps has finished."""
+    """An actor has loaded the weights after `step` training steps."""
 
     slot: int
     turn: int
@@ -33,7 +72,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class SpotInterrupted:
-    """The machine under a replica is taken away."""
+    """The cloud takes the machine of a spot replica away."""
 
     slot: int
     life: int
@@ -47,4 +86,4 @@ class Worked:
     step: int
 
 
-Happening = Due | Up | Loaded | SpotInterrupted | Worked
+SimulatedEvent = Due | Up | Loaded | SpotInterrupted | Worked

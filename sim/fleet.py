@@ -18,29 +18,28 @@ from collections.abc import Callable
 import numpy as np
 
 from rlhfless.records import FunctionRole, ReplicaState, Work
-from rlhfless.sim.clock import Agenda
 from rlhfless.sim.devices import Devices
-from rlhfless.sim.events import Due, Happening, Loaded, SpotInterrupted, Up
+from rlhfless.sim.events import Agenda, Due, Loaded, SimulatedEvent, SpotInterrupted, Up
 from rlhfless.sim.ledger import SimulatedLedger, version_of
 from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.setup import Setup
 
 
 class SimulationError(RuntimeError):
-    """A fault of the policy: it leaves samples unassigned, asks for something impossible, or waits for ever."""
+    """A policy leaves samples unassigned, asks for something impossible, or waits for ever."""
 
 
 class SimulatedFleet:
     """All slots, and the replica at each."""
 
     def __init__(self, setup: Setup, ledger: SimulatedLedger, idle: Callable[[int], bool]) -> None:
-        """`idle`: whether the function of a slot has no work of its phase left, so that its turn may end."""
+        """`idle` says whether the function of a slot has no work left in its phase, so that its turn may end."""
         self.setup = setup
         self._idle = idle
         self.slot_setups = setup.slot_setups
         self.replicas: dict[int, SimulatedReplica] = {}
         """By slot. A replica that waits for its devices is not among them, unless it sleeps."""
-        self.agenda: Agenda[Happening] = Agenda()
+        self.agenda: Agenda[SimulatedEvent] = Agenda()
         self.drawing = False
         """Whether actors load weights as soon as they are up."""
         self._states: list[ReplicaState | None] = [None] * len(self.slot_setups)
@@ -74,7 +73,7 @@ class SimulatedFleet:
         replica = self.replicas.get(slot)
         return None if replica is None else replica.life.state
 
-    def standing(self) -> list[ReplicaState | None]:
+    def states(self) -> list[ReplicaState | None]:
         """`[slots]`: the state of each; STALE for one that sleeps, or wakes. The fleet's own list: read only."""
         for slot in self._touched:
             replica = self.replicas.get(slot)
@@ -83,16 +82,16 @@ class SimulatedFleet:
         self._touched.clear()
         return self._states
 
-    def there(self, slot: int) -> bool:
-        """Whether a replica is awake at a slot, or asked for."""
+    def awake_or_asked(self, slot: int) -> bool:
+        """Whether the replica at a slot is awake, or a start of one was asked for."""
         return self.state(slot) not in (None, ReplicaState.SLEEPING)
 
     def expects(self, slot: int) -> bool:
-        """Whether samples may be given to a slot: a replica is there, asleep or awake, or asked for."""
+        """Whether a policy may assign samples to a slot: its replica is awake or asleep, or was asked for."""
         return self.state(slot) is not None
 
     def wake_actors(self, at_s: float) -> None:
-        """It is generation's turn: the actors that sleep are asked for."""
+        """Wakes the actors that sleep, at the begin of a step's generation."""
         for slot in range(len(self.setup.actors)):
             if self.state(slot) is ReplicaState.SLEEPING:
                 self.start(slot, at_s)
@@ -100,7 +99,7 @@ class SimulatedFleet:
     def start(self, slot: int, at_s: float) -> None:
         """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is awake."""
         self._check(slot)
-        if self.there(slot):
+        if self.awake_or_asked(slot):
             raise SimulationError(f"{self.name(slot)} is {self.state(slot)} already; Release it before a Start")
         self._touched.add(slot)
         self._turns[slot] += 1
@@ -108,7 +107,7 @@ class SimulatedFleet:
         self.pass_turns(at_s)
 
     def start_later(self, slot: int, at_s: float) -> None:
-        """Asks for a replica at a later time; void if one is asked for before."""
+        """Asks for a start at a later time. An earlier start at the same slot voids it."""
         self._check(slot)
         self.agenda.add(at_s, Due(slot, self._turns[slot]))
 
@@ -129,12 +128,12 @@ class SimulatedFleet:
             self._end(slot, max(at_s, replica.busy_s))
         self.pass_turns(at_s)
 
-    def ask(self, step: int, at_s: float) -> None:
-        """From now on, actors need the weights after `step` training steps: actors with others are STALE."""
+    def require_weights(self, step: int, at_s: float) -> None:
+        """From `at_s` on, actors need the weights after `step` training steps: actors with other weights are STALE."""
         self._step = step
-        self._touched.update(range(len(self.setup.actors)))
-        for replica in self._actors():
-            if replica.state in (ReplicaState.STALE, ReplicaState.SERVING):
+        self._touched.update(actors := range(len(self.setup.actors)))
+        for slot, replica in self.replicas.items():
+            if slot in actors and replica.state in (ReplicaState.STALE, ReplicaState.SERVING):
                 replica.note(replica.life.ask(version_of(step), at_s))
 
     def sync(self, at_s: float) -> None:
@@ -143,11 +142,11 @@ class SimulatedFleet:
         for slot in stale:
             self._load(slot, at_s, readers=len(stale))
 
-    def happen(self, at_s: float, event: Due | Up | Loaded | SpotInterrupted) -> bool:
-        """Carries out an event. Returns whether it was still valid: events of an old turn or life are not."""
+    def handle(self, at_s: float, event: Due | Up | Loaded | SpotInterrupted) -> bool:
+        """Carries out an event. Returns False for an event of an earlier turn or life of its slot, which is void."""
         self._touched.add(event.slot)
         if isinstance(event, Due):
-            void = event.turn != self._turns[event.slot] or self.there(event.slot)
+            void = event.turn != self._turns[event.slot] or self.awake_or_asked(event.slot)
             if not void:
                 self.start(event.slot, at_s)
             return not void
@@ -164,12 +163,12 @@ class SimulatedFleet:
         return self._up(event.slot, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
     def reacquire_s(self, slot: int, at_s: float) -> float:
-        """Seconds until a slot's node is there, if it is asked for at `at_s` or was asked for before."""
+        """Seconds until a slot's node is provisioned, if it is asked for at `at_s` or was asked for before."""
         there_s = self._nodes.get(self.slot_setups[slot].node, at_s + self.setup.node_s)
         return max(there_s - at_s, 0.0)
 
     def stuck(self) -> str:
-        """Which replica waits for a device, and which one holds it; empty if none waits."""
+        """Says which replica waits for a device that another one holds; empty if none waits."""
         for slot in self._waiting:
             held = self._devices.held(slot)
             if held is not None:
@@ -189,10 +188,6 @@ class SimulatedFleet:
     def _check(self, slot: int) -> None:
         if not 0 <= slot < len(self.slot_setups):
             raise SimulationError(f"there is no slot {slot}; the fleet has the slots 0 to {len(self.slot_setups) - 1}")
-
-    def _actors(self) -> list[SimulatedReplica]:
-        generation = len(self.setup.actors)
-        return [replica for slot, replica in self.replicas.items() if slot < generation]
 
     def _label(self, slot: int) -> str:
         return f"{self._functions[slot]}-{slot}"
@@ -229,8 +224,8 @@ class SimulatedFleet:
             self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), SpotInterrupted(slot, life))
 
     def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
-        """Takes the devices of a slot: from when its replica holds them, and how much longer it waits for some. A
-        replica that has one of its devices pays for it while it waits for the others."""
+        """Takes the devices of a slot. Returns from when its replica holds them, and how many seconds longer it waits
+        for the devices that had been given back: it pays for the others meanwhile."""
         some, every = self._devices.gone(slot, at_s)
         lag_s = self.setup.terms.reacquire_s if some else 0.0
         begin_s = at_s + lag_s if every else at_s

@@ -22,7 +22,7 @@ from rlhfless.sim.setup import ActorShape
 
 
 class Generation:
-    """One step's generation, from the first sample to the last."""
+    """The generation of one step, from its first sample to its last."""
 
     def __init__(self, fleet: SimulatedFleet, batch: RolloutBatch) -> None:
         self.progress = StepProgress(batch)
@@ -33,11 +33,11 @@ class Generation:
         self.computed_tokens = 0
         """Prompt tokens that engines which have been billed computed, in precomputations, too."""
         self.evicted_tokens = 0
-        """Those of them that had been computed there before, and were evicted."""
+        """Of these tokens, the ones that the same engine had computed before, and evicted from its cache."""
         self._fleet = fleet
         self._links = links
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
-        """By slot that does not serve yet: samples, and when they arrive."""
+        """By slot whose actor does not serve yet: the samples that wait for it, and when they arrive."""
         self._pools = _pools(actors, self.progress)
         self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
 
@@ -57,7 +57,7 @@ class Generation:
         return any(pool.running.any() or pool.waiting.any() for pool in self._pools)
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """`[slots]`: how many samples run there, and how many wait."""
+        """`[slots]`: how many samples run at each slot, and how many wait there."""
         running, waiting = np.zeros((2, len(self._fleet.slot_setups)), dtype=np.int64)
         for pool in self._pools:
             running[pool.slots], waiting[pool.slots] = pool.running, pool.waiting
@@ -86,7 +86,7 @@ class Generation:
         self._give(move.target, moved, leave_s + self._links.move_s)
 
     def serving(self, slot: int, at_s: float) -> None:
-        """The actor at a slot can work: the samples that waited there begin."""
+        """The actor at a slot serves from `at_s` on: the samples that waited for it begin."""
         for samples, there_s in self._waiting.pop(slot, []):
             if len(samples):
                 self._submit(slot, samples, np.maximum(there_s, at_s))
@@ -103,7 +103,7 @@ class Generation:
         return at_s, self.assignment.lose(slot)
 
     def leave(self, slot: int) -> None:
-        """An actor is to be released: its engine's work is billed. Raises PolicyFault if it has samples left."""
+        """Bills the engine of an actor before its release. Raises PolicyFault if the actor has samples left."""
         self.assignment.check_release(slot)
         engine = self._engine_of(slot)
         if engine is not None:
@@ -130,14 +130,11 @@ class Generation:
         engine = replica.engine if replica is not None else None
         return engine if engine is not None and engine.progress is self.progress else None
 
-    def _serves(self, slot: int) -> bool:
-        return self._fleet.state(slot) is ReplicaState.SERVING
-
     def _give(self, slot: int, samples: Ints, at_s: float | Floats) -> None:
         if not len(samples):
             return
         self.assignment.give(samples, slot)
-        if self._serves(slot):
+        if self._fleet.state(slot) is ReplicaState.SERVING:
             self._submit(slot, samples, at_s)
         else:
             self._waiting.setdefault(slot, []).append((samples, at_s))

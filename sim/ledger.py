@@ -15,7 +15,7 @@ from rlhfless.scaling.prices import PriceBook
 
 
 def version_of(step: int) -> WeightVersion:
-    """The weights after so many training steps."""
+    """The version of the weights after `step` training steps."""
     return WeightVersion("simulated", 1, step, "none")
 
 
@@ -43,7 +43,7 @@ class SimulatedLedger:
 
 
 def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
-    """The holdings as they are paid for: a device once, however many replicas sleep there.
+    """The holdings that are paid for: a device is paid once, however many replicas sleep there.
 
     If the book has a price for residency, that is the price of sleep. Otherwise a sleeping replica keeps the device
     rented, but pays for it only while no other replica does: neither an awake replica, nor one that fell asleep before.

@@ -12,7 +12,7 @@ DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})
 
 
 class SimulatedReplica:
-    """One incarnation at a slot."""
+    """One incarnation of the replica at a slot."""
 
     def __init__(
         self, ledger: SimulatedLedger, function: str, name: str, allocation: Allocation, at_s: float, number: int
@@ -23,9 +23,9 @@ class SimulatedReplica:
         self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", allocation), at_s)
         self.asleep = False
         self.waking = False
-        """Whether it wakes after a sleep: then it is STARTING, too."""
+        """Whether the replica wakes after a sleep: its state is STARTING meanwhile."""
         self.busy_s = at_s
-        """The time at which it will have done all its work; an engine knows its own time."""
+        """When the replica will have finished all its work; an actor's engine knows its own time."""
         self.engine: SimulatedEngine | None = None
         """The engine of a generation actor, while it has samples of a step."""
 
@@ -49,13 +49,13 @@ class SimulatedReplica:
         self.busy_s = at_s
 
     def sleep(self, at_s: float, asleep_s: float) -> None:
-        """Drains from `at_s` on, and has given its device's memory up at `asleep_s`."""
+        """Drains the replica from `at_s` on; its device's memory is free at `asleep_s`."""
         self.note(self.life.drain(at_s))
         self.note(self.life.sleep(asleep_s))
         self.asleep, self.engine = True, None
 
     def end(self, at_s: float) -> None:
-        """Gives its device back, in order."""
+        """Drains the replica, and gives its devices back."""
         if self.life.state in DRAINABLE:
             self.note(self.life.drain(at_s))
         if self.life.state.holds_device:

@@ -31,7 +31,7 @@ class RolloutBatch:
     response_tokens: Ints  # [samples]
     truncated: Flags | None = None  # [samples]: it ends by max_tokens, not by itself; None: no response does
     prefixes: PrefixTree | None = None
-    """What prompts share; None: nothing."""
+    """The prefixes that prompts share; None: they share nothing."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):
@@ -65,7 +65,7 @@ class RolloutBatch:
 
     @property
     def tree(self) -> PrefixTree:
-        """`prefixes`, which may be nothing."""
+        """`prefixes`, or a tree without shared prefixes."""
         return PrefixTree.nothing(self.groups) if self.prefixes is None else self.prefixes
 
     @property
@@ -84,7 +84,7 @@ class StepProgress:
     batch: RolloutBatch
     table: Table = field(init=False)
     safe_tokens: Ints = field(init=False)
-    """`[samples]`: tokens that the driver has; later tokens are lost with their engine."""
+    """`[samples]`: tokens that the driver has received; later tokens are lost if their engine crashes."""
 
     def __post_init__(self) -> None:
         batch, count = self.batch, self.batch.samples

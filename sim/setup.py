@@ -25,7 +25,7 @@ TransportKind = Literal["folder", "http", "nccl", "p2p"]
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Weights on their way to the actors. Raises ValueError for a bandwidth that moves nothing."""
+    """How long weights take to the actors. Raises ValueError for a bandwidth of 0 or less."""
 
     kind: TransportKind
     bandwidth_bytes_per_s: float
@@ -62,11 +62,11 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """What is done about shared prefixes beside what each engine's own cache does."""
+    """How a run computes shared prefixes, beside each engine's own cache."""
 
     planned: bool = False
-    """Policies know the prefixes of the prompts; actors compute them before the samples that begin with them, or get
-    them from other actors where that is cheaper."""
+    """Whether policies know the prefixes of the prompts. Actors then compute a prefix before the samples that begin
+    with it, or get its KV from another actor where that is cheaper."""
     forward: SharedForward | None = None
     """How reference and learner compute a shared prefix once per micro-batch; None: for each sample."""
 
@@ -164,7 +164,7 @@ class Setup:
     """The longest response."""
     seed: int
     terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
-    """What it costs to give a device back and take it again."""
+    """The cost of giving a device back and taking it again."""
     prefixes: PrefixUse = PrefixUse()
     warm: bool = False
     """Each slot's first start takes no time: the run is under way when the simulation begins."""

@@ -1,8 +1,8 @@
-"""Runs that share devices in turns of whole phases. Pure; whose turn it is says `SeatTurns`, which says it live, too.
+"""Runs that share devices in turns of whole phases. Pure; `SeatTurns` decides whose turn it is, here as in live runs.
 
 A phase is a function's work of one step on its devices. A run keeps its turn there until another run waits and its
 phase is over; then its function falls asleep, and the other run's wakes. A phase is never interrupted, and takes as
-long as if the run were alone: runs do not slow each other down but by waiting.
+long as if the run were alone: a run slows another one down only by letting it wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SeatWork:
 
 @dataclass(frozen=True, slots=True)
 class SharedTimeline:
-    """What became of runs that shared devices."""
+    """When runs that shared devices ended, and how long each device worked."""
 
     ends_s: tuple[float, ...]
     """By run: when its last phase ended."""
@@ -44,29 +44,28 @@ class SharedTimeline:
         return max(self.ends_s, default=0.0)
 
 
-def share(runs: Sequence[Sequence[SeatWork]], priorities: Sequence[int] | None = None) -> SharedTimeline:
-    """Plays runs that all begin at once. `priorities` by run; by default all alike.
+def share(runs: Sequence[Sequence[SeatWork]]) -> SharedTimeline:
+    """Simulates runs of equal priority that all begin at once.
 
-    Raises ValueError for a run with two phases that need some seats in common, and not the same: in a live run,
-    functions that share devices, directly or by way of others, have their turn on all of these together.
+    Raises ValueError for a run with two phases whose seats overlap and differ: in a live run, functions that share
+    devices, directly or through another function, have their turn on all of these devices together.
     """
     for run in runs:
         for first, second in combinations(sorted({phase.seats for phase in run}, key=sorted), 2):
             if first & second:
                 raise ValueError(f"one phase needs {sorted(first)}, and another {sorted(second)}; give both the same")
-    return _Players(runs, priorities or [0] * len(runs)).play()
+    return _SharedRuns(runs).timeline()
 
 
-class _Players:
-    """The runs, each between two phases, waiting for its turn, in a phase, or through."""
+class _SharedRuns:
+    """The state of all runs: each is between two phases, waits for its turn, is in a phase, or has ended."""
 
-    def __init__(self, runs: Sequence[Sequence[SeatWork]], priorities: Sequence[int]) -> None:
+    def __init__(self, runs: Sequence[Sequence[SeatWork]]) -> None:
         self._runs = runs
-        self._priorities = priorities
         self._turns = SeatTurns()
         self._next = [0] * len(runs)
         self._awake: dict[str, tuple[int, SeatWork]] = {}
-        """By seat: the run, and the last phase of its function there."""
+        """By seat: the run whose function is awake there, and that function's last phase."""
         self._waiting: set[int] = set()
         self._working: set[str] = set()
         """Seats with a phase under way."""
@@ -77,7 +76,7 @@ class _Players:
         self._events: list[tuple[float, int, str, int, frozenset[str]]] = []
         self._order = count()
 
-    def play(self) -> SharedTimeline:
+    def timeline(self) -> SharedTimeline:
         for run in range(len(self._runs)):
             self._after(run, 0.0)
         while self._events:
@@ -98,19 +97,19 @@ class _Players:
         heapq.heappush(self._events, (at_s, next(self._order), what, run, frozenset(seats)))
 
     def _after(self, run: int, at_s: float) -> None:
-        """A run has ended a phase: it asks for its next turn, or is through."""
+        """A run has ended a phase: it asks for its next turn, or has ended."""
         if self._next[run] < len(self._runs[run]):
             self._add(at_s + self._runs[run][self._next[run]].before_s, "ask", run)
         else:
             self._ends_s[run] = at_s
 
     def _go_on(self, at_s: float) -> None:
-        """Begins all phases whose turn it is; a run whose turn another one waits for, and that does not work, falls
-        asleep."""
-        for run in sorted(self._waiting, key=lambda run: (-self._priorities[run], run)):
+        """Begins all phases whose turn it is. A run that holds seats, does not work there, and lets another run wait
+        for them falls asleep."""
+        for run in sorted(self._waiting):
             phase = self._runs[run][self._next[run]]
             falls_asleep = any(self._falling.get(seat) == run for seat in phase.seats)
-            if not falls_asleep and self._turns.ask(str(run), phase.seats, self._priorities[run], at_s):
+            if not falls_asleep and self._turns.ask(str(run), phase.seats, 0, at_s):
                 self._begin(run, phase, at_s)
         resting: dict[int, list[str]] = defaultdict(list)
         for seat, (run, _) in self._awake.items():
@@ -134,7 +133,7 @@ class _Players:
         self._add(at_s + change_s + phase.work_s, "end", run, phase.seats)
 
     def _asleep(self, run: int, seats: frozenset[str], at_s: float) -> None:
-        """What of a run was falling asleep is."""
+        """A run's function has fallen asleep on these seats, and the next run's turn begins there."""
         for seat in seats:
             del self._awake[seat], self._falling[seat]
         self._turns.pass_on(str(run), seats, at_s)

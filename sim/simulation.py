@@ -1,7 +1,7 @@
 """Whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
 
-If a service or the learner gets work and has no replica, one is started then, and waited for: a service at its first
-complete group, the learner when all services have done the last one. Generation is started by the policy alone.
+A service or the learner that gets work without a replica is started then: a service at its first complete group, the
+learner when all services have finished the step. Only the policy starts generation actors.
 Functions that share a device take turns there by themselves: a turn ends when the function has no work of its phase
 left, and another one has.
 
@@ -45,9 +45,9 @@ from rlhfless.sim.setup import Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
 from rlhfless.sim.work import StepUnderWay, learn, take, update
 
-PATIENCE, DESPAIR = 1_000, 100_000
-"""Limits on questions to a policy in a row between which no engine works: if no event is due either, and if events are
-still due (a loop of starts and releases)."""
+MAX_IDLE_QUERIES, MAX_QUERIES = 1_000, 100_000
+"""Limits on consecutive queries of a policy between which no engine works: without a due event, and with one (a policy
+that starts and releases replicas in a loop)."""
 
 
 class Simulation:
@@ -70,8 +70,8 @@ class Simulation:
         self._beat_s = 0.0
         self._drawn_s = -math.inf
         """The time up to which the current step has been drawn."""
-        self._vain = 0
-        """Questions to the policy since an engine or a service was last known to work."""
+        self._queries_without_progress = 0
+        """Queries of the policy since an engine or a service last worked."""
 
     def step(self, batch: RolloutBatch) -> Generation:
         """Draws the samples of a step, and runs until the next step may begin: with `sync` to its end, with
@@ -86,17 +86,17 @@ class Simulation:
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({self.setup.max_tokens})"
             )
         off = self.setup.schedule == "one_step_off"
-        self.fleet.ask(max(self._begun - off, 0), self.now_s)
+        self.fleet.require_weights(max(self._begun - off, 0), self.now_s)
         self._begun += 1
         under_way = self._begin(batch)
         while under_way.generated_s is None or len(self._steps) > off:
-            self._go_on()
+            self._advance()
         return under_way.generation
 
     def close(self) -> Trace:
         """Ends the run, releases all replicas, and returns the trace, without a row per response."""
         while self._steps:
-            self._go_on()
+            self._advance()
         self.fleet.close(self.now_s)
         return self.ledger.trace(self._prices, self.fleet.beside())
 
@@ -107,7 +107,7 @@ class Simulation:
         learning = tuple(shape for shape in self._services.values() if shape.learns)
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken, learning_services=learning)
         self._steps.append(under_way)
-        self._ask([StepBegan()], under_way)
+        self._query([StepBegan()], under_way)
         self.fleet.drawing = True
         self.fleet.wake_actors(self.now_s)
         self.fleet.sync(self.now_s)
@@ -115,7 +115,7 @@ class Simulation:
         self._drawn_s = -math.inf
         return under_way
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Advances to the next event."""
         current = self._steps[-1]
         drawing = current.generated_s is None
@@ -125,11 +125,11 @@ class Simulation:
         if not (drawing and self._draw(current, until_s)):
             self.now_s = until_s
             if self.fleet.agenda.next_s <= until_s:
-                self._happen()
+                self._handle_next()
             elif drawing:
                 self._beat_s = until_s + self.setup.links.beat_s
-                self._ask([Beat()], current)
-        self._want()
+                self._query([Beat()], current)
+        self._start_needed()
 
     def _draw(self, current: StepUnderWay, until_s: float) -> bool:
         """Advances generation to `until_s`. Returns whether it has ended; then the clock is at its end."""
@@ -137,7 +137,7 @@ class Simulation:
         if until_s > self._drawn_s:  # what begins at an instant ends no iteration in it
             generation.advance(until_s)
             self._drawn_s = until_s
-            self._want()
+            self._start_needed()
         if generation.unfinished or generation.end_s > until_s:
             return False
         self.now_s = current.generated_s = max(self.now_s, generation.end_s)
@@ -147,11 +147,11 @@ class Simulation:
             self._take(slot)
         if not self._services:
             current.ready_s = self.now_s
-        self._ask([Generated()], current)
+        self._query([Generated()], current)
         self.fleet.pass_turns(self.now_s)
         return True
 
-    def _happen(self) -> None:
+    def _handle_next(self) -> None:
         at_s, event = self.fleet.agenda.pop()
         current = self._steps[-1]
         if isinstance(event, Worked):
@@ -160,17 +160,17 @@ class Simulation:
             self._interrupted(at_s, event, current)
         elif isinstance(event, Loaded):
             self._loaded(at_s, event, current)
-        elif self.fleet.happen(at_s, event) and isinstance(event, Up) and event.slot in self._services:
+        elif self.fleet.handle(at_s, event) and isinstance(event, Up) and event.slot in self._services:
             self._take(event.slot)
         self.fleet.pass_turns(self.now_s)
 
     def _loaded(self, at_s: float, event: Loaded, current: StepUnderWay) -> None:
-        """All actors that have loaded the weights at one instant serve before the policy is told of the first."""
+        """All actors that have loaded the weights at one instant serve before the policy gets the first event."""
         loaded = [event, *self.fleet.agenda.pop_like(at_s, Loaded)]
-        up = [event.slot for event in loaded if self.fleet.happen(at_s, event)]
+        up = [event.slot for event in loaded if self.fleet.handle(at_s, event)]
         for slot in up:
             current.generation.serving(slot, at_s)
-        self._ask([Serving(slot) for slot in up], current)
+        self._query([Serving(slot) for slot in up], current)
 
     def _idle(self, slot: int) -> bool:
         """Whether the function of a slot has no work of its phase left."""
@@ -181,7 +181,7 @@ class Simulation:
         return not self.fleet.drawing
 
     def _worked(self, event: Worked) -> None:
-        self._vain = 0
+        self._queries_without_progress = 0
         under_way = next(step for step in self._steps if step.number == event.step)
         if event.slot in under_way.updating:
             under_way.updating.remove(event.slot)
@@ -192,11 +192,11 @@ class Simulation:
             under_way.served.add(event.slot)
             if len(under_way.served) == len(self._services):
                 under_way.ready_s = self.now_s
-            self._ask([Idle(event.slot)], under_way)
+            self._query([Idle(event.slot)], under_way)
             return
         self.ledger.steps.append(under_way.record(self.now_s))
-        self._ask([Idle(event.slot)], under_way)
-        self._ask([StepEnded(under_way.begun_s, self.now_s)], under_way)
+        self._query([Idle(event.slot)], under_way)
+        self._query([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
 
     def _interrupted(self, at_s: float, event: SpotInterrupted, current: StepUnderWay) -> None:
@@ -204,21 +204,21 @@ class Simulation:
         if replica is None or replica.number != event.life:
             return
         at_s, samples = current.generation.lost(event.slot, at_s)
-        self.fleet.happen(at_s, event)
-        self._ask([Lost(event.slot, samples)], current)
+        self.fleet.handle(at_s, event)
+        self._query([Lost(event.slot, samples)], current)
 
-    def _want(self) -> None:
-        """Starts services that have work and no replica; and the learner, which begins if it is up, after the services
-        that learn."""
+    def _start_needed(self) -> None:
+        """Starts services that have work and no replica, and then the learner once all services have finished a step;
+        a learner that is up begins."""
         for slot in self._services:
-            if not self.fleet.there(slot):
+            if not self.fleet.awake_or_asked(slot):
                 since_s = [step.first_s(slot) for step in self._steps if step.wants(slot)]
                 if since_s:
                     self.fleet.start(slot, max(min(since_s), self.now_s))
         first = self._steps[0] if self._steps else None
         if first is None or first.ready_s is None or first.learning or self._update_services(first):
             return
-        if not self.fleet.there(self._learner):
+        if not self.fleet.awake_or_asked(self._learner):
             self.fleet.start(self._learner, self.now_s)
         elif self.fleet.state(self._learner) is ReplicaState.SERVING:
             replica = self.fleet.replicas[self._learner]
@@ -228,11 +228,12 @@ class Simulation:
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
 
     def _update_services(self, step: StepUnderWay) -> bool:
-        """Whether a service has still to learn a step, before the learner. It begins if it is up."""
+        """Whether a service that learns, such as a critic, has not finished its update of a step; if it is up, it
+        begins."""
         for slot, shape in self._services.items():
             if not shape.learns or slot in step.updated:
                 continue
-            if not self.fleet.there(slot):
+            if not self.fleet.awake_or_asked(slot):
                 self.fleet.start(slot, self.now_s)
             elif self.fleet.state(slot) is ReplicaState.SERVING and slot not in step.updating:
                 replica, parts = self.fleet.replicas[slot], self.setup.learner.parts
@@ -243,7 +244,8 @@ class Simulation:
         return False
 
     def _take(self, slot: int) -> None:
-        """A service that is up takes all complete groups; with the last group of a step, its end is foreseen."""
+        """A service that is up takes all complete groups. With the last group of a step the end of its work is known,
+        and put on the agenda."""
         serves = self.fleet.state(slot) is ReplicaState.SERVING
         for step in self._steps:
             if serves:
@@ -253,28 +255,29 @@ class Simulation:
                 end_s = max(step.done_s[slot], self.now_s)
                 self.fleet.agenda.add(end_s, Worked(slot, step.number))
 
-    def _ask(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
+    def _query(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
         """Tells the policy the events of one instant, and carries out its answer to each."""
-        view = under_way.window.look()
+        view = under_way.window.view()
         for event in events:
             if isinstance(event, Serving) and view.slots[event.slot].state is not ReplicaState.SERVING:
                 continue  # the answer to an event before this one released it
-            self._wait(under_way)
+            self._check_progress(under_way)
             answer = self._policy.decide(self.now_s, event, view)
             try:
                 self._carry_out(answer, event, under_way.generation)
             except PolicyFault as fault:
                 raise SimulationError(str(fault)) from fault
             if answer:
-                view = under_way.window.look()
+                view = under_way.window.view()
 
-    def _wait(self, under_way: StepUnderWay) -> None:
-        """Raises SimulationError if no engine has worked for too many questions."""
-        self._vain += 1
-        if self._vain <= PATIENCE or (math.isfinite(self.fleet.agenda.next_s) and self._vain <= DESPAIR):
+    def _check_progress(self, under_way: StepUnderWay) -> None:
+        """Raises SimulationError after too many queries of the policy between which no engine has worked."""
+        self._queries_without_progress += 1
+        due = math.isfinite(self.fleet.agenda.next_s)
+        if self._queries_without_progress <= (MAX_QUERIES if due else MAX_IDLE_QUERIES):
             return
         if under_way.generation.working:
-            self._vain = 0
+            self._queries_without_progress = 0
             return
         left = under_way.generation.unfinished
         raise SimulationError(

@@ -54,7 +54,8 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
 
 
 def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:
-    """The view with the waits for nodes that are not there yet, as a live fleet shows them when a step begins."""
+    """The view with the seconds until nodes that are still being provisioned are ready, as a live fleet shows them when
+    a step begins."""
     waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
     if not any(waits_s):
         return view
@@ -63,7 +64,7 @@ def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView
 
 
 def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Collection[str]) -> float:
-    """Cost of a second in which no device is held but those in `kept`, which are never given back. Raises PriceError
+    """US dollars per second while only the devices in `kept` are held, which are never given back. Raises PriceError
     for a kind without a price."""
     devices = {device.name: device.kind for slot_setup in slot_setups for device in slot_setup.allocation.devices}
     usd_per_hour = (
@@ -74,7 +75,8 @@ def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook, kept: Co
 
 
 class Window:
-    """A step as a policy sees it. Its arrays are the simulation's own; only the slots are new for each view."""
+    """Makes the views of a step for its policy. Their arrays are the simulation's own; only the slots are new in each
+    view."""
 
     def __init__(self, fleet_view: FleetView, fleet: SimulatedFleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
@@ -94,16 +96,14 @@ class Window:
             prefixes=batch.tree.long() if fleet.setup.prefixes.planned else None,
         )
 
-    def look(self) -> StepView:
+    def view(self) -> StepView:
         """The step and the fleet now."""
-        return self._view(slots=self._slots())
-
-    def _slots(self) -> tuple[SlotView, ...]:
-        return tuple(map(slot_view, self._fleet.standing(), *self._generation.counts()))
+        return self._view(slots=tuple(map(slot_view, self._fleet.states(), *self._generation.counts())))
 
 
 def _usd_per_s(slot_setup: SlotSetup, prices: PriceBook, kept: Collection[str]) -> float:
-    """A replica beside others holds a share of its own, which it can give back on any device."""
+    """US dollars per second that the release of a slot's replica saves. A replica that runs beside others holds a share
+    of its own, and can give it back on any device."""
     shares = (
         share * prices.device(held.kind).saved_usd_per_hour
         for held, share in slot_setup.allocation.shared

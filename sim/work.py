@@ -1,7 +1,8 @@
 """The stages after generation: services work on complete groups, then the learner on the step.
 
-A replica that is up takes all complete groups, first come, first served. So its work need not be computed before it is
-asked for: when the step's generation has ended, when the replica is to be released, or when it comes up after either.
+A service's replica that is up takes all complete groups, first come, first served. Its work is therefore computed only
+when the result matters: at the end of the step's generation, before the replica's release, or when the replica comes up
+later.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class StepUnderWay:
     """`[groups]`, by the slot of a service: the groups that it has taken."""
     generated_s: float | None = None
     ready_s: float | None = None
-    """When all services had done it, and those that learn had learned it."""
+    """When all services had finished the step, updates of services that learn among it."""
     updating: set[int] = field(default_factory=set)
-    """Slots of services that learn it now."""
+    """Slots of services whose update of the step is in progress."""
     updated: set[int] = field(default_factory=set)
-    """Slots of services that have learned it."""
+    """Slots of services whose update of the step has ended."""
     learning: bool = False
     done_s: dict[int, float] = field(default_factory=dict)
-    """When a service has done, or will have done, all that it has taken."""
+    """By slot of a service: when the work on all groups that it has taken ends."""
     foreseen: set[int] = field(default_factory=set)
     """Slots of services that have taken all groups."""
     prompt_tokens: dict[str, int] = field(default_factory=dict)
@@ -50,27 +51,27 @@ class StepUnderWay:
     learning_services: tuple[ServiceShape, ...] = ()
     """The services that learn: they pass the step's prompts twice."""
     served: set[int] = field(default_factory=set)
-    """Slots of services that have done it."""
+    """Slots of services that have finished all groups of the step."""
 
     def wants(self, slot: int) -> bool:
-        """Whether groups are complete that the service at a slot has not taken."""
+        """Whether there are complete groups that the service at a slot has not taken."""
         return self.generation.progress.complete_groups > int(np.count_nonzero(self.taken[slot]))
 
     def first_s(self, slot: int) -> float:
-        """Since when the first of these groups has been waiting."""
+        """When the first complete group that the service at a slot has not taken was complete."""
         progress = self.generation.progress
         complete = progress.complete
         return float(progress.table.complete_s[complete[~self.taken[slot][complete]]].min())
 
     def foresee(self, slot: int) -> bool:
-        """Whether a service has taken the last group now; only once."""
+        """Whether a service has taken all groups of the step; True only the first time."""
         if slot in self.foreseen or not self.taken[slot].all():
             return False
         self.foreseen.add(slot)
         return True
 
     def computed_prompts(self, function: str, groups: Ints, saved: int) -> None:
-        """A function has computed the prompts of these groups once for each sample, but for `saved` tokens."""
+        """Counts the prompts of these groups as computed by a function, once for each sample, less `saved` tokens."""
         batch = self.generation.progress.batch
         tokens = int((batch.prompt_tokens[groups] * np.bincount(batch.group)[groups]).sum()) - saved
         self.prompt_tokens[function] = self.prompt_tokens.get(function, 0) + tokens
@@ -147,7 +148,7 @@ def _pass_together(
 
 
 def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) -> int:
-    """Tokens of some groups that a pass does not compute, because it shares their prefixes."""
+    """Tokens that one forward pass over these groups does not compute, because it computes shared prefixes once."""
     in_groups = np.isin(batch.group, groups)
     return saved_tokens(
         batch.tree, batch.prompt_tokens, batch.group[in_groups], batch.response_tokens[in_groups], forward
@@ -206,7 +207,7 @@ def learn(
 
 
 def first_come_first_served(arrival_s: Floats, service_s: Floats) -> list[Interval]:
-    """When one server works, as disjoint spans: jobs that follow each other within JOIN_S are one.
+    """The spans in which one server works. Jobs that follow each other within JOIN_S are in one span.
 
     `arrival_s` ascends. The end of job i is the largest, over j <= i, of arrival j plus all service from j to i.
     """

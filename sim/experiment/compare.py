@@ -34,8 +34,8 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 
 NO_BEATS_S = 3600.0
-"""Interval that leaves no beats: a static fleet does nothing at a beat, so its run is the same, in a third of the
-time."""
+"""Interval between beats for static fleets, longer than their steps: a static policy does nothing at a beat, and
+without beats its simulation takes a third of the time."""
 
 Results = dict[str, tuple[RunResult, ...]]
 """By label; one per seed."""
@@ -81,14 +81,13 @@ def compare(
     with ExperimentWorkers(jobs, on_progress) as workers:
         for index, entries in enumerate(rounds):
             tasks = {entry.shown: _tasks(scenario, entry, by_label) for entry in entries}
-            later = sum(_runs_of_seed(scenario, each) for after in rounds[index + 1 :] for each in after)
+            later = sum(len(tried(scenario, each)) for after in rounds[index + 1 :] for each in after)
             later_steps = scenario.steps * scenario.seeds * later
             results = iter(workers.run([task for each in tasks.values() for task in each], later_steps))
             for entry in entries:
-                of_entry = [
-                    [next(results) for _ in range(_runs_of_seed(scenario, entry))] for _ in range(scenario.seeds)
-                ]
-                chosen = [_judged(scenario, entry, by_label, tried) for tried in of_entry]
+                fleets = len(tried(scenario, entry))
+                by_seed = [[next(results) for _ in range(fleets)] for _ in range(scenario.seeds)]
+                chosen = [_judged(scenario, entry, by_label, runs) for runs in by_seed]
                 by_label[entry.shown] = tuple(run for run, _ in chosen)
                 contracts[entry.shown] = chosen[0][1]
     labels = [entry.shown for entry in scenario.policies if entry.shown in by_label]
@@ -128,10 +127,6 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[Exp
     return tasks
 
 
-def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
-    return len(tried(scenario, entry))
-
-
 def _contracts(scenario: Scenario, entry: PolicyEntry, results: Results, seed: int) -> tuple[ContractSpec, ...]:
     """The contract of a run, in numbers."""
     if measures_itself(scenario, entry):
@@ -143,16 +138,16 @@ def _contracts(scenario: Scenario, entry: PolicyEntry, results: Results, seed: i
 
 
 def _judged(
-    scenario: Scenario, entry: PolicyEntry, results: Results, tried: Sequence[RunResult]
+    scenario: Scenario, entry: PolicyEntry, results: Results, runs: Sequence[RunResult]
 ) -> tuple[RunResult, tuple[ContractSpec, ...]]:
     """The run of a seed, the best of them if several were tried, with its contract judged for each step."""
-    contracts, part = _contracts(scenario, entry, results, tried[0].seed), quoted_part(scenario)
+    contracts, part = _contracts(scenario, entry, results, runs[0].seed), quoted_part(scenario)
     span = span_of(contract_of(scenario, entry), scenario)
-    steps = [judged(run.steps, contracts, span) for run in tried]
+    steps = [judged(run.steps, contracts, span) for run in runs]
     limits = [step.limit for step in steps_of(steps[0], part, scenario.epoch_steps) if step.limit is not None]
     totals = [Totals.of(steps_of(each, part, scenario.epoch_steps)) for each in steps]
     index = best(totals, contracts[0], sum(limits) if limits else None)
     if measures_itself(scenario, entry):
-        contracts = tuple(resolved(scenario.contract, tried[index].steps, span))
-    kept = tuple(judged(tried[index].steps, contracts, span))
-    return dataclasses.replace(tried[index], steps=kept), contracts
+        contracts = tuple(resolved(scenario.contract, runs[index].steps, span))
+    kept = tuple(judged(runs[index].steps, contracts, span))
+    return dataclasses.replace(runs[index], steps=kept), contracts

@@ -52,7 +52,7 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentTask:
-    """One run with everything it depends on, so that any process can do it."""
+    """The inputs of one run, which any process can simulate."""
 
     scenario: Scenario
     entry: PolicyEntry
@@ -152,7 +152,7 @@ def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> 
 
 
 def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> RunResult:
-    """Simulates it; `on_step` is called after each step.
+    """Simulates the run of a task; `on_step` is called after each step.
 
     Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy.
     """

@@ -54,7 +54,7 @@ def arrangements(scenario: Scenario, counts: Sequence[int]) -> dict[int, list[Ar
 
 
 class _Alone:
-    """Runs of a scenario, each alone on a fleet; what was simulated is kept."""
+    """Simulates runs of a scenario, each alone on a fleet, and keeps their traces."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -62,7 +62,7 @@ class _Alone:
         self._traces: dict[tuple[str, int], Trace] = {}
 
     def phases(self, fleet: FleetShape, runs: int, seat: str | None) -> list[list[SeatWork]]:
-        """Of so many runs, with a seed each. Raises DoesNotFit."""
+        """The phases of `runs` runs with different seeds. Raises DoesNotFit."""
         layout = layout_of(self.scenario, fleet)
         return [list(_phases(self._trace(fleet, seed), layout, seat)) for seed in range(runs)]
 
@@ -77,6 +77,8 @@ class _Alone:
 
 
 class _Arranger:
+    """The arrangements of `runs` runs on the cluster."""
+
     def __init__(self, alone: _Alone, runs: int) -> None:
         self._alone = alone
         self._devices = alone.devices
@@ -94,7 +96,7 @@ class _Arranger:
             yield apart
 
     def _parts(self, parts: int, tenants: int) -> Arrangement | None:
-        """So many parts of the cluster, each with so many runs in turns; None if a run does not fit."""
+        """The cluster in `parts` equal parts, each with `tenants` runs in turns; None if a run does not fit."""
         size = self._devices // parts
         name = f"{parts} parts of {size} devices" if parts > 1 else "all devices"
         name += f", {tenants} runs in turns on each" if tenants > 1 and parts > 1 else ", in turns" * (tenants > 1)
@@ -144,7 +146,7 @@ def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[
 
 
 def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, float, float]:
-    """Of one step: seconds from the first load of weights to the last token, from there until all samples are scored,
+    """Seconds of one step: from the first load of weights to the last token, from then until all samples are scored,
     and of reference and learner."""
     begun_s = min(call.start_s for call in calls if call.work is Work.LOAD_WEIGHTS)
     drawn_s = record.start_s + record.metrics["generation_s"]

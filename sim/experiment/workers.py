@@ -15,7 +15,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of steps done, of all runs together, and the number of steps known to be needed."""
 
 LOOK_S = 0.5
-"""Between two looks at what other processes have done."""
+"""Seconds between two updates of the progress of other processes."""
 
 _done: Any = None
 """Steps that the processes have done together; set in each of them."""
@@ -39,7 +39,7 @@ def _count() -> None:
 
 
 class ExperimentWorkers:
-    """One or more processes. With one, everything is done in this process."""
+    """Runs tasks in `jobs` processes; with one job, in this process."""
 
     def __init__(self, jobs: int, on_progress: OnProgress | None) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -65,7 +65,7 @@ class ExperimentWorkers:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[ExperimentTask], later: int) -> list[RunResult]:
-        """Does all tasks; `later`: the steps of tasks that will follow these. Raises what a run raised."""
+        """The results of all tasks; `later` counts the steps of tasks that will follow. Raises the error of a run."""
         self._total = self._done + sum(task.scenario.steps for task in tasks) + later
         self._on_progress(self._done, self._total)
         if self._pool is None:

@@ -56,7 +56,7 @@ class _WholeTrace(LatencyFit):
 def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
     """The fit to all steps of the traces, or to the steps whose number `keep` accepts. Raises TraceError if there is
     no such step."""
-    keep = keep or _every_step
+    keep = keep or (lambda step: step > 0)  # evaluations before the first step have step 0
     steps = [(record, trace) for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no step to fit to; record at least one")
@@ -147,10 +147,6 @@ def _fixed_error_s(points: Sequence[tuple[float, float]], line: LineFit) -> floa
     sizes = np.array([x for x, _ in points])
     scatter_s = 1.4826 * median(abs(s - line.at(x)) for x, s in points)  # of a normal distribution
     return float(scatter_s * np.sqrt(1 / sizes.size + sizes.mean() ** 2 / ((sizes - sizes.mean()) ** 2).sum()))
-
-
-def _every_step(step: int) -> bool:
-    return step > 0  # evaluations before the first one have step 0
 
 
 def _prior(trace: Trace) -> EngineModel:

@@ -20,7 +20,7 @@ from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.placement import CPU_KIND, Allocation
-from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
 from rlhfless.sim.replay.fleet import RecordedFleet
@@ -78,7 +78,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         tuple(services),
         learner,
         Transport("folder", 1.0, latency.load_weights_s, 0),
-        Links(_beat_s(trace), MOVE_S),
+        Links(float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)), MOVE_S),
         "sync",
         0.0,
         int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),
@@ -121,12 +121,10 @@ class AsRecorded:
         for sample, group in enumerate(view.group.tolist()):
             row = self._rows[view.step, view.prompt_ids[group]][sample - first[group]]
             begun[self._fleet.slot_of(row.actor, row.finished_s)].append((row.started_s, sample))
-        return [Assign(slot, _samples(of)) for slot, of in sorted(begun.items())]
-
-
-def _samples(begun: list[tuple[float, int]]) -> Ints:
-    """The samples, in the order in which they began."""
-    return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
+        return [
+            Assign(slot, np.array([sample for _, sample in sorted(of)], dtype=np.int64))
+            for slot, of in sorted(begun.items())
+        ]
 
 
 def _slot_setup(allocation: Allocation, start_s: float) -> SlotSetup:
@@ -147,7 +145,3 @@ def _engine_shape(trace: Trace, kv_tokens: int | None) -> EngineShape:
     blocks = sequences * (longest // block + 1) if kv_tokens is None else kv_tokens // block
     tokens = int(trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences))
     return EngineShape(sequences, blocks, block, max(tokens, sequences))
-
-
-def _beat_s(trace: Trace) -> float:
-    return float(trace.meta.spec["generation"].get("progress_interval_s", 0.5))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 from rlhfless.sim.experiment.compare import PolicyComparison
 from rlhfless.sim.report.charts import write_png
-from rlhfless.sim.report.page import write_page
-from rlhfless.sim.report.perfetto import write_perfetto
+from rlhfless.sim.report.page import page
+from rlhfless.sim.report.perfetto import trace_events
 from rlhfless.sim.report.pictures import pictures
-from rlhfless.sim.report.summary import write_summary
+from rlhfless.sim.report.summary import summary
 from rlhfless.sim.scenarios.load import resolved_yaml
 
 
@@ -21,10 +22,11 @@ def write_report(comparison: PolicyComparison, folder: str | os.PathLike[str], s
     drawn = pictures(comparison, step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scenario.yaml").write_text(resolved_yaml(comparison.scenario), "utf-8")
-    write_summary(comparison, folder / "summary.json")
-    write_page(comparison, drawn, folder / "report.html")
+    (folder / "summary.json").write_text(json.dumps(summary(comparison), indent=1) + "\n", "utf-8")
+    (folder / "report.html").write_text(page(comparison, drawn), "utf-8")
     for name, figure in drawn.by_name.items():
         write_png(figure, folder / f"{name}.png")
     for label, runs in comparison.results.items():
         if runs[0].trace is not None:
-            write_perfetto(runs[0].trace, folder / f"perfetto-{label}.json")
+            events = json.dumps(trace_events(runs[0].trace), separators=(",", ":"))
+            (folder / f"perfetto-{label}.json").write_text(events, "utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
@@ -29,7 +28,7 @@ summary { cursor: pointer; color: #0060a0; }
 
 
 def page(comparison: PolicyComparison, pictures: Pictures) -> str:
-    """The page as text."""
+    """The report of a comparison as the text of one HTML page."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     parts: list[Part] = [part] if part == "all" else ["later", "first", "all"]
     body = [f"<h1>{escape(scenario.name)}</h1>", f"<p>{escape(scenario.description)}</p>"]
@@ -53,11 +52,6 @@ def page(comparison: PolicyComparison, pictures: Pictures) -> str:
     head = f'<meta charset="utf-8"><title>{escape(scenario.name)}</title><style>{STYLE}</style>'
     content = "\n".join(body)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{content}</details>\n</body></html>\n'
-
-
-def write_page(comparison: PolicyComparison, pictures: Pictures, path: Path) -> None:
-    """Writes it. Raises OSError."""
-    path.write_text(page(comparison, pictures), "utf-8")
 
 
 def _table(rows: Sequence[ResultRow]) -> str:

@@ -6,8 +6,6 @@ ran. Times are in microseconds, as the format asks.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from rlhfless.records import in_order
@@ -56,11 +54,6 @@ def trace_events(trace: Trace) -> dict[str, Any]:
         for (pid, name), tid in tracks.items()
     ]
     return {"traceEvents": meta + events, "displayTimeUnit": "ms"}
-
-
-def write_perfetto(trace: Trace, path: Path) -> None:
-    """Writes the trace. Raises OSError."""
-    path.write_text(json.dumps(trace_events(trace), separators=(",", ":")), "utf-8")
 
 
 def _slice(process: int, track: int, name: str, start_s: float, end_s: float) -> dict[str, Any]:

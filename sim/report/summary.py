@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
@@ -42,8 +40,3 @@ def summary(comparison: PolicyComparison) -> dict[str, Any]:
             for label, runs in comparison.results.items()
         },
     }
-
-
-def write_summary(comparison: PolicyComparison, path: Path) -> None:
-    """Writes it. Raises OSError."""
-    path.write_text(json.dumps(summary(comparison), indent=1) + "\n", "utf-8")

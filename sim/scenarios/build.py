@@ -98,12 +98,14 @@ class ScenarioLayout:
         self._placement = placement
         first, *others = scenario.cluster.machines
         self.machines = (first, *(machines for machines in others if kinds is None or machines.kind in kinds))
-        """The machines that it uses."""
+        """The machines whose devices the layout uses."""
         self.devices = first.devices if devices is None else devices
         self._first = DevicesByNode.of(first, self.devices)
-        history = self._first.all
+        devices_of_first = self._first.all
         apart = placement.mode == "disaggregated"
-        self.learner_side = history[-(placement.learner_devices or -(-len(history) // 2)) :] if apart else history
+        self.learner_side = devices_of_first
+        if apart:
+            self.learner_side = devices_of_first[-(placement.learner_devices or -(-len(devices_of_first) // 2)) :]
         needed = timing.learner_devices_needed(scenario, first.kind)
         if len(self.learner_side) < needed:
             what = f"the learner has {len(self.learner_side)} x {first.kind}, and its state needs {needed}"
@@ -232,7 +234,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
 
 
 def prefix_use(scenario: Scenario) -> PrefixUse:
-    """What the run does about shared prefixes."""
+    """How the scenario's run computes shared prefixes."""
     if scenario.prefixes is None or scenario.prefixes.sharing == "engine":
         return PrefixUse()
     shares = scenario.prefixes.sharing == "plan_and_learner"

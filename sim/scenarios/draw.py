@@ -1,4 +1,4 @@
-"""The batches of a scenario's run, and what is known of their lengths beforehand."""
+"""The batches of a scenario's run, and the generator of synthetic ones."""
 
 from __future__ import annotations
 
@@ -82,11 +82,15 @@ def _drawn(scenario: Scenario, seed: int) -> list[RolloutBatch]:
     # Each seed begins elsewhere in the file, so that runs differ by more than the order of siblings.
     first = int(np.random.default_rng(seed).integers(len(drawn)))
     turned = [dataclasses.replace(batch, step=i + 1) for i, batch in enumerate(drawn[first:] + drawn[:first])]
-    return _enough(scenario, [_capped(batch, scenario.max_tokens) for batch in turned])
+    capped = [
+        dataclasses.replace(batch, response_tokens=np.minimum(batch.response_tokens, scenario.max_tokens))
+        for batch in turned
+    ]
+    return _enough(scenario, capped)
 
 
 def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload, seed: int) -> SyntheticWorkload:
-    """The generator behind a made-up workload. Raises InputError if an epoch is smaller than a step."""
+    """The generator of a synthetic workload. Raises InputError if an epoch is smaller than a step."""
     try:
         return SyntheticWorkload(
             _shape(workload),
@@ -111,10 +115,6 @@ def _shape(workload: LognormalWorkload | BimodalWorkload) -> LengthShape:
 
 def _lognormal(spec: LognormalSpec) -> LognormalLengths:
     return LognormalLengths(spec.median_tokens, spec.spread, spec.persistence)
-
-
-def _capped(batch: RolloutBatch, max_tokens: int) -> RolloutBatch:
-    return dataclasses.replace(batch, response_tokens=np.minimum(batch.response_tokens, max_tokens))
 
 
 def _enough(scenario: Scenario, drawn: list[RolloutBatch]) -> list[RolloutBatch]:

@@ -30,9 +30,9 @@ class DoesNotFit(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """An engine model in which prompts share their iterations: each pays for its part of a full one.
+    """An engine model whose prompts share iterations: each prompt costs its part of a full iteration.
 
-    The models price a prompt as if it were alone in an iteration, and would read the weights once for each.
+    The underlying model prices a prompt as if it were alone in an iteration, which reads all weights for it.
     """
 
     model: EngineModel

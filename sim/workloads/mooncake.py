@@ -1,7 +1,7 @@
 """Request traces in Mooncake's format: JSON lines with timestamp, input_length, output_length and hash_ids.
 
-`hash_ids` name prefix blocks that requests share. They are checked but not used: in a rollout batch the samples of one
-prompt share it, which the engine knows by itself.
+`hash_ids` name prefix blocks that requests share. They are checked and not used: the samples of one prompt share the
+whole prompt, and engines find that out by themselves.
 """
 
 from __future__ import annotations

@@ -31,14 +31,14 @@ Floats = npt.NDArray[np.float64]
 NORMAL = NormalDist()
 
 PROMPT = "prompt-"
-"""Begin of every prompt's name; its number follows."""
+"""The name of a prompt is this and its number."""
 
 GRID = 0.005
-"""Between two logs of lengths on the grid of a mixture."""
+"""Step of the grid of log lengths on which the distribution of a mixture is computed."""
 
 
 class LengthShape(Protocol):
-    """The distribution of response lengths, given what is known of the prompt."""
+    """The distribution of response lengths, given the difficulty of the prompt."""
 
     def draw(self, difficulty: Floats, drift: float, random: np.random.Generator) -> Floats:
         """`[samples]` lengths for standard normal `difficulty` [samples]; `drift` is added to their logs."""
@@ -58,10 +58,6 @@ class LognormalLengths:
     """Standard deviation of the log."""
     persistence: float
     """Correlation of a sample's log length with its prompt's difficulty, 0 to 1."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.persistence <= 1:
-            raise ValueError(f"persistence is {self.persistence}; it must be from 0 to 1")
 
     def draw(self, difficulty: Floats, drift: float, random: np.random.Generator) -> Floats:
         noise = random.standard_normal(len(difficulty))
@@ -96,10 +92,6 @@ class BimodalLengths:
     short: LognormalLengths
     long: LognormalLengths
     long_share: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.long_share < 1:
-            raise ValueError(f"long_share is {self.long_share}; it must be between 0 and 1")
 
     def draw(self, difficulty: Floats, drift: float, random: np.random.Generator) -> Floats:
         short = self.short.draw(difficulty, drift, random)

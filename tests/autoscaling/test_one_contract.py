@@ -152,7 +152,7 @@ class Simulated:
 
     @property
     def up(self) -> set[int]:
-        return {slot for slot in range(PLACES) if self.simulation.fleet.there(slot)}
+        return {slot for slot in range(PLACES) if self.simulation.fleet.awake_or_asked(slot)}
 
     def wait(self) -> None:
         """Goes on to the next event, with a policy that says nothing."""

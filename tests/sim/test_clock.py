@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlhfless.sim.clock import Agenda
-from rlhfless.sim.events import Loaded, Up
+from rlhfless.sim.events import Agenda, Loaded, Up
 
 
 def loaded(slot: int) -> Loaded:
