@@ -291,7 +291,7 @@ class SimulatedEngine:
         return done
 
     def _put(self, prefix: int, token_s: float, done: Precomputed) -> None:
-        """Adds a prefix to the cache, if its own tokens are not there, and what that takes to `done`."""
+        """Adds a prefix whose own tokens are not cached to the cache, and its time and tokens to `done`."""
         node, table = self.progress.batch.groups + prefix, self.progress.table
         new = self._lacks(node) * self.shape.block_tokens
         if not new or not kernel.put(self._pool.memory, table, self._pool.limits, self._row, node):
@@ -305,7 +305,7 @@ class SimulatedEngine:
             done.end_s += compute_s
 
     def _lacks(self, node: int) -> int:
-        """Blocks of a node, beside those of its parent, that are not in the cache."""
+        """Blocks of a node, without its parent's, that are not in the cache."""
         return kernel.lacks(self._pool.memory, self.progress.table, self._pool.limits, self._row, node)
 
     def advance(self, until_s: float) -> Ints:
@@ -342,7 +342,7 @@ class SimulatedEngine:
 
     @property
     def resident(self) -> Ints:
-        """The samples that decode, prefill or wait in it, sorted."""
+        """The samples that decode, prefill or wait in the engine, sorted."""
         memory, row = self._pool.memory, self._row
         cells = (self._n["head"] + np.arange(self._n["queued"])) % memory.queue.shape[1]
         filling = memory.filling[row, : self._n["filling"]]

@@ -229,7 +229,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
 
 @part
 def _own(table: Table, limits: Limits, node: int) -> int:
-    """Blocks of a node beside those of its parent."""
+    """Blocks of a node without its parent's."""
     own: int = table.depth[node] // limits.block_tokens
     parent = table.parent[node]
     return own - table.depth[parent] // limits.block_tokens if parent >= 0 else own
@@ -294,7 +294,7 @@ def _revive(state: State, node: int, blocks: int) -> None:
 
 @compiled
 def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
-    """Puts the blocks of an idle node, of which its parent's are there, into the cache. Returns whether they fit."""
+    """Puts the blocks of an idle node into the cache, which has its parent's. Returns whether they fit."""
     state = _state(pool, row)
     n, own = state.n, _own(table, limits, node)
     if own > n.free:

@@ -132,7 +132,7 @@ class Pool(NamedTuple):
     queue: Ints  # [engines, samples]: a ring
     phase: Ints  # [engines, block_tokens]: how many sequences decode, by `(context - iteration) mod block`
     residents: Ints  # [engines, nodes]: sequences that begin with the node, and hold its blocks
-    idle: Ints  # [engines, nodes]: its blocks that nobody held any more, and that could still be found in the cache
+    idle: Ints  # [engines, nodes]: its blocks that no sequence holds any more, and that can still be found in the cache
     evicts: Ints  # [engines, nodes]: the `taken` from which on these are given to others, the last of them first
     ended: Ints  # [samples]: samples that ended, in order, since the pool was last asked to go on
     span: Records  # [SPANS] of SPAN: work that is over

@@ -172,7 +172,7 @@ def update(
 
 
 def _computed(function: str, under_way: StepUnderWay, parts: int, forward: SharedForward | None) -> tuple[int, int]:
-    """The tokens that an update is fed, and those of them that it does not compute."""
+    """The tokens of an update's input, and the number of them that it does not compute."""
     batch = under_way.generation.progress.batch
     groups = np.arange(batch.groups)
     fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())

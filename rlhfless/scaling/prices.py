@@ -16,17 +16,16 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhfless.records import Holding, ReplicaState
-from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.errors import InputError, Problem, UserError
-from rlhfless.spec.explain import explain, nearest
+from rlhfless.spec.errors import UserError
+from rlhfless.spec.explain import nearest
+from rlhfless.spec.files import read_values
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -227,23 +226,4 @@ def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
     if path is None:
         priced = [{"kind": entry["kind"], **entry["price"]} for entry in bundled_devices() if "price" in entry]
         return PriceBook.model_validate({"devices": priced})
-    source = str(path)
-    try:
-        parsed = document.parse(_read(Path(path)))
-    except document.DocumentError as error:
-        raise InputError(source, [error.problem]) from error
-    if not isinstance(parsed.data, dict):
-        what = f"a price book is a mapping of keys, got a {type(parsed.data).__name__}"
-        raise InputError(source, [Problem("", what, "start it with `devices:`")])
-    try:
-        return PriceBook.model_validate(parsed.data)
-    except ValidationError as error:
-        raise InputError(source, explain(error, PriceBook, parsed.origins)) from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "correct `scaling.prices`, or leave it out for the bundled price book"
-        raise InputError(str(path), [Problem("", f"cannot be read: {error}", hint)]) from error
+    return read_values(path, PriceBook, "correct `scaling.prices`, or leave it out for the bundled price book")

@@ -4,8 +4,8 @@ A router gives each sample to the replica with the fewest samples. Samples that 
 when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
 finishes the samples it has, and is released.
 
-An autoscaler says how many replicas there are to be, from running and queued requests averaged over windows. Each is
-asked at its own interval. docs/policies.md has the sources of the defaults.
+An autoscaler decides the number of replicas from running and queued requests, averaged over windows. The policy asks it
+at its own interval. docs/policies.md has the sources of the defaults.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Knative:
             self._panic_s = at_s
         elif self._panic_s is not None and at_s - self._panic_s >= settings.stable_window_s:
             self._panic_s = None
-        # In panic it never goes down.
+        # In panic the number of replicas never falls.
         return max(stable, sudden, replicas) if self._panic_s is not None else self._to_zero(at_s, stable, replicas)
 
     def _to_zero(self, at_s: float, desired: int, replicas: int) -> int:
@@ -166,7 +166,7 @@ class Keda:
 
 
 class QueueReactive:
-    """State of one run."""
+    """The policy's state in one run."""
 
     def __init__(self, autoscaler: Autoscaler) -> None:
         self._autoscaler = autoscaler
@@ -191,7 +191,7 @@ class QueueReactive:
         return now.layout.generation[: max(self._replicas, 1)]
 
     def _begin(self, now: PolicyContext) -> list[Action]:
-        """If there is no replica, waiting requests start one at once."""
+        """Assigns the step's samples; without a replica, waiting requests start one at once."""
         notes = [action for action in self._scale(now, now.view.group.size) if isinstance(action, Note)]
         actors = self._actors(now)
         begin = start(now, actors)

@@ -45,7 +45,7 @@ from rlhfless.spec.policies import RLHFlessPaperSpec
 
 
 class RLHFlessPublished:
-    """State of one run."""
+    """The policy's state in one run."""
 
     def __init__(self, settings: RLHFlessPaperSpec) -> None:
         self._settings = settings
@@ -61,7 +61,7 @@ class RLHFlessPublished:
         self._size: Ints = np.empty(0, np.int64)
         """[slots]: samples of its own group."""
         self._finished = 0
-        """Samples that had ended when the policy last looked."""
+        """Samples that had ended at the policy's last cut or release."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
@@ -209,7 +209,7 @@ def _near_learner(layout: Layout) -> tuple[int, ...]:
 
 
 def _may_leave(now: PolicyContext, slot: int) -> bool:
-    """Whether a replica is there whose release saves anything; others stay [R]."""
+    """Whether the replica at a slot is awake and its release saves money; others stay [R]."""
     return now.awake(slot) and now.layout.replica_slots[slot].usd_per_s > 0
 
 

@@ -4,8 +4,8 @@ Generation begins as on a static fleet. Once only a tail of the samples is left,
 fewest actors that can take it; the actors that already have most of it take it. In the paper the devices of the others
 are free then for scoring and reference; here a turn on a device lasts for a whole phase, as in the live fleet.
 
-The limit: no actor may get more sequences than it decodes about as fast as one, nor more than its KV memory holds if
-all of them grow to the longest response.
+No actor gets more sequences than a full batch (`KNEE`), nor more than its KV memory holds if all of them grow to the
+longest response.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Lost, Mov
 from rlhfless.spec.policies import TailSpec
 
 KNEE = 2.0
-"""A batch of this many times the seconds of a single sequence is full: from there on an iteration spends more on its
-sequences than on the weights that they share, and the tail would become longer by being moved together."""
+"""A batch is full when its iteration takes this many times as long as that of one sequence: beyond, an iteration spends
+more on its sequences than on the weights that they share, and gathering the tail would make the step longer."""
 
 
 class RLHFuseTail:
-    """State of one run."""
+    """The policy's state in one run."""
 
     def __init__(self, settings: TailSpec) -> None:
         self._tail_share = settings.tail_share
         self._contexts = Contexts()
         self._gathered = False
-        """Whether the step's tail was moved already."""
+        """Whether the policy has moved the tail of this step."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
@@ -55,7 +55,7 @@ class RLHFuseTail:
         return []
 
     def _gather(self, now: PolicyContext) -> list[Action]:
-        """Moves the tail together."""
+        """Moves the tail to the fewest actors that can take it."""
         loads = now.loads
         working = [slot for slot in now.layout.generation if loads[slot] > 0]
         takers = _takers(now, working)

@@ -1,4 +1,4 @@
-"""The two bounds: `cost_aware` with knowledge of the lengths that only a simulator can have."""
+"""The two bounds: `cost_aware` with knowledge of response lengths that only a simulator has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhfless.spec import CostAwareSpec
 from rlhfless.spec.errors import InputError, Problem
 
 LENGTHS = 256
-"""How many equally likely lengths stand for a prompt's distribution: its 99.8 % quantile is the last of them."""
+"""Number of equally likely lengths that stand for a prompt's distribution; the last one is its 99.8 % quantile."""
 
 
 class Clairvoyant(Forecaster):
@@ -76,13 +76,8 @@ def bound(
     Raises InputError if the workload's distributions are not known.
     """
     if name == CLAIRVOYANT:
-        forecaster: Forecaster = Clairvoyant({batch.step: batch.response_tokens for batch in batches}.__getitem__)
-    else:
-        forecaster = _oracle(scenario, batches, seed)
-    return CostAware(settings, run, forecaster)
-
-
-def _oracle(scenario: Scenario, batches: Sequence[RolloutBatch], seed: int) -> DistributionOracle:
+        lengths = {batch.step: batch.response_tokens for batch in batches}
+        return CostAware(settings, run, Clairvoyant(lengths.__getitem__))
     workload = scenario.workload
     if not isinstance(workload, LognormalWorkload | BimodalWorkload):
         what = f"the lengths of a workload of type {workload.type} are known, but not their distributions"
@@ -90,4 +85,5 @@ def _oracle(scenario: Scenario, batches: Sequence[RolloutBatch], seed: int) -> D
     generator = synthetic(scenario, workload, seed)
     by_step = {batch.step: batch for batch in batches}
     # A step's quantiles are asked for at each of its events, and never again after it.
-    return DistributionOracle(lru_cache(maxsize=1)(lambda step: generator.quantiles(by_step[step], LENGTHS)))
+    quantiles = lru_cache(maxsize=1)(lambda step: generator.quantiles(by_step[step], LENGTHS))
+    return CostAware(settings, run, DistributionOracle(quantiles))

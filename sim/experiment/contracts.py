@@ -46,7 +46,7 @@ def measured_by(scenario: Scenario, entry: PolicyEntry) -> str | None:
 
 
 def measures_itself(scenario: Scenario, entry: PolicyEntry) -> bool:
-    """Whether the scenario's contract is measured by this very policy, which then works without one."""
+    """Whether the scenario's contract is a multiple of this policy's own figures: the policy then works without one."""
     return entry.contract is None and measured_by(scenario, entry) == entry.shown
 
 
@@ -83,7 +83,7 @@ def in_order(scenario: Scenario, wanted: Sequence[PolicyEntry]) -> list[list[Pol
 
 
 def span_of(contract: ScenarioContract, scenario: Scenario) -> int:
-    """Steps that a limit is for together."""
+    """The number of steps that share one limit of the contract."""
     per = "step" if isinstance(contract, WeightedContract) else contract.per
     return {"step": 1, "epoch": scenario.epoch_steps, "run": scenario.steps}[per]
 
@@ -117,7 +117,7 @@ def _together(values: Sequence[float], span: int) -> list[float]:
 
 
 def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], span: int) -> list[StepFigures]:
-    """The figures with what the contract gave each step, and whether it was kept. A limit of several steps together is
+    """The figures with each step's limit by its contract, and whether the step kept it. A limit for several steps is
     divided evenly among them."""
     judgements = []
     for index, each in enumerate(figures):

@@ -27,7 +27,7 @@ E = TypeVar("E")
 
 
 def steps_of(steps: Sequence[E], part: Part, epoch_steps: int) -> Sequence[E]:
-    """The steps of a part of a run, or what belongs to each of them."""
+    """The values of a part of a run, of a list with one value per step."""
     if part == "all":
         return steps
     return steps[:epoch_steps] if part == "first" else steps[epoch_steps:]

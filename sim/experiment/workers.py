@@ -1,4 +1,4 @@
-"""Runs in parallel processes. The results are in the order of the tasks, however many there are."""
+"""Runs in parallel processes. The results have the order of the tasks, whatever the number of processes."""
 
 from __future__ import annotations
 

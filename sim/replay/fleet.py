@@ -1,8 +1,9 @@
 """The fleet of a recorded run, without its losses: replicas that followed each other share one slot. Pure.
 
-A replica that was lost is replaced by another one, under another name and usually on the same devices. So the fleet is
-taken as it was at one moment, when most functions, and of these moments most actors, held devices: what was held at the
-same time fits its devices. Actors of other times count as the actor whose place they had.
+A lost replica is replaced by another one, under another name and usually on the same devices. The replayed fleet is
+therefore the fleet of one moment: of the moments with the most functions on devices, the first with the most actors.
+Its replicas held their devices at the same time, so they fit. An actor of another time counts as the actor whose slot
+it took.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class RecordedFleet:
         return min(self._slots[actor], key=lambda one: max(one[0].start_s - at_s, at_s - one[0].end_s, 0.0))[1]
 
     def _take_slots(self, chosen: Sequence[Life]) -> None:
-        """Every other actor takes a slot with its own devices before any other slot, and a free slot before one that is
-        in use."""
+        """Gives every other actor a slot: one with its own devices before any other slot, and a free slot before one in
+        use."""
         until_s = [-math.inf] * len(chosen)
         slot_of = {id(life): slot for slot, life in enumerate(chosen)}
         for life in self._lives:
@@ -76,7 +77,7 @@ class RecordedFleet:
 
 
 def _lives(trace: Trace) -> list[Life]:
-    """In the order of their starts."""
+    """The lives of all replicas that were up, in the order of their starts."""
     held: dict[tuple[str, str, str], list[Holding]] = defaultdict(list)
     for holding in trace.holdings:
         held[holding.function, holding.replica, holding.incarnation].append(holding)

@@ -1,19 +1,18 @@
-"""The file that calibration writes, and that scenarios and replays name: the seconds of each stage of a run."""
+"""The file of the seconds of each stage of a run: calibration writes it, scenarios and replays read it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from rlhfless.scaling.latency.fitted import BentEngine
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.errors import InputError, Problem
-from rlhfless.spec.explain import explain
+from rlhfless.spec.files import read_values
 
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -26,7 +25,7 @@ class EngineFit(SpecModel):
     sequence_s: Annotated[tuple[NotNegative, ...], Field(min_length=len(KNOTS), max_length=len(KNOTS))]
     """Seconds of each sequence above each of KNOTS, up to the next."""
     context_s: NotNegative
-    """Seconds of each token of context that it reads."""
+    """Seconds of each token of context that an iteration reads."""
     prefill_token_s: NotNegative
     """Seconds of each prompt token."""
     prefill_context_s: NotNegative
@@ -70,9 +69,9 @@ class LatencyFile(SpecModel):
     learn: LineFit
     publish_s: NotNegative
     driver_s: NotNegative
-    """Time of a step in which no function worked: calls on their way, the driver's own bookkeeping."""
+    """Seconds of a step in which no function works: calls on their way, the driver's own bookkeeping."""
     helper_cores: NotNegative = 0.0
-    """CPU cores that were busy with other work while the engines worked, for each core of an engine; 0 if engines have
+    """CPU cores that other processes kept busy while the engines worked, for each core of an engine; 0 if engines have
     devices of their own."""
     mean_s: dict[str, NotNegative]
     """Mean seconds of the steps, by stage."""
@@ -85,23 +84,11 @@ class LatencyFile(SpecModel):
 
 def load_latency(path: str | os.PathLike[str]) -> LatencyFile:
     """Reads the file. Raises InputError with all problems."""
-    try:
-        parsed = document.parse(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "name a file that `rlhfless simulate --calibrate` has written"
-        raise InputError(str(path), [Problem("", f"cannot be read: {error}", hint)]) from error
-    except document.DocumentError as error:
-        raise InputError(str(path), [error.problem]) from error
-    try:
-        return LatencyFile.model_validate(parsed.data)
-    except ValidationError as error:
-        raise InputError(str(path), explain(error, LatencyFile, parsed.origins)) from error
+    return read_values(path, LatencyFile, "name a file that `rlhfless simulate --calibrate` has written")
 
 
 def write_latency(latency: LatencyFile, path: Path) -> None:
-    """Writes it as YAML. Raises OSError."""
-    values: dict[str, Any] = latency.model_dump(mode="json")
+    """Writes the file as YAML. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("# How long each stage takes, fitted to recorded runs by `rlhfless simulate --calibrate`.\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(document.dump(values))
+    head = "# How long each stage takes, fitted to recorded runs by `rlhfless simulate --calibrate`.\n"
+    path.write_text(head + document.dump(latency.model_dump(mode="json")), "utf-8")

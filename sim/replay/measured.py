@@ -34,7 +34,7 @@ def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
 
 
 def outside_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
-    """Seconds of a recorded step in which no function worked: the driver's own, and those of starts."""
+    """Seconds of a recorded step in which no function worked: the driver's own, and the seconds of cold starts."""
     worked = [(call.start_s, call.end_s) for call in trace.invocations]
     begin_s, end_s = record.resumed_s, record.end_s
     idle_s = end_s - begin_s - length(clip(union(worked), begin_s, end_s))
@@ -44,7 +44,7 @@ def outside_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
 
 
 def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:
-    """Mean of each stage."""
+    """Mean seconds of each stage over the steps."""
     measured = [measured_s(*step) for step in steps]
     return {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
 
@@ -64,7 +64,7 @@ def helper_cores(record: StepRecord, trace: Trace) -> float | None:
 
 
 def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
-    """How long each engine worked in a step."""
+    """Seconds that each engine worked in a step."""
     seconds: dict[str, float] = defaultdict(float)
     for call in _generated(step, invocations):
         seconds[call.replica] += call.duration_s

@@ -1,8 +1,8 @@
 """A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
 
-KV memory has the size that the engines reported; in a trace that does not say it suffices. No actor is interrupted. The
-start of the fleet, and the replacement of lost replicas, are no part of a replay; what another policy releases and
-starts again takes as long as the run's own starts took.
+KV memory has the size that the engines reported; without a report it is assumed to suffice. No actor is interrupted. A
+replay leaves out the start of the fleet and the replacement of lost replicas; a replica that another policy releases
+and starts again takes as long to start as the run's own replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, Servi
 from rlhfless.spec import LearnerSpec
 
 FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
-"""For a trace whose spec does not say."""
+"""Tokens of a forward pass where the spec of a trace does not say."""
 
 AS_IT_WAS = OtherDevices()
 

@@ -41,7 +41,7 @@ class ReplayedStep:
     predicted_s: Mapping[str, float]
     measured_s: Mapping[str, float]
     done_again: bool = False
-    """It was done again after a fault: only its last try was measured, which may have drawn nothing."""
+    """Whether the step was done again after a fault: only its last try was measured, which may have drawn nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Replay:
     kv_tokens: int | None = None
     """Tokens of an actor's KV memory, by its engine's own report; None: not in the trace, and assumed to suffice."""
     extrapolated_to: str = ""
-    """The devices that the run did not have; empty for its own."""
+    """The devices that the replay has and the run did not; empty for the run's own."""
     plans: tuple[tuple[int, str, str], ...] = ()
     """The steps that a policy planned in the run and in the replay, with both choices."""
 
@@ -198,7 +198,7 @@ def replay(
 
 
 def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:
-    """The last plan of each step, which a step that was done again has several of."""
+    """The last plan of each step: a step that was done again has several."""
     ran, again = ({row.step: row.choice for row in each.decisions if row.kind == "plan"} for each in (trace, simulated))
     for step in ran.keys() & again.keys():
         yield step, ran[step], again[step]
@@ -226,7 +226,7 @@ def _predicted_s(
     cores: float | None,
     outside_s: float,
 ) -> dict[str, float]:
-    """`outside_s`: of the step, in which no function works and nothing is simulated."""
+    """Predicted seconds of a step by stage. `outside_s`: seconds without a working function, not simulated."""
     times = step_times(record, simulated.invocations)
     seconds = {str(stage): times.phases_s[stage] for stage in STAGES}
     late_s = latency.call_s

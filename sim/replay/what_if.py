@@ -1,8 +1,8 @@
-"""What a recorded run would have been under a policy, on other devices, or with more or fewer actors. Pure.
+"""The inputs of a replay under another policy, on other devices, or with more or fewer actors. Pure.
 
 A policy has the run's contract, and the run's own keys if it is the run's policy. Seconds on devices that the run did
-not have are extrapolated by data sheets: what an iteration reads by bandwidth, products by their rate, attention by its
-own. The runtime's part of an iteration, the fixed parts of calls, loads and starts stay.
+not have are extrapolated by data sheets: reading scales with the bandwidth, products with their rate, attention with
+its own share of the bandwidth. The runtime's part of an iteration, and the fixed parts of calls, loads and starts stay.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class OtherDevices:
     """Most generation actors; None: as many as the run could have had (`scaling.generation.max_actors`)."""
 
     def __str__(self) -> str:
-        """For a reader: what is extrapolated to."""
+        """The extrapolation, for a reader: the number of actors and the kind of devices."""
         kind = "" if self.kind is None else f"{self.kind}, by data sheets"
         return ", ".join(filter(None, ("" if self.actors is None else f"{self.actors} actors", kind)))
 
     def allocations(self, actors: tuple[Allocation, ...], kind: str, most: int) -> tuple[Allocation, ...]:
-        """The devices of the actors, by slot, from those that they had, of `kind`. One that the run did not have is
-        like the last of the run's, on devices of its own."""
+        """The devices of the actors, by slot, from the ones of `kind` that they had. An actor that the run did not have
+        is like the run's last one, on devices of its own."""
         count = self.actors or max(len(actors), most)
         last = actors[-1]
         added = (
@@ -59,7 +59,7 @@ class OtherDevices:
         return tuple(self.allocation(allocation, kind) for allocation in (*actors[:count], *added))
 
     def allocation(self, allocation: Allocation, kind: str) -> Allocation:
-        """The same devices, and those of `kind` of the other kind."""
+        """The same devices; the ones of `kind` become devices of the other kind."""
         to = self.kind or kind
         devices = (
             Device(device.name, to if device.kind == kind else device.kind, device.index)

@@ -182,19 +182,14 @@ class ScenarioLayout:
         model, device = scenario.model.shape, scenario.cluster.sheet(kind)
         side = tuple(self.learner_side[-devices:])
         move_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
-        slot_setup = SlotSetup(Allocation.of(side), self._first.devices[-1][0], start_s(model), move_s, move_s)
         token_s = timing.forward_token_s(scenario, kind, len(side))
-        return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
+        return ServiceShape(self._slot(side, move_s), FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
     def _critic(self, devices: int) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
         side = tuple(self.learner_side[-devices:])
-        move_s = timing.learner_move_s(scenario, kind, len(side))
-        slot_setup = SlotSetup(
-            Allocation.of(side), self._first.devices[-1][0], start_s(scenario.model.shape), move_s, move_s
-        )
         return ServiceShape(
-            slot_setup,
+            self._slot(side, timing.learner_move_s(scenario, kind, len(side))),
             FunctionName.CRITIC,
             Work.LOGPROBS,
             0.0,
@@ -202,6 +197,11 @@ class ScenarioLayout:
             scenario.learner.fixed_s,
             timing.learn_token_s(scenario, kind, len(side)),
         )
+
+    def _slot(self, side: tuple[Device, ...], move_s: float) -> SlotSetup:
+        """The slot of a model on the learner's side, which moves to host memory and back in `move_s` each."""
+        node, up_s = self._first.devices[-1][0], start_s(self._scenario.model.shape)
+        return SlotSetup(Allocation.of(side), node, up_s, move_s, move_s)
 
 
 def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:

@@ -108,13 +108,12 @@ def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload,
 
 
 def _shape(workload: LognormalWorkload | BimodalWorkload) -> LengthShape:
+    def lognormal(spec: LognormalSpec) -> LognormalLengths:
+        return LognormalLengths(**spec.model_dump())
+
     if isinstance(workload, LognormalWorkload):
-        return _lognormal(workload.lengths)
-    return BimodalLengths(_lognormal(workload.short), _lognormal(workload.long), workload.long_share)
-
-
-def _lognormal(spec: LognormalSpec) -> LognormalLengths:
-    return LognormalLengths(spec.median_tokens, spec.spread, spec.persistence)
+        return lognormal(workload.lengths)
+    return BimodalLengths(lognormal(workload.short), lognormal(workload.long), workload.long_share)
 
 
 def _enough(scenario: Scenario, drawn: list[RolloutBatch]) -> list[RolloutBatch]:

@@ -119,8 +119,8 @@ class ScenarioEngineSpec(SpecModel):
     """Share of a device's memory that the engine may use."""
 
     reserved_gb: Annotated[float, Field(ge=0)] = 3.9
-    """The part of it that neither weights nor KV can use: CUDA graphs, activations, NCCL (aiconfigurator reserves 3.5
-    GB and 0.4 GB)."""
+    """Memory of the engine's share that neither weights nor KV can use: CUDA graphs, activations, NCCL (aiconfigurator
+    reserves 3.5 GB and 0.4 GB)."""
 
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one KV block."""

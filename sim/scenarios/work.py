@@ -109,7 +109,8 @@ class PrefixLevel(SpecModel):
     """Tokens of the level, after the level before it."""
 
     kinds: Count = 1
-    """How many different ones there are. Prompt i has number i modulo `kinds`, for each prefix of the level before."""
+    """Number of different prefixes of this level. Prompt i has the prefix i modulo `kinds`, behind each prefix of the
+    level before."""
 
 
 PrefixSharing = Literal["engine", "plan", "plan_and_learner"]

@@ -104,7 +104,7 @@ def test_the_snapshot_reads_back_as_the_same_book() -> None:
         ),
         (f"{GOOD}    spot: {{usd_per_hour: 1}}\n", ["devices.1.spot.interruptions_per_hour", "missing"]),
         ("devices: []\n", ["devices", "at least one"]),
-        ("- a\n", ["a mapping of keys, got a list"]),
+        ("- a\n", ["a section with keys of its own"]),
         ("devices: [\n", ["not YAML"]),
     ],
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from rlhfless.scaling.prices import DEVICES_FILE, DeviceTerms, bundled_devices
-from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.errors import InputError, Problem, UserError
-from rlhfless.spec.explain import explain, nearest
+from rlhfless.spec.errors import UserError
+from rlhfless.spec.explain import nearest
+from rlhfless.spec.files import read_values
 
 
 class Figure(SpecModel):
@@ -99,22 +98,9 @@ def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
     """
     sheets = {device.kind: device for device in _DeviceTable.model_validate({"devices": bundled_devices()}).devices}
     if path is not None:
-        sheets |= {device.kind: device for device in _own_table(path).devices}
+        own = read_values(path, _DeviceTable, f"name a file in the form of {DEVICES_FILE}")
+        sheets |= {device.kind: device for device in own.devices}
     return sheets
-
-
-def _own_table(path: str) -> _DeviceTable:
-    try:
-        parsed = document.parse(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        hint = f"name a file in the form of {DEVICES_FILE}"
-        raise InputError(path, [Problem("", f"cannot be read: {error}", hint)]) from error
-    except document.DocumentError as error:
-        raise InputError(path, [error.problem]) from error
-    try:
-        return _DeviceTable.model_validate(parsed.data)
-    except ValidationError as error:
-        raise InputError(path, explain(error, _DeviceTable, parsed.origins)) from error
 
 
 def device_of(kind: str) -> DeviceSheet:
