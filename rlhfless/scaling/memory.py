@@ -334,7 +334,8 @@ def kv_sequence_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int, tok
         (F T + W min(T, w - 1 + 2 B)) 2 k b / t
 
     for a windowed layer frees tokens behind its window only once the batches in flight are done, two of them. Where
-    there are both kinds, F and W are padded to multiples of one group's size (`kv_cache_utils` of vLLM).
+    there are both kinds, F and W are padded to multiples of one group's size (`kv_cache_utils` of vLLM 0.32, whose own
+    figure is above this one by the last block of each group).
     """
     per_token = kv_token_bytes(shape, dtype, tensor_parallel)
     if shape.windows is None:
