@@ -278,4 +278,9 @@ def test_functions_are_those_that_the_spec_needs() -> None:
     plain = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}]})
     assert [kind.name for kind in kinds_of(plain)] == ["generation", "scoring", "learner"]
     full = RunSpec.model_validate({**needed, "rewards": [judge], "algorithm": {"kl": {"coefficient": 0.1}}})
-    assert [kind.name for kind in kinds_of(full)] == list(FunctionName)
+    without_critic = [name for name in FunctionName if name != FunctionName.CRITIC]
+    assert [kind.name for kind in kinds_of(full)] == without_critic
+    ppo = RunSpec.model_validate(
+        {**needed, "rewards": [judge], "critic": {}, "algorithm": {"type": "ppo", "kl": {"coefficient": 0.1}}}
+    )
+    assert [kind.name for kind in kinds_of(ppo)] == list(FunctionName)
