@@ -158,12 +158,12 @@ class Simulated:
         """Goes on to the next event, with a policy that says nothing."""
         self.policy.answer = ()
         if self.step.generated_s is None:
-            self.simulation._go_on()
+            self.simulation._advance()
 
     def ask(self, answer: Sequence[Action]) -> SimulationError | None:
         self.policy.answer = answer
         try:
-            self.simulation._ask([Beat()], self.step)
+            self.simulation._query([Beat()], self.step)
         except SimulationError as fault:
             return fault
         return None
