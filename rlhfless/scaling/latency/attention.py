@@ -64,10 +64,12 @@ class Windows:
         if kinds:
             if other := sorted(set(kinds) - {"full_attention", _WINDOWED}):
                 raise UnknownShape(f"`layer_types` of the model's config has {other[0]!r}; {_COUNTED}")
+            windowed = kinds.count(_WINDOWED)
+            if not windowed:
+                return None  # also where the list is of the model that layers were taken from
             if len(kinds) != layers:
                 raise UnknownShape(f"`layer_types` of the model's config names {len(kinds)} of {layers} layers")
-            windowed = kinds.count(_WINDOWED)
-            return cls(windowed, whole(config, "sliding_window")) if windowed else None
+            return cls(windowed, whole(config, "sliding_window"))
         if not window or not config.get("use_sliding_window", True):
             return None
         windowed = _windowed(config, layers)

@@ -86,11 +86,13 @@ def test_gemma_attends_to_the_whole_context_in_every_sixth_layer() -> None:
     assert ModelShape.of_config(GEMMA_3_27B | {"layer_types": kinds, "tie_word_embeddings": True}) == GEMMA
 
 
-def test_rules_of_configs_without_layer_types() -> None:
+def test_rules_of_other_configs() -> None:
     def windows(**keys: object) -> Windows | None:
         return ModelShape.of_config(QWEN_2_5_7B | keys).windows
 
     assert windows() is None  # as the config says
+    # The list of a model of which these layers were taken.
+    assert windows(layer_types=["full_attention"] * 80) is None
     assert windows(use_sliding_window=True) is None  # from layer 28 of 28 on
     assert windows(use_sliding_window=True, max_window_layers=21) == Windows(7, 131072)
     plain = {key: value for key, value in QWEN_2_5_7B.items() if "window" not in key}
