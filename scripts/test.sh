@@ -13,7 +13,14 @@ cd "$(dirname "$0")/.."
 pytest="$1" part="$2"
 logs="$(mktemp -d)"
 export RLHFLESS_SKIPPED="$logs/skipped"
-names=() pids=() failed=() showing=
+names=() pids=() failed=() run=() showing=
+
+# set_run NAME MINUTES   sets `run`, which runs tests with an end and with a cache of their own, where those that fail are
+# noted. A command and not a function: in the background it is then the process that gets the signals.
+set_run() {
+    run=(env --default-signal=INT timeout --signal=INT --kill-after=60 "${2}m"
+        "$pytest" -o cache_dir="$logs/$1.cache" --durations=25 --durations-min=4)
+}
 
 # beside NAME MINUTES ARGUMENT...   starts tests in the background. They have an end even if pytest has none: pytest-xdist
 # waits for ever for a worker that was lost. It is an interrupt, at which pytest says what has failed and what it was at.
@@ -23,7 +30,8 @@ beside() {
     shift 2
     : >"$logs/$name"
     printf '%q ' "$@" >"$logs/$name.arguments"
-    env --default-signal=INT timeout --signal=INT --kill-after=60 "${minutes}m" "$pytest" -o cache_dir="$logs/$name.cache" "$@" >"$logs/$name" 2>&1 &
+    set_run "$name" "$minutes"
+    "${run[@]}" "$@" >"$logs/$name" 2>&1 &
     names+=("$name") pids+=($!)
 }
 
@@ -35,8 +43,8 @@ again() {
     grep -o '".*"' "$failures" | sed 's/^/passed only at the second try: /' >"$logs/again"
     eval "arguments=($(cat "$logs/$1.arguments"))"
     printf '\n== Once more, alone: what failed of the tests %s\n' "$1"
-    env --default-signal=INT timeout --signal=INT --kill-after=60 15m "$pytest" -o cache_dir="$logs/$1.cache" "${arguments[@]}" \
-        --last-failed --last-failed-no-failures none -n 0 || return 1
+    set_run "$1" 15
+    "${run[@]}" "${arguments[@]}" --last-failed --last-failed-no-failures none -n 0 || return 1
     cat "$logs/again" >>"$RLHFLESS_SKIPPED"
 }
 

@@ -156,8 +156,7 @@ class IdleScheduler:
     def between_usd(self, now: PolicyContext, slot: int, tokens: float) -> float:
         """Cost of an actor from the end of a step of so many tokens until the next one begins; 0 while that time is
         not known."""
-        gap_s = self.after_s(tokens)
-        return cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s)).usd
+        return self._over(now, slot, self.after_s(tokens)).usd
 
     def begin_step(self, now: PolicyContext) -> list[Action]:
         """A step begins: services are started ahead of their first complete group."""
@@ -209,11 +208,13 @@ class IdleScheduler:
         wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
         ended_s = self._generated.get(now.view.step, (now.at_s,))[0]
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
-        state = cheapest_idle_state(now, slot, self._starts, gap_s, self._again_usd(now, slot, gap_s))
-        return release(now, slot, state)
+        return release(now, slot, self._over(now, slot, gap_s))
 
-    def _again_usd(self, now: PolicyContext, slot: int, gap_s: float) -> float:
-        return 0.0 if now.view.fleet.terms.free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
+    def _over(self, now: PolicyContext, slot: int, gap_s: float, idle_s: float = 0.0) -> IdleState:
+        """The state of a replica until its next use in `gap_s`, which has been idle for `idle_s`."""
+        free = now.view.fleet.terms.free
+        again_usd = 0.0 if free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
+        return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, again_usd)
 
     def end_step(self, step: int, end_s: float) -> None:
         """Learns how long the step took from the end of generation."""
@@ -231,4 +232,4 @@ class IdleScheduler:
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self.after_s(forecast.tokens)
         if not self._after.count:
             gap_s = now.layout.replica_slots[slot].start_s  # unknown: the break-even of the ski-rental problem
-        return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, self._again_usd(now, slot, gap_s))
+        return self._over(now, slot, gap_s, idle_s)
