@@ -39,18 +39,7 @@ class CriticActor(TrainingActor[CriticSettings]):
     def _load(self, address: str) -> None:
         from rlhfless.functions.critic.rank import CriticRank
 
-        settings = self._settings
-        with self._at_work("learn"):
-            self._rank = CriticRank(
-                settings.model,
-                settings.training,
-                settings.optimizer,
-                settings.algorithm,
-                rank=self._number,
-                world_size=len(settings.rank_bindings),
-                init_method=address,
-                timeout_s=settings.call_timeout_s,
-            )
+        self._rank = self._joined(address, CriticRank)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
         """See CriticRank.values; rank 0 gives the values of all. *Collective.*"""

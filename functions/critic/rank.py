@@ -13,7 +13,6 @@ from rlhfless.algorithms.batch import PackedBatch, mini_batches, select
 from rlhfless.algorithms.explained_variance import with_explained_variance
 from rlhfless.functions.batching import MicroBatch, prompt_tokens
 from rlhfless.functions.critic.network import load_critic, values_of
-from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, outputs_of, response_outputs
 from rlhfless.functions.ranks.shares import of_all_ranks
@@ -104,7 +103,4 @@ class CriticRank(TrainingRank):
             self._of_responses(batch, batch.returns),
             batch.denominators.tokens,
         )
-        outputs = self._algorithm.value_loss(inputs)
-        # Nothing of an empty micro-batch may reach the loss, and still its backward pass must run.
-        loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + values.sum() * 0
-        return loss, {name: at_least_float32(value.detach()) for name, value in outputs.metrics.items()}
+        return self._share(self._algorithm.value_loss(inputs), values)

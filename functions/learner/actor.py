@@ -88,20 +88,8 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def _load(self, address: str) -> None:
         from rlhfless.functions.learner.rank import LearnerRank
 
-        settings = self._settings
-        self._store = settings.store.open(self.node())
-        with self._at_work("learn"):
-            self._rank = LearnerRank(
-                settings.model,
-                settings.training,
-                settings.optimizer,
-                settings.algorithm,
-                settings.temperature,
-                rank=self._number,
-                world_size=len(settings.rank_bindings),
-                init_method=address,
-                timeout_s=settings.call_timeout_s,
-            )
+        self._store = self._settings.store.open(self.node())
+        self._rank = self._joined(address, LearnerRank, self._settings.temperature)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from rlhfless.algorithms.base import LossInputs, algorithm_of, common_metrics
+from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches
-from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
@@ -156,6 +155,4 @@ class LearnerRank(TrainingRank):
         )
         outputs = self._algorithm.loss(inputs)
         metrics = common_metrics(inputs) | outputs.metrics | {"loss": outputs.loss}
-        # Nothing of an empty micro-batch may reach an algorithm's loss, and still its backward pass must run.
-        loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + current.logprobs.sum() * 0
-        return loss, {name: at_least_float32(value.detach()) for name, value in metrics.items()}
+        return self._share(LossOutputs(outputs.loss, metrics), current.logprobs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhfless.functions.training.rank import TrainingRank
 
 S = TypeVar("S", bound=TrainedSettings)
+R = TypeVar("R", bound="TrainingRank")
 
 
 class TrainingActor(RankActor[S]):
@@ -24,6 +25,23 @@ class TrainingActor(RankActor[S]):
 
     _rank: TrainingRank
     """Set by `_load`."""
+
+    def _joined(self, address: str, rank: Callable[..., R], *own: Any) -> R:
+        """The rank, of the class `rank`, which has met the others at an address; `own`: what its class takes beside the
+        settings of every trained model. *Collective.*"""
+        settings = self._settings
+        with self._at_work("learn"):
+            return rank(
+                settings.model,
+                settings.training,
+                settings.optimizer,
+                settings.algorithm,
+                *own,
+                rank=self._number,
+                world_size=len(settings.rank_bindings),
+                init_method=address,
+                timeout_s=settings.call_timeout_s,
+            )
 
     def kept_on_device(self) -> list[torch.Tensor]:
         return self._rank.kept_on_device()

@@ -28,9 +28,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhfless.algorithms.base import combine_metrics
+from rlhfless.algorithms.base import LossOutputs, combine_metrics
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
+from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.ranks.shares import share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
@@ -159,6 +160,13 @@ class TrainingRank:
     def _of_responses(self, batch: PackedBatch, values: FloatArray | IntArray) -> torch.Tensor:
         """Values `[tokens]` of a batch as those of its response tokens, on the device."""
         return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
+
+    @staticmethod
+    def _share(outputs: LossOutputs, computed: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What `_loss` gives for an algorithm's outputs. `computed`: what the model gave for the responses. Nothing of
+        an empty micro-batch may reach an algorithm's loss, and still its backward pass must run."""
+        loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + computed.sum() * 0
+        return loss, {name: at_least_float32(value.detach()) for name, value in outputs.metrics.items()}
 
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         return cut(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)

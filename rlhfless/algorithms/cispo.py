@@ -13,12 +13,8 @@ from rlhfless.algorithms.policy_loss import policy_loss
 from rlhfless.spec import CISPOSpec
 
 
-class CISPO(GroupRelative):
+class CISPO(GroupRelative[CISPOSpec]):
     """The algorithm `cispo` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: CISPOSpec) -> None:
-        super().__init__(settings)
-        self._settings = settings
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """REINFORCE's loss of each token, weighted by its bounded ratio."""

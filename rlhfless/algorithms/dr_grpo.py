@@ -5,26 +5,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfless.algorithms.base import LossInputs, LossOutputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.kl import rewards_with_kl
-from rlhfless.algorithms.policy_loss import clipped_policy_loss
+from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.algorithms.statistics import centred
 from rlhfless.records import FloatArray
 from rlhfless.spec import DrGRPOSpec
 
 
-class DrGRPO:
+class DrGRPO(ClippedLoss[DrGRPOSpec]):
     """The algorithm `dr_grpo` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: DrGRPOSpec) -> None:
-        self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Rewards minus their group's mean, `[tokens]`. Raises ValueError as group_relative does."""
         rewards = rewards_with_kl(batch, self._settings.kl)
         return batch.spread(centred(rewards, batch.sequence_groups)).astype(np.float32)
-
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """PPO's clipped loss of each token."""
-        return clipped_policy_loss(inputs, self._settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch
@@ -10,18 +12,21 @@ from rlhfless.algorithms.statistics import STD_FLOOR, centred, group_std
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import GroupRelativeSpec
 
+S = TypeVar("S", bound=GroupRelativeSpec)
 
-class GroupRelative:
+
+class GroupRelative(Generic[S]):
     """The part of an algorithm that makes its advantages."""
 
-    def __init__(self, settings: GroupRelativeSpec) -> None:
-        self._normalize_std, self._kl = settings.normalize_std, settings.kl
+    def __init__(self, settings: S) -> None:
+        self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Group relative advantages, `[tokens]`. Raises ValueError if the batch has no rewards, or one that is not
         finite."""
-        rewards = rewards_with_kl(batch, self._kl)
-        return batch.spread(group_advantages(rewards, batch.sequence_groups, normalize_std=self._normalize_std))
+        settings = self._settings
+        rewards = rewards_with_kl(batch, settings.kl)
+        return batch.spread(group_advantages(rewards, batch.sequence_groups, normalize_std=settings.normalize_std))
 
 
 def group_advantages(rewards: FloatLike, group_id: IntArray, *, normalize_std: bool) -> FloatArray:

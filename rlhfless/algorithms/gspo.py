@@ -17,12 +17,8 @@ from rlhfless.algorithms.sequences import sequence_mean
 from rlhfless.spec import GSPOSpec
 
 
-class GSPO(GroupRelative):
+class GSPO(GroupRelative[GSPOSpec]):
     """The algorithm `gspo` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: GSPOSpec) -> None:
-        super().__init__(settings)
-        self._settings = settings
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """PPO's clipped loss with the response's ratio."""

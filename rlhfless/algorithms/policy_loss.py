@@ -4,6 +4,7 @@ of each token, which is the algorithm's own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 import torch
 
@@ -13,6 +14,19 @@ from rlhfless.algorithms.clip import clip_metrics, clipped, log_ratio_of
 from rlhfless.algorithms.correction import correction
 from rlhfless.algorithms.kl import kl_estimate
 from rlhfless.spec import ClippedLossSpec, PolicyLossSpec
+
+S = TypeVar("S", bound=ClippedLossSpec)
+
+
+class ClippedLoss(Generic[S]):
+    """The part of an algorithm that is PPO's clipped loss of each token."""
+
+    def __init__(self, settings: S) -> None:
+        self._settings = settings
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """PPO's clipped loss of each token."""
+        return clipped_policy_loss(inputs, self._settings)
 
 
 def policy_loss(

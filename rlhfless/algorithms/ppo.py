@@ -10,22 +10,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlhfless.algorithms.base import LossInputs, LossOutputs, ValueInputs
+from rlhfless.algorithms.base import LossOutputs, ValueInputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.explained_variance import explained_variance_parts
 from rlhfless.algorithms.gae import gae
 from rlhfless.algorithms.kl import FloatLike, finite_rewards, token_rewards
-from rlhfless.algorithms.policy_loss import clipped_policy_loss
+from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.algorithms.statistics import whitened
 from rlhfless.records import FloatArray
 from rlhfless.spec import PPOSpec
 
 
-class PPO:
+class PPO(ClippedLoss[PPOSpec]):
     """The algorithm `ppo` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: PPOSpec) -> None:
-        self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Generalised advantages, `[tokens]`. Raises ValueError if the batch lacks rewards or values."""
@@ -48,10 +45,6 @@ class PPO:
     def _gae(self, batch: PackedBatch, lambda_: FloatLike | float) -> FloatLike:
         rewards = token_rewards(batch, finite_rewards(batch), self._settings.kl)
         return gae(rewards, _drawn_values(batch), batch.response_lengths, self._settings.gamma, lambda_)
-
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """PPO's clipped loss."""
-        return clipped_policy_loss(inputs, self._settings)
 
     def value_loss(self, inputs: ValueInputs) -> LossOutputs:
         """The critic's loss, token mean: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), c = `value_clip`,

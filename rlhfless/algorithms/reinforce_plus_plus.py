@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfless.algorithms.base import LossInputs, LossOutputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.gae import gae
 from rlhfless.algorithms.kl import finite_rewards, token_rewards
-from rlhfless.algorithms.policy_loss import clipped_policy_loss
+from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.algorithms.statistics import centred, whitened
 from rlhfless.records import FloatArray
 from rlhfless.spec import ReinforcePlusPlusSpec
 
 
-class ReinforcePlusPlus:
+class ReinforcePlusPlus(ClippedLoss[ReinforcePlusPlusSpec]):
     """The algorithm `reinforce_plus_plus` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: ReinforcePlusPlusSpec) -> None:
-        self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Whitened returns, `[tokens]`. Raises ValueError as group_relative does."""
@@ -36,7 +32,3 @@ class ReinforcePlusPlus:
         # Without values and with lambda 1 an advantage is the return.
         returns = gae(by_token, np.zeros(len(by_token)), batch.response_lengths, self._settings.gamma, 1.0)
         return batch.placed(whitened(returns)).astype(np.float32)
-
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """PPO's clipped loss of each token."""
-        return clipped_policy_loss(inputs, self._settings)

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfless.algorithms.base import LossInputs, LossOutputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.gae import gae
 from rlhfless.algorithms.kl import finite_rewards, token_rewards
-from rlhfless.algorithms.policy_loss import clipped_policy_loss
+from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.records import FloatArray
 from rlhfless.spec import ReMaxSpec
 
 
-class ReMax:
+class ReMax(ClippedLoss[ReMaxSpec]):
     """The algorithm `remax` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: ReMaxSpec) -> None:
-        self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Rewards to go minus the baseline, `[tokens]`. Raises ValueError if the batch lacks rewards or baselines."""
@@ -32,7 +28,3 @@ class ReMax:
         to_go = gae(by_token, np.zeros(len(by_token)), batch.response_lengths, 1.0, 1.0)
         baselines = batch.baselines[batch.sequence_id[batch.response_mask]]
         return batch.placed(to_go - baselines).astype(np.float32)
-
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """PPO's clipped loss of each token."""
-        return clipped_policy_loss(inputs, self._settings)

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfless.algorithms.base import LossInputs, LossOutputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.kl import rewards_with_kl
-from rlhfless.algorithms.policy_loss import clipped_policy_loss
+from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.algorithms.statistics import centred, group_sizes
 from rlhfless.records import FloatArray
 from rlhfless.spec import RLOOSpec
 
 
-class RLOO:
+class RLOO(ClippedLoss[RLOOSpec]):
     """The algorithm `rloo` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: RLOOSpec) -> None:
-        self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Rewards minus the mean of the others, `[tokens]`; 0 for a sample that is alone in its group. Raises
@@ -32,7 +28,3 @@ class RLOO:
         others = np.maximum(group_sizes(groups) - 1, 1)
         values = centred(rewards_with_kl(batch, self._settings.kl), groups) * (others + 1) / others
         return batch.spread(values).astype(np.float32)
-
-    def loss(self, inputs: LossInputs) -> LossOutputs:
-        """PPO's clipped loss of each token."""
-        return clipped_policy_loss(inputs, self._settings)

@@ -16,12 +16,8 @@ from rlhfless.algorithms.policy_loss import policy_loss
 from rlhfless.spec import SAPOSpec
 
 
-class SAPO(GroupRelative):
+class SAPO(GroupRelative[SAPOSpec]):
     """The algorithm `sapo` (see rlhfless.algorithms.base)."""
-
-    def __init__(self, settings: SAPOSpec) -> None:
-        super().__init__(settings)
-        self._settings = settings
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """The gated loss of each token."""

@@ -26,8 +26,7 @@ def greedy_request(request: RolloutRequest, spec: RunSpec) -> RolloutRequest:
 
 def baselines(experience: Experience, greedy: Sequence[Group]) -> FloatArray:
     """The reward of the greedy response to its prompt for each sequence of the batch that `pack` makes of the
-    experience, `[sequences]`. One with a reward that failed counts with
-    the others that it has."""
+    experience, `[sequences]`. One with a reward that failed counts with the others that it has."""
     rewards = {group.prompt.prompt_id: group.samples[0].scored.total for group in greedy}
     ordered = in_batch_order(experience.groups)
     return np.array([rewards[group.prompt.prompt_id] for group in ordered for _ in group.samples])
