@@ -251,11 +251,12 @@ def response_logprobs(
     entropy_gradient: bool = False,
 ) -> ResponseLogprobs:
     """Logprobs at `temperature` of all response tokens of `batch`; see `response_outputs`."""
-    outputs = _logprobs(policy, temperature, entropy_gradient=entropy_gradient)
+    outputs = logprob_outputs(policy, temperature, entropy_gradient=entropy_gradient)
     return ResponseLogprobs(*response_outputs(policy, batch, outputs, packed))
 
 
-def _logprobs(policy: PolicyNetwork, temperature: float, *, entropy_gradient: bool = False) -> Outputs:
+def logprob_outputs(policy: PolicyNetwork, temperature: float, *, entropy_gradient: bool = False) -> Outputs:
+    """The head that gives logprobs at `temperature`, and entropies."""
     return partial(head_logprobs, policy.head, temperature=temperature, entropy_gradient=entropy_gradient)
 
 
@@ -337,7 +338,7 @@ def token_logprobs(
 
 def logprobs_of(policy: PolicyNetwork, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
     """As `token_logprobs`, in these micro-batches."""
-    return outputs_of(policy, batch, _logprobs(policy, temperature), parts.parts)
+    return outputs_of(policy, batch, logprob_outputs(policy, temperature), parts.parts)
 
 
 @torch.no_grad()

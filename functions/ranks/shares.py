@@ -1,14 +1,16 @@
-"""Logprobs of a batch by all ranks of a policy: each computes those of its share of the sequences."""
+"""What all ranks of a network compute of a batch: each for its share of the sequences."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions.batching import cut, deal, prompt_tokens
-from rlhfless.functions.policy import PolicyNetwork, logprobs_of
+from rlhfless.functions.batching import MicroBatch, cut, deal, prompt_tokens
+from rlhfless.functions.policy import Outputs, PolicyNetwork, logprobs_of, outputs_of
 from rlhfless.records import FloatArray, IntArray
 
 
@@ -31,6 +33,31 @@ def share_logprobs(
     everything = np.zeros(len(batch.tokens), dtype=values.dtype)
     everything[np.repeat(batch.starts[share], own.lengths) + own.positions] = values
     return everything, prompt_tokens(own) - parts.prompt_tokens
+
+
+def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int) -> tuple[FloatArray, int]:
+    """The first of `outputs` `[tokens]` of the whole batch, 0 on prompt tokens, on every rank; and the prompt tokens of
+    this rank's share that were not computed, because a sequence with the same prefix had computed them. *Collective.*
+
+    Groups are computed each by itself, and dealt to the ranks whole: what a group gets is the same bits whatever other
+    groups came with it, so a step that is done again learns the same.
+    """
+    parts: list[MicroBatch] = []
+    saved = 0
+    for group in _groups_of_rank(policy, batch):
+        own = select(batch, group)
+        pieces = cut(own, budget_tokens, pays_below=policy.packs_below)
+        parts += [dataclasses.replace(part, indices=group[part.indices]) for part in pieces.parts]
+        saved += prompt_tokens(own) - pieces.prompt_tokens
+    return of_all_ranks(policy, outputs_of(policy, batch, outputs, parts)), saved
+
+
+def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]:
+    """The sequences of each group of this rank: the largest groups first, so that all ranks have equal work."""
+    ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
+    groups = batch.sequence_groups
+    order = np.argsort(-np.bincount(groups, batch.lengths), kind="stable")[rank::ranks]
+    return [np.flatnonzero(groups == group) for group in order]
 
 
 def of_all_ranks(policy: PolicyNetwork, values: FloatArray) -> FloatArray:

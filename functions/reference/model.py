@@ -11,8 +11,8 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.column.settings import ColumnSettings
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.parking import kept_by
-from rlhfless.functions.policy import load_policy
-from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
+from rlhfless.functions.policy import load_policy, logprob_outputs
+from rlhfless.functions.ranks.shares import by_group
 from rlhfless.records import FloatArray
 from rlhfless.spec import ModelSpec
 
@@ -45,5 +45,5 @@ class FrozenPolicy:
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
         """See ColumnWorker.compute."""
         settings = self._settings
-        values, shared_tokens = share_logprobs(self._policy, batch, settings.temperature, settings.micro_batch_tokens)
-        return of_all_ranks(self._policy, values), shared_tokens
+        logprobs = logprob_outputs(self._policy, settings.temperature)
+        return by_group(self._policy, batch, logprobs, settings.micro_batch_tokens)

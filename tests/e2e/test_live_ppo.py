@@ -13,20 +13,25 @@ import pytest
 from safetensors.numpy import load_file
 
 from fakes import saboteur
-from fakes.live_runs import fault_opening
+from fakes.live_runs import check_one_awake, fault_opening, tokens_of
 from rlhfless.loop.driver import execute
 from rlhfless.loop.host import Host, RunPaused, StopCause, Verdict
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
 from rlhfless.records import FunctionName, Work
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 STEPS, WARM_UP = 4, 1
 PPO: dict[str, Any] = {
-    "algorithm": {"type": "ppo", "lambda_actor": 0.95, "lambda_critic": 1.0},
+    "algorithm": {
+        "type": "ppo",
+        "lambda_actor": 0.95,
+        "lambda_critic": 1.0,
+        "kl": {"coefficient": 0.01, "where": "reward"},
+    },
     "critic": {"warm_up_steps": WARM_UP, "optimizer": {"learning_rate": 1e-3}},
     "steps": STEPS,
     "checkpoint": {"every_steps": 2},
@@ -57,10 +62,6 @@ def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Ses
     start = fault_opening(assets, tmp_path_factory.mktemp("ppo"), actors=1, **PPO)
     asyncio.run(execute(start))
     return start
-
-
-def tokens_of(trace: Trace) -> dict:
-    return {(r.step, r.prompt_id, r.sample_index): r.token_ids for r in trace.rollouts}
 
 
 def test_what_a_step_of_ppo_does(uninterrupted: Session) -> None:
@@ -116,3 +117,18 @@ def test_a_critic_that_is_killed_at_random_changes_nothing(
     assert tokens_of(broken) == tokens_of(whole)
     expected, ours = weights_of(uninterrupted), weights_of(start)
     assert all(np.array_equal(expected[name], value) for name, value in ours.items())
+
+
+@pytest.mark.long
+def test_functions_that_take_turns_learn_what_they_learned_side_by_side(
+    assets: Path, uninterrupted: Session, tmp_path: Path
+) -> None:
+    """Policy, critic, reference and engine on one device: never two of them are awake."""
+    start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1}, **PPO)
+    asyncio.run(execute(start))
+    trace = read_trace(tmp_path / "trace")
+    assert tokens_of(trace) == tokens_of(read_trace(uninterrupted.folder / "trace"))
+    expected, ours = weights_of(uninterrupted), weights_of(start)
+    assert all(np.array_equal(expected[name], value) for name, value in ours.items())
+    assert {holding.function for holding in trace.holdings} > {FunctionName.CRITIC, FunctionName.REFERENCE}
+    check_one_awake(trace)

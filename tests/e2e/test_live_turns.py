@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from fakes import saboteur
-from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
+from fakes.live_runs import FAULT_STEPS, Whole, check_one_awake, fault_opening, tokens_of
 from rlhfless.loop.driver import execute
 from rlhfless.loop.run import Run
 from rlhfless.records import FunctionName, ReplicaState
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
-
-AWAKE = (ReplicaState.STALE, ReplicaState.SERVING)
-
-
-def tokens_of(trace: Trace) -> dict:
-    return {(r.step, r.prompt_id, r.sample_index): r.token_ids for r in trace.rollouts}
 
 
 def test_functions_that_take_turns_do_what_they_did_side_by_side(assets: Path, whole: Whole, tmp_path: Path) -> None:
@@ -33,11 +27,7 @@ def test_functions_that_take_turns_do_what_they_did_side_by_side(assets: Path, w
     for function in (FunctionName.GENERATION, FunctionName.LEARNER):
         asleep = [h for h in trace.holdings if h.function == function and h.state is ReplicaState.SLEEPING]
         assert len(asleep) >= FAULT_STEPS, function
-    awake = [h for h in trace.holdings if h.state in AWAKE and h.function != FunctionName.SCORING]
-    for one in awake:
-        for other in awake:
-            if one.function != other.function:
-                assert one.end_s <= other.start_s or other.end_s <= one.start_s, (one, other)
+    check_one_awake(trace)
 
 
 async def sabotage(run: Run) -> None:

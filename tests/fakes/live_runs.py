@@ -12,7 +12,7 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
 from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.preflight import preflight
-from rlhfless.records import StepRecord
+from rlhfless.records import FunctionName, ReplicaState, StepRecord
 from rlhfless.records.traces import Trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
@@ -87,6 +87,21 @@ class Whole:
     trace: Trace
     digest: str
     """Of its last weights."""
+
+
+def tokens_of(trace: Trace) -> dict[tuple[int, str, int], Any]:
+    """The tokens of each sample."""
+    return {(row.step, row.prompt_id, row.sample_index): row.token_ids for row in trace.rollouts}
+
+
+def check_one_awake(trace: Trace) -> None:
+    """No two functions that hold a device's memory are awake at the same time."""
+    states = (ReplicaState.STALE, ReplicaState.SERVING)
+    awake = [row for row in trace.holdings if row.state in states and row.function != FunctionName.SCORING]
+    for one in awake:
+        for other in awake:
+            if one.function != other.function:
+                assert one.end_s <= other.start_s or other.end_s <= one.start_s, (one, other)
 
 
 def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:

@@ -72,6 +72,15 @@ def test_a_reference_of_two_ranks_is_that_of_one_to_1e9(batch, shared_batch, tmp
     assert np.count_nonzero(one[0][0])
 
 
+def test_the_logprobs_of_a_group_do_not_depend_on_what_came_with_it(batch, tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    groups = [np.flatnonzero(batch.sequence_groups == group) for group in range(6)]
+    given = {"model": model, "batches": [batch, *(select(batch, group) for group in groups)]}
+    (((together, _), *alone),) = run(refer, tmp_path, 1, share_prefixes=True, **given)
+    for sequences, (logprobs, _) in zip(groups, alone, strict=True):
+        assert np.array_equal(logprobs, together[np.isin(batch.sequence_id, sequences)]), sequences
+
+
 def save_reward_model(folder: Path) -> str:
     """Of the tiny policy's sizes and tokenizer."""
     policy = save_tiny_model(folder / "policy")
