@@ -222,8 +222,10 @@ class Bench:
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
 
     def _learn(self) -> None:
+        from rlhfless.algorithms.passes import Passes
+
         self.old = self.rank.weights()
-        self.rank.learn(self.batch, 1)
+        self.rank.learn(self.batch, Passes())
         self.step += 1
 
     def _honest(self, rate: float, count: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
@@ -139,7 +140,7 @@ class Ours:
         )
 
     def step(self, batch: PackedBatch) -> None:
-        self._rank.learn(batch, 1)
+        self._rank.learn(batch, Passes())
 
 
 SIDES: dict[str, Callable[[str, int, int], PlainLoop | Ours]] = {"ours": Ours, "plain": PlainLoop}

@@ -30,6 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
@@ -120,7 +121,7 @@ def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: A
     phase.value = PHASES.index("step")
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak begins anew
     for _ in range(2):
-        learner.learn(batch, 1)
+        learner.learn(batch, Passes())
     status = status_of(os.getpid())
     most.value = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     learner.close()

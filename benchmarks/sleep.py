@@ -28,6 +28,7 @@ from setting import spread
 from smoke import parsed
 from where import machine
 
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.learner.rank import LearnerRank
@@ -128,7 +129,7 @@ def learner_of(model: str, folder: Path) -> LearnerRank:
 def measure_learner(folder: Path, cycles: int) -> None:
     """A rank in this process."""
     rank = learner_of(str(folder / "model"), folder)
-    rank.learn(batch_of(1), 1)
+    rank.learn(batch_of(1), Passes())
     parking = Parking(rank.kept_on_device())
     times: dict[str, list[float]] = {"sleep": [], "wake": []}
     asleep_bytes, given_back = [], 0.0

@@ -230,7 +230,11 @@ class FleetBound:
         work = BoundWork.of(batch, self._setup.actors[0].engine.block_tokens)
         learner = self._setup.learner
         tokens = float(self._forward_tokens(batch, work).sum())
-        learn_s = learner.fixed_s + (learner.evaluate_token_s + learner.learn_token_s) * tokens + learner.publish_s
+        learn_s = (
+            learner.fixed_s
+            + (learner.evaluate_token_s + learner.epochs * learner.learn_token_s) * tokens
+            + learner.publish_s
+        )
         learn_s += _soonest_s(learner.slot_setup) if self.in_turn else 0.0
         served_s, served_usd, after_s = self._services(batch, work)
         return StepBound(

@@ -114,8 +114,10 @@ class ServiceShape:
     """Seconds per token of prompt and response."""
     update_fixed_s: float = 0.0
     update_token_s: float = 0.0
-    """Of its own update of a step, before the learner's: a fixed part, and per token of prompt and response. Functions
-    that do not learn have none."""
+    """Of its own update of a step, before the learner's: a fixed part, and per token of prompt and response of each
+    pass. Functions that do not learn have none."""
+    epochs: int = 1
+    """Passes of its update over the batch."""
 
     @property
     def learns(self) -> bool:
@@ -138,9 +140,12 @@ class LearnerShape:
     evaluate_token_s: float
     """Over all tokens; 0 with one update per batch, which needs no pass before it."""
     learn_token_s: float
+    """Of each pass over the batch."""
     publish_s: float
     parts: int = 1
     """Mini-batches times ranks: each part of a batch forwards its shared prefixes by itself."""
+    epochs: int = 1
+    """Passes over the batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.records import ReplicaState
+from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.policy import (
@@ -104,8 +104,9 @@ class Simulation:
         generation = Generation(self.fleet, batch)
         window = Window(with_waits(self._fleet_view, self.fleet, self.now_s), self.fleet, generation)
         taken = {slot: np.zeros(batch.groups, dtype=np.bool_) for slot in self._services}
-        learning = tuple(shape for shape in self._services.values() if shape.learns)
-        under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken, learning_services=learning)
+        passes = {shape.function: 1 + shape.epochs for shape in self._services.values() if shape.learns}
+        passes[FunctionName.LEARNER] = self.setup.learner.epochs
+        under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken, passes=passes)
         self._steps.append(under_way)
         self._query([StepBegan()], under_way)
         self.fleet.drawing = True

@@ -7,6 +7,7 @@ later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,8 +49,8 @@ class StepUnderWay:
     """Slots of services that have taken all groups."""
     prompt_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens that services and the learner computed, by function."""
-    learning_services: tuple[ServiceShape, ...] = ()
-    """The services that learn: they pass the step's prompts twice."""
+    passes: Mapping[str, int] = field(default_factory=dict)
+    """By function that learns: how many times it passes the step's prompts, if not once."""
     served: set[int] = field(default_factory=set)
     """Slots of services that have finished all groups of the step."""
 
@@ -81,10 +82,9 @@ class StepUnderWay:
         batch, generated_s = self.generation.progress.batch, self.generated_s or end_s
         unique = float(batch.tree.unique_tokens(batch.prompt_tokens))
         computed = {FunctionName.GENERATION: self.generation.computed_tokens, **self.prompt_tokens}
-        learns = {shape.function for shape in self.learning_services}
         metrics = {
             **{f"{PROMPT_TOKENS_COMPUTED}/{function}": float(tokens) for function, tokens in computed.items()},
-            **{f"{PROMPT_TOKENS_UNIQUE}/{function}": unique * (1 + (function in learns)) for function in computed},
+            **{f"{PROMPT_TOKENS_UNIQUE}/{function}": unique * self.passes.get(function, 1) for function in computed},
             PREFIX_TOKENS_EVICTED: float(self.generation.evicted_tokens),
             "generation_s": generated_s - self.begun_s,
             "response_tokens": float(batch.response_tokens.sum()),
@@ -164,22 +164,25 @@ def update(
     forward: SharedForward | None = None,
 ) -> None:
     """A service learns the step from `at_s` on, in `parts` that forward shared prefixes by themselves."""
-    fed, saved = _computed(shape.function, under_way, parts, forward)
+    fed, saved = _computed(shape.function, under_way, parts, forward, shape.epochs)
     spent_s = shape.update_fixed_s + shape.update_token_s * (fed - saved)
     step, read = under_way.generation.progress.batch.step, {"input_tokens": fed, "cached_tokens": saved}
     replica.called(Work.LEARN, step, at_s, at_s + spent_s, **read)
     replica.busy_s = at_s + spent_s
 
 
-def _computed(function: str, under_way: StepUnderWay, parts: int, forward: SharedForward | None) -> tuple[int, int]:
-    """The tokens of an update's input, and the number of them that it does not compute."""
+def _computed(
+    function: str, under_way: StepUnderWay, parts: int, forward: SharedForward | None, epochs: int
+) -> tuple[int, int]:
+    """The tokens of an update's input in all passes, and the number of them that it does not compute."""
     batch = under_way.generation.progress.batch
     groups = np.arange(batch.groups)
     fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
     cuts = () if forward is None else np.array_split(groups, min(parts, batch.groups))
     saved = sum(shared_forward(batch, part, forward) for part in cuts if forward)
-    under_way.computed_prompts(function, groups, saved)
-    return fed, saved
+    for _ in range(epochs):
+        under_way.computed_prompts(function, groups, saved)
+    return epochs * fed, epochs * saved
 
 
 def learn(
@@ -191,11 +194,11 @@ def learn(
 ) -> None:
     """The learner evaluates, learns and publishes, from `at_s` on. `forward`: see PrefixUse."""
     batch = under_way.generation.progress.batch
-    fed, saved = _computed(FunctionName.LEARNER, under_way, shape.parts, forward)
+    fed, saved = _computed(FunctionName.LEARNER, under_way, shape.parts, forward, shape.epochs)
     tokens = fed - saved
     now_s = at_s
     for work, spent_s in (
-        (Work.EVALUATE, shape.evaluate_token_s * tokens),
+        (Work.EVALUATE, shape.evaluate_token_s * tokens / shape.epochs),
         (Work.LEARN, shape.fixed_s + shape.learn_token_s * tokens),
         (Work.PUBLISH, shape.publish_s),
     ):

@@ -7,8 +7,9 @@ from typing import cast
 import torch
 
 from rlhfless.algorithms.base import ActorCritic, ValueInputs, algorithm_of
-from rlhfless.algorithms.batch import PackedBatch, mini_batches
+from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.explained_variance import with_explained_variance
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.critic.network import load_critic, values_of
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, response_outputs
@@ -59,12 +60,12 @@ class CriticRank(TrainingRank):
         """See by_group. *Collective.*"""
         return by_group(self._policy, batch, values_of(self._policy), self._training.micro_batch_tokens)
 
-    def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
+    def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """See TrainingRank. The batch has the values from before the step (`values`), and `returns`: raises ValueError
         without. *Collective.*"""
         if batch.values is None or batch.returns is None:
             raise ValueError("the batch has no values or no returns; compute them before `learn`")
-        metrics = with_explained_variance(self._updates(mini_batches(batch, count)))
+        metrics = with_explained_variance(self._updates(passes.over(batch)))
         return {f"critic_{name}" if name in OF_OPTIMIZER else name: value for name, value in metrics.items()}
 
     def _loss(

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
-from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches
+from rlhfless.algorithms.batch import PackedBatch, declared
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
@@ -82,18 +83,20 @@ class LearnerRank(TrainingRank):
         """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""
         return share_logprobs(self._policy, batch, self._temperature, self._training.micro_batch_tokens)[0]
 
-    def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
-        """One training step: an optimiser step on each of `count` mini-batches, with the metrics of `_updates`.
-        *Collective.*
+    def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
+        """See TrainingRank. *Collective.*
 
-        A batch without old logprobs is evaluated here, except its first mini-batch, for which the old policy is the
-        current one. Raises ValueError if the batch lacks advantages.
+        A batch without old logprobs is evaluated here, before the first update; with one pass except its first
+        mini-batch, for which the old policy is the current one. Raises ValueError if the batch lacks advantages.
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
-        parts = list(mini_batches(batch, count))
-        if batch.old_logprobs is None:
-            parts[1:] = [part.with_columns(old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
+        if batch.old_logprobs is None and passes.epochs > 1:
+            batch = batch.with_columns(old_logprobs=self.evaluate(batch))
+        if batch.old_logprobs is not None:
+            return self._updates(passes.over(batch))
+        parts = list(passes.over(batch))
+        parts[1:] = [part.with_columns(old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
         return self._updates(parts)
 
     def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, bytes]]:

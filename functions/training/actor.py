@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.functions.training.settings import TrainedSettings
 
@@ -46,11 +47,11 @@ class TrainingActor(RankActor[S]):
     def kept_on_device(self) -> list[torch.Tensor]:
         return self._rank.kept_on_device()
 
-    def learn(self, batch: PackedBatch, mini_batches: int) -> Mapping[str, float]:
+    def learn(self, batch: PackedBatch, passes: Passes) -> Mapping[str, float]:
         """See TrainingRank.learn; with `shared_prompt_tokens`, of this call. *Collective.*"""
         before = self._rank.shared_prompt_tokens
         with self._at_work("learn"):
-            metrics = self._rank.learn(batch, mini_batches)
+            metrics = self._rank.learn(batch, passes)
         return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
     def save(self, location: str, notes: Mapping[str, Any], background: bool) -> bool:

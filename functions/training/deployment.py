@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.functions.training.settings import TrainedSettings
@@ -35,24 +36,25 @@ class TrainedFunction(RankedFunction):
     def _step_of_weights(self) -> int:
         return self._step
 
-    async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
-        """One training step: an optimiser step per mini-batch. Returns the metrics.
+    async def learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Reply[Mapping[str, float]]:
+        """One training step: an optimiser step per mini-batch of each pass. Returns the metrics.
 
         Idempotent by step: a repeated call, even during the first, gets the answer of the first.
         """
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
-            self._learning = (call, asyncio.create_task(self._learn(call, batch, mini_batches)))
+            self._learning = (call, asyncio.create_task(self._learn(call, batch, passes)))
             self._asked.set()
             self._asked = asyncio.Event()
         return await asyncio.shield(self._learning[1])
 
-    async def _learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
+    async def _learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Reply[Mapping[str, float]]:
         start_s = time.time()
-        metrics = dict((await self._group.all("learn", ray.put(batch), mini_batches))[0])
+        metrics = dict((await self._group.all("learn", ray.put(batch), passes))[0])
         self._step = call.step
         shared = int(metrics.pop("shared_prompt_tokens", 0))
-        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
+        read = (passes.epochs * len(batch.tokens), passes.epochs * batch.sequences)
+        usage = CallUsage(input_tokens=read[0], cached_tokens=shared, sequences=read[1])
         return self.reply(metrics, start_s, usage)
 
     async def check_shared_storage(self, call: Call, token: str) -> Reply[tuple[str, ...]]:

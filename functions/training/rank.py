@@ -18,7 +18,7 @@ Deliberately not here: what the loss is, which a subclass says (`_loss`), and re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.base import LossOutputs, combine_metrics
 from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.policy import PolicyNetwork
@@ -98,8 +99,8 @@ class TrainingRank:
         must run also without responses."""
         raise NotImplementedError
 
-    def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
-        """One training step: an optimiser step on each of `count` mini-batches, with the metrics of `_updates`.
+    def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
+        """One training step: an optimiser step on each mini-batch of all passes, with the metrics of `_updates`.
         *Collective.*"""
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class TrainingRank:
         self._optimizer.set_restored(state)
         torch.set_rng_state(state["random_state"])
 
-    def _updates(self, parts: Sequence[PackedBatch]) -> dict[str, float]:
+    def _updates(self, parts: Iterable[PackedBatch]) -> dict[str, float]:
         """An optimiser step on each mini-batch. Returns `skipped_updates`, the updates whose gradient was not finite,
         and for the other updates means over their response tokens (`*_max` are maxima), including `gradient_norm`
         before clipping and `learning_rate`. *Collective.*"""

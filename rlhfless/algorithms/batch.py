@@ -119,6 +119,10 @@ class PackedBatch:
         return int(self.sequence_id[-1]) + 1 if len(self.sequence_id) else 0
 
     @property
+    def groups(self) -> int:
+        return int(self.group_id.max(initial=-1)) + 1
+
+    @property
     def starts(self) -> IntArray:
         """Index of each sequence's first token, `[sequences]`."""
         return np.flatnonzero(self.positions == 0)
@@ -273,8 +277,9 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     )
 
 
-def mini_batches(batch: PackedBatch, count: int) -> tuple[PackedBatch, ...]:
-    """Cut into `count` mini-batches of whole groups, in order, whose numbers of groups differ by at most one.
+def mini_batches(batch: PackedBatch, count: int, order: IntArray) -> tuple[PackedBatch, ...]:
+    """Cut into `count` mini-batches of whole groups, whose numbers of groups differ by at most one: the first ones of
+    `order` [groups] are in the first.
 
     Each mini-batch is the data of one optimiser step, so it has denominators of its own. Raises ValueError when there
     are fewer groups than mini-batches.
@@ -282,10 +287,9 @@ def mini_batches(batch: PackedBatch, count: int) -> tuple[PackedBatch, ...]:
     if count == 1:
         return (batch,)
     groups = batch.sequence_groups
-    total = int(groups.max(initial=-1)) + 1
-    if not 1 <= count <= total:
-        raise ValueError(f"cannot cut {total} groups into {count} mini-batches of whole groups")
-    parts = np.array_split(np.arange(total), count)
+    if not 1 <= count <= batch.groups:
+        raise ValueError(f"cannot cut {batch.groups} groups into {count} mini-batches of whole groups")
+    parts = np.array_split(order, count)
     return tuple(_own_denominators(select(batch, np.flatnonzero(np.isin(groups, part)))) for part in parts)
 
 
@@ -298,9 +302,8 @@ def leave_out(batch: PackedBatch, sequences: BoolArray) -> PackedBatch:
 
 
 def _own_denominators(batch: PackedBatch) -> PackedBatch:
-    groups = int(batch.group_id.max(initial=-1)) + 1
     answered = int(np.count_nonzero(batch.response_lengths))
-    own = Denominators(int(batch.response_mask.sum()), answered, groups)
+    own = Denominators(int(batch.response_mask.sum()), answered, batch.groups)
     return dataclasses.replace(batch, denominators=own)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import Call
@@ -70,10 +71,12 @@ class Keepers:
         self, pool: ReplicaPool, call: Call, batch: PackedBatch, sent: asyncio.Event | None = None
     ) -> Mapping[str, float]:
         """The optimiser steps of one function in one training step. `sent` is set when the call has left the driver."""
+        spec = self._spec
         # There are fewer mini-batches if dropped samples leave fewer groups.
-        count = min(self._spec.mini_batches, batch.denominators.groups)
+        count = min(spec.mini_batches, batch.denominators.groups)
+        passes = Passes(count, spec.epochs_of(pool.function), (spec.seed, call.step))
         metrics: Mapping[str, float] = await self._work(
-            self.replica(pool), Work.LEARN, "learn", call, batch, count, sent=sent
+            self.replica(pool), Work.LEARN, "learn", call, batch, passes, sent=sent
         )
         return metrics
 

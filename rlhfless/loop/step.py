@@ -65,7 +65,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     batch = batch_of(learned_from, needs)
     if needs.greedy_baseline:
         batch = batch.with_columns(baselines=baselines(learned_from, experience.greedy))
-    if needs.old_logprobs and run.spec.mini_batches > 1:
+    if needs.old_logprobs and run.spec.updates_per_step > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
     batch = _with_targets(run, step, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def step_metrics(
         "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens / generation_s if generation_s else 0.0,
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
-        **prompt_token_metrics(run.ledger.done_in_step(begun.step)[0], experience, kept),
+        **prompt_token_metrics(run.ledger.done_in_step(begun.step)[0], experience, kept, run.spec.epochs_of),
         "actors": float(len(run.generation.serving())),
         **run.scaler.runner.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
@@ -104,9 +104,11 @@ COUNTED = frozenset({*ENGINES, Work.LOGPROBS, Work.LEARN})
 """Calls that compute the prompts of a step, and have the tokens that they did not compute in the ledger."""
 
 
-def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: Experience) -> dict[str, float]:
+def prompt_token_metrics(
+    calls: Iterable[Invocation], drawn: Experience, kept: Experience, epochs_of: Callable[[str], int]
+) -> dict[str, float]:
     """`prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and `prefix_tokens_evicted`.
-    `kept` is the part of the drawn samples that is trained on."""
+    `kept` is the part of the drawn samples that is trained on; `epochs_of` gives a function's passes over it."""
     computed: defaultdict[tuple[str, Work], int] = defaultdict(int)
     evicted = 0
     for call in calls:
@@ -119,11 +121,11 @@ def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: E
     draws = any(work is Work.GENERATE for _, work in computed)
     metrics: defaultdict[str, float] = defaultdict(float, {PREFIX_TOKENS_EVICTED: float(evicted)} if draws else {})
     for (function, work), tokens in computed.items():
-        fed = kept if work is Work.LEARN else drawn
+        fed, passes = (kept, epochs_of(function)) if work is Work.LEARN else (drawn, 1)
         # Functions other than engines are fed the responses, too, and compute all of their tokens.
         responses = 0 if work in ENGINES else sum(sample.model_tokens for sample in fed.samples)
-        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] += float(tokens - responses)
-        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(unique[id(fed)])
+        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] += float(tokens - passes * responses)
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(passes * unique[id(fed)])
     return dict(metrics)
 
 

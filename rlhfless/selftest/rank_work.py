@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.training.checkpoint import drain
 from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout
@@ -90,14 +91,14 @@ def batch(subject: Subject) -> PackedBatch:
 def learn(rank: LearnerRank, packed: PackedBatch) -> tuple[dict[str, float], float, int]:
     """Take a step; returns its metrics, its seconds, and the most bytes that torch has held on the GPU."""
     began_s = time.perf_counter()
-    metrics = rank.learn(packed, 1)  # metrics are numbers, so it has ended on the device, too
+    metrics = rank.learn(packed, Passes())  # metrics are numbers, so it has ended on the device, too
     held = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return metrics, time.perf_counter() - began_s, held
 
 
 def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
     """Logprobs after a step, which two ranks must take as one does."""
-    rank.learn(packed, 1)
+    rank.learn(packed, Passes())
     return rank.evaluate(packed)
 
 

@@ -9,6 +9,15 @@ from pydantic import Field, model_validator
 
 from rlhfless.spec.base import MOST_STEPS, Processes, Ranks, SpecModel, Tokens, count_of
 
+Epochs = Annotated[int, Field(ge=1, le=100)]
+"""Passes over the batch of a training step."""
+
+
+def evaluated_share(mini_batches: int, epochs: int) -> float:
+    """The share of a batch whose old logprobs need a pass before the first update: in a single pass, what is learned
+    first is still of the policy that the step began with."""
+    return 1.0 if epochs > 1 else 1 - 1 / mini_batches
+
 
 class AdamWSpec(SpecModel):
     """AdamW (arXiv 1711.05101)."""
@@ -123,6 +132,9 @@ class CriticSpec(TrainingSpec):
     of a model with a head of one label, such as a critic's checkpoint."""
 
     optimizer: CriticAdamWSpec = CriticAdamWSpec()
+
+    epochs: Epochs | None = None
+    """Passes over the batch of a training step; by default as many as the policy's (`epochs`)."""
 
     warm_up_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Training steps at the begin of the run in which the critic alone learns: the policy is neither updated nor

@@ -20,6 +20,7 @@ from rlhfless.spec.learner import (
     FROM_REWARD_MODEL,
     AdamWSpec,
     CriticSpec,
+    Epochs,
     LearnerSpec,
     ReferenceSpec,
     TrainingSpec,
@@ -148,7 +149,11 @@ class RunSpec(SpecModel):
     """The group size."""
 
     mini_batches: Annotated[int, Field(ge=1)] = 1
-    """Optimiser steps per training step, each on its share of the groups."""
+    """Optimiser steps per pass over the batch of a training step, each on its share of the groups."""
+
+    epochs: Epochs = 1
+    """Passes over the batch of a training step, each in an order of its own. Old logprobs stay those of before the
+    first update."""
 
     schedule: ScheduleSpec = SyncSpec()
     """The order in which steps draw and learn."""
@@ -243,6 +248,16 @@ class RunSpec(SpecModel):
     def trained(self) -> Mapping[str, TrainingSpec]:
         """The sections of the functions whose models are trained, by key, which is the function's name."""
         return {"learner": self.learner, **({} if self.critic is None else {"critic": self.critic})}
+
+    def epochs_of(self, function: str) -> int:
+        """Passes of a function with a trained model over the batch of a training step."""
+        own = self.critic.epochs if self.critic is not None and function == "critic" else None
+        return own or self.epochs
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps of the policy in a training step."""
+        return self.mini_batches * self.epochs
 
     def updates_policy(self, step: int) -> bool:
         """Whether the policy learns in a training step: not while the critic warms up."""

@@ -49,7 +49,8 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
     def service(function: str, work: Work, line: LineFit) -> ServiceShape:
         slot_setup = _slot_setup(allocation(function), _start_s(trace, function))
         learned = latency.updates.get(function, LineFit(fixed_s=0.0))
-        return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s, learned.fixed_s, learned.token_s)
+        update = (learned.fixed_s, learned.token_s, _epochs(trace, function))
+        return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s, *update)
 
     services = [service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s))]
     services += [service(name, Work.LOGPROBS, line) for name, line in latency.columns.items()]
@@ -62,6 +63,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         latency.learn.token_s,
         latency.publish_s,
         int(trace.meta.spec.get("mini_batches", 1)) * (ranks if isinstance(ranks, int) else 1),
+        _epochs(trace, FunctionName.LEARNER),
     )
     shape, start_s = (
         _engine_shape(trace, kv_tokens(trace, kind, other.kind or kind)),
@@ -87,6 +89,12 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         warm=True,
         fewest_actors=int(bounds.get("min_actors", 0)),
     )
+
+
+def _epochs(trace: Trace, function: str) -> int:
+    """Passes of a function that learns over the batch of a step."""
+    own = (trace.meta.spec.get(function) or {}).get("epochs")
+    return int(own or trace.meta.spec.get("epochs", 1))
 
 
 def _prefix_use(trace: Trace) -> PrefixUse:

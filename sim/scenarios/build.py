@@ -20,9 +20,10 @@ from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
+from rlhfless.sim.scenarios.work import CriticTimingSpec, ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.learner import evaluated_share
 
 MOVE_S = 0.01
 """Seconds until a moved sample is at its new actor by its tokens: a request on the cluster's network."""
@@ -154,7 +155,7 @@ class ScenarioLayout:
             timing.learner_move_s(scenario, kind, count),
             timing.learner_move_s(scenario, kind, count),
         )
-        evaluated = 1 - 1 / scenario.learner.mini_batches  # all but the first
+        evaluated = evaluated_share(scenario.learner.mini_batches, scenario.learner.epochs)
         return LearnerShape(
             slot_setup,
             scenario.learner.fixed_s,
@@ -162,6 +163,7 @@ class ScenarioLayout:
             timing.learn_token_s(scenario, kind, count),
             timing.publish_s(scenario, kind, count),
             scenario.learner.mini_batches * count,
+            scenario.learner.epochs,
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
@@ -174,7 +176,7 @@ class ScenarioLayout:
         if self._scenario.reference is not None:
             shapes.append(self._reference(self._scenario.reference.devices))
         if self._scenario.critic is not None:
-            shapes.append(self._critic(self._scenario.critic.devices or len(self.learner_side)))
+            shapes.append(self._critic(self._scenario.critic))
         return tuple(shapes)
 
     def _reference(self, devices: int) -> ServiceShape:
@@ -185,9 +187,9 @@ class ScenarioLayout:
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(self._slot(side, move_s), FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
-    def _critic(self, devices: int) -> ServiceShape:
+    def _critic(self, critic: CriticTimingSpec) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
-        side = tuple(self.learner_side[-devices:])
+        side = tuple(self.learner_side[-(critic.devices or len(self.learner_side)) :])
         return ServiceShape(
             self._slot(side, timing.learner_move_s(scenario, kind, len(side))),
             FunctionName.CRITIC,
@@ -196,6 +198,7 @@ class ScenarioLayout:
             timing.forward_token_s(scenario, kind, len(side)),
             scenario.learner.fixed_s,
             timing.learn_token_s(scenario, kind, len(side)),
+            critic.epochs or scenario.learner.epochs,
         )
 
     def _slot(self, side: tuple[Device, ...], move_s: float) -> SlotSetup:

@@ -38,6 +38,7 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
         },
         "learner": {
             "mini_batches": spec.get("mini_batches"),
+            "epochs": spec.get("epochs"),
             "micro_batch_tokens": (spec.get("learner") or {}).get("micro_batch_tokens"),
         },
     }

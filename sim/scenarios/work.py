@@ -141,7 +141,10 @@ class LearnerTimingSpec(SpecModel):
     30B-A3B and 235B-A22B on H100: small products and all-to-all leave a fifth of what dense models reach."""
 
     mini_batches: Count = 2
-    """Updates per step. The samples of all but the first are passed forward before it, for their old logprobs."""
+    """Updates per pass. The samples of all but the first are passed forward before it, for their old logprobs."""
+
+    epochs: Count = 1
+    """Passes over the batch of a step. With several, all samples are passed forward before the first update."""
 
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
@@ -180,6 +183,9 @@ class CriticTimingSpec(SpecModel):
 
     devices: Processes | None = None
     """Devices of its replica; all of the learner's side when left out."""
+
+    epochs: Count | None = None
+    """Passes over the batch of a step; as many as the learner's when left out."""
 
 
 class ScenarioPlacementSpec(SpecModel):

@@ -12,7 +12,7 @@ from rlhfless.records import FinishReason, Group, Prompt, Rollout
 MakeGroup = Callable[[str, tuple[int, ...], list[list[int]]], Group]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_group() -> MakeGroup:
     """(prompt id, prompt tokens, responses) -> group; the logprob of token k is -k / 100."""
 

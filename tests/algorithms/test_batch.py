@@ -109,7 +109,10 @@ def test_a_column_is_declared_once(make_group):
     assert batch.values.dtype == np.float32
     chosen = select(batch, np.array([3, 0]))
     assert (chosen.values.tolist(), chosen.rewards.tolist()) == ([0, 8, 9, 0, 1], [3, 0])
-    assert [part.values.tolist() for part in mini_batches(batch, 2)] == [[0, 1, 0, 3, 4], [0, 6, 0, 8, 9]]
+    assert [part.values.tolist() for part in mini_batches(batch, 2, np.arange(batch.groups))] == [
+        [0, 1, 0, 3, 4],
+        [0, 6, 0, 8, 9],
+    ]
     with pytest.raises(ValueError, match=r"rewards have shape \(10,\), expected one per sequence: \(4,\)"):
         batch.with_columns(rewards=np.zeros(10))
 
@@ -161,11 +164,11 @@ def test_select_by_hand(make_group):
 
 def test_mini_batches_by_hand(make_group):
     batch = pack([make_group(name, (1,), [[10], [11, 12]]) for name in "abc"])
-    first, second = mini_batches(batch, 2)
+    first, second = mini_batches(batch, 2, np.arange(batch.groups))
     assert (first.denominators, second.denominators) == (Denominators(6, 4, 2), Denominators(3, 2, 1))
     assert second.group_id.tolist() == [0] * 5
     with pytest.raises(ValueError, match="3 groups into 4"):
-        mini_batches(batch, 4)
+        mini_batches(batch, 4, np.arange(3))
 
 
 @FIXTURE_IS_PURE
@@ -196,7 +199,7 @@ def test_select_of_a_permutation_and_back_is_the_batch(make_group, data, seed):
 def test_mini_batches_are_a_partition_into_whole_groups(make_group, data, count):
     batch = pack(build(make_group, data))
     count = min(count, len(data))
-    parts = mini_batches(batch, count)
+    parts = mini_batches(batch, count, np.arange(batch.groups))
     assert [sequence for part in parts for sequence in sequences(part)] == sequences(batch)
     assert sum(part.denominators.tokens for part in parts) == batch.denominators.tokens
     sizes = [part.denominators.groups for part in parts]

@@ -153,7 +153,7 @@ def test_losses_and_gradients_over_two_mini_batches(loss, settings, seed):
     case, algorithm = Case(seed), algorithm_of(settings)
     batch = case.batch.with_columns(advantages=algorithm.advantages(case.batch))
     table = case.start.clone().requires_grad_()
-    for number, part in enumerate(mini_batches(batch, 2)):
+    for number, part in enumerate(mini_batches(batch, 2, np.arange(batch.groups))):
         (ours, metrics), theirs = our_loss(algorithm, table, part), peer_loss(loss, settings, table, part)
         torch.testing.assert_close(ours, theirs, **EXACT)
         (gradient,), (expected,) = torch.autograd.grad(ours, table), torch.autograd.grad(theirs, table)

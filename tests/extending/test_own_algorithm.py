@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from fakes.tiny_learner import make_batch, make_rank, save_tiny_model
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.passes import Passes
 from rlhfless.records import FinishReason, FunctionName, Group, Prompt, Rollout, Score
 from rlhfless.scaling.function_kinds import kinds_of
 from rlhfless.spec.errors import SpecError
@@ -93,7 +94,7 @@ def test_the_learner_takes_its_step(own: Path, tmp_path: Path) -> None:
     batch = batch.with_columns(advantages=algorithm_of(settings).advantages(batch))
     rank = make_rank(model, tmp_path / "rendezvous", algorithm=settings, micro_batch_tokens=64, temperature=TEMPERATURE)
     try:
-        metrics = rank.learn(batch, 1)
+        metrics = rank.learn(batch, Passes())
     finally:
         rank.close()
     loss, norm = plain(model, batch)

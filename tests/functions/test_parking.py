@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.functions.ranks.actor import Asleep, RankActor
 from rlhfless.weights.store import FolderStore
@@ -47,7 +48,7 @@ def test_memory_is_free_while_it_is_parked_and_does_not_grow() -> None:
 def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path) -> None:
     sleeper_store = FolderStore(tmp_path / "store")
     with learner() as awake:
-        expected = [awake.learn(batch, 2) for _ in range(2)]
+        expected = [awake.learn(batch, Passes(2)) for _ in range(2)]
         weights, probe = awake.weights(), awake.probe_logprobs((1, 7, 3))
     with learner() as sleeper:
         size_bytes = Parking(sleeper.kept_on_device()).size_bytes
@@ -57,7 +58,7 @@ def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path)
             assert parking.size_bytes == size_bytes
             parking.park()
             parking.restore()
-            assert sleeper.learn(batch, 2) == expected[step]
+            assert sleeper.learn(batch, Passes(2)) == expected[step]
         for name, tensor in weights.items():
             assert torch.equal(tensor, sleeper.weights()[name]), name
         assert sleeper.probe_logprobs((1, 7, 3)) == probe

@@ -30,20 +30,20 @@ def test_by_hand() -> None:
         call(FunctionName.GENERATION, Work.HELD_OUT, 100, 0),
         call(FunctionName.REFERENCE, Work.LOGPROBS, 18 + 18, 9),
         call(FunctionName.LEARNER, Work.EVALUATE, 50, 0),
-        call(FunctionName.LEARNER, Work.LEARN, 8 + 11, 4),
+        call(FunctionName.LEARNER, Work.LEARN, 2 * (8 + 11), 4),
     ]
-    assert prompt_token_metrics(calls, drawn, kept) == {
+    assert prompt_token_metrics(calls, drawn, kept, {FunctionName.LEARNER: 2}.__getitem__) == {
         "prefix_tokens_evicted": 2.0,
         "prompt_tokens_computed/generation": 9.0,
         "prompt_tokens_unique/generation": 3.0 + 1 + 2,
         "prompt_tokens_computed/reference": 9.0,
         "prompt_tokens_unique/reference": 6.0,
-        "prompt_tokens_computed/learner": 4.0,
-        "prompt_tokens_unique/learner": 4.0,
+        "prompt_tokens_computed/learner": 2 * 8 - 4.0,  # of two passes,
+        "prompt_tokens_unique/learner": 2 * 4.0,
     }
 
 
 @pytest.mark.parametrize("calls", [[], [call(FunctionName.SCORING, Work.SCORE, 3, 0)]])
 def test_functions_without_a_call(calls: list[Invocation]) -> None:
     one = Experience((group("a", (1,), (2,)),))
-    assert prompt_token_metrics(calls, one, one) == {}
+    assert prompt_token_metrics(calls, one, one, lambda _: 1) == {}

@@ -196,6 +196,21 @@ def test_a_critic_learns_before_the_learner_by_hand() -> None:
     assert step.metrics["prompt_tokens_computed/learner"] == 5.0
 
 
+def test_passes_over_a_batch_by_hand() -> None:
+    """The critic passes three times, the learner twice: their time per token, and the prompts that they compute."""
+    critic = dataclasses.replace(CRITIC, epochs=3)
+    learner = dataclasses.replace(LEARNER, epochs=2, evaluate_token_s=0.004)
+    setup = dataclasses.replace(setup_of(actor(0), services=(critic,)), learner=learner)
+    simulation, _ = one_step(setup, Evenly(), batch_of([(5, [3])]))
+    spent_s = {(c.function, c.work): c.duration_s for c in simulation.ledger.invocations}
+    assert spent_s["critic", Work.LEARN] == pytest.approx(0.3 + 3 * 0.002 * 8)
+    assert spent_s["learner", Work.LEARN] == pytest.approx(LEARNER.fixed_s + 2 * LEARNER.learn_token_s * 8)
+    assert spent_s["learner", Work.EVALUATE] == pytest.approx(0.004 * 8), "once, before the first pass"
+    metrics = simulation.ledger.steps[0].metrics
+    assert metrics["prompt_tokens_computed/critic"] == metrics["prompt_tokens_unique/critic"] == (1 + 3) * 5
+    assert metrics["prompt_tokens_computed/learner"] == metrics["prompt_tokens_unique/learner"] == 2 * 5
+
+
 def test_critic_and_learner_take_turns_on_one_device() -> None:
     where = LEARNER.slot_setup
     setup = setup_of(actor(0), services=(on(CRITIC, dataclasses.replace(where, start_s=0.5)),))

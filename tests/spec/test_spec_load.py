@@ -194,6 +194,7 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("logging: {console: line}", ["did you mean `lines`?"]),
         ("algorithm: {type: a2c}", ["algorithm.type", "'a2c'", "'grpo'"]),
         ("samples_per_prompt: 1", ["samples_per_prompt is 1", "set it to 2 or more"]),
+        ("epochs: 0", ["epochs (line 7)", "0", "1"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
         (
             "weights: {transport: http}\ngeneration: {engine: {kv_connector: folder}}",

@@ -26,6 +26,7 @@ from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import RunSpec
+from rlhfless.spec.learner import evaluated_share
 
 STEPS = 6
 """Steps that are simulated; the first is left out, because it has the starts."""
@@ -139,11 +140,11 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths, t
     else. `transport_s`: what the simulator adds to a publication."""
     spec = asked.spec
     tokens = spec.prompts_per_step * spec.samples_per_prompt * (lengths.mean_tokens + lengths.prompt_tokens)
-    learn_s = latency.learn.at(tokens)
-    peak_s = 6 * asked.shape.active * tokens / (asked.sheet.flops_per_s.value * asked.count)
+    learn_s = latency.learn.at(tokens * spec.epochs)
+    peak_s = 6 * asked.shape.active * tokens * spec.epochs / (asked.sheet.flops_per_s.value * asked.count)
     mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
-    evaluated = 1 - 1 / spec.mini_batches
-    simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated)
+    evaluated = evaluated_share(spec.mini_batches, spec.epochs)
+    simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated / spec.epochs)
     evaluate_s = latency.evaluate.at(tokens) * evaluated if latency.evaluate is not None else 0.0
     publish_s = max(latency.publish_s - transport_s, 0.0)
     fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + publish_s + latency.driver_s
@@ -174,7 +175,7 @@ def _scenario(
         "seeds": SEEDS,
         "placement": {"mode": spec.placement.mode}
         | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
-        "learner": {"mini_batches": spec.mini_batches} | measured.get("learner", {}),
+        "learner": {"mini_batches": spec.mini_batches, "epochs": spec.epochs} | measured.get("learner", {}),
         # On CPU cores scoring shares the cores of the other functions.
         "scoring": {"cores": 1 if asked.sheet.kind == CPU_KIND else spec.scoring.workers} | measured.get("scoring", {}),
         "contract": spec.scaling.contract.model_dump(mode="json"),
@@ -184,6 +185,8 @@ def _scenario(
         values["transport"] = measured["transport"]
     if spec.algorithm.needs.reference:
         values["reference"] = {}
+    if spec.critic is not None:
+        values["critic"] = {"epochs": spec.epochs_of("critic")}
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)

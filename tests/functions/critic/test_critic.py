@@ -13,7 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from fakes.ranks import run_critic
 from fakes.tiny_learner import make_critic, save_tiny_critic, with_values
-from rlhfless.algorithms.batch import PackedBatch, mini_batches, select
+from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.spec import AdamWSpec, PPOSpec
 from rlhfless.spec.errors import InputError
@@ -83,9 +84,9 @@ def test_a_critic_that_starts_from_the_policy_says_0_and_learns(critic, tiny_mod
         before, _ = rank.values(batch)
         assert not before.any()
         goal = batch.with_columns(values=before, returns=np.ones(len(batch.tokens)))
-        first = rank.learn(goal, 1)
+        first = rank.learn(goal, Passes())
         for _ in range(19):
-            last = rank.learn(goal, 1)
+            last = rank.learn(goal, Passes())
     assert first["value_loss"] == pytest.approx(0.5)
     assert last["value_loss"] < 0.4, "the clip holds values at 0.2 of where they were: 0.5 * 0.8 ** 2 = 0.32"
     assert "explained_variance" not in first, "returns that are all equal have no variance to explain"
@@ -94,12 +95,12 @@ def test_a_critic_that_starts_from_the_policy_says_0_and_learns(critic, tiny_mod
 def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(critic, tiny_critic, batch):
     given = with_values(batch)
     with critic(optimizer=LARGE, micro_batch_tokens=64) as rank:
-        metrics = rank.learn(given, 2)
+        metrics = rank.learn(given, Passes(2))
         ours = rank.weights()
     model = AutoModelForSequenceClassification.from_pretrained(tiny_critic, dtype=torch.float32)
     adamw = torch.optim.AdamW(model.parameters(), LARGE.learning_rate, LARGE.betas, LARGE.eps, LARGE.weight_decay)
     clip, losses, norms = PPOSpec().value_clip, [], []
-    for part in mini_batches(given, 2):
+    for part in Passes(2).over(given):
         loss = torch.zeros(())
         for index, values in enumerate(plain_values(model, part)):
             one = select(part, np.array([index]))
@@ -112,7 +113,7 @@ def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(critic, tiny_critic,
         losses.append(loss.item())
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), LARGE.max_grad_norm)))
         adamw.step()
-    tokens = [part.denominators.tokens for part in mini_batches(given, 2)]
+    tokens = [part.denominators.tokens for part in Passes(2).over(given)]
     assert metrics["value_loss"] == pytest.approx(np.average(losses, weights=tokens), rel=1e-5)
     assert metrics["critic_gradient_norm"] == pytest.approx(np.average(norms, weights=tokens), rel=1e-4)
     assert metrics["critic_learning_rate"] == LARGE.learning_rate
@@ -126,14 +127,14 @@ def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(critic, tiny_critic,
 def test_the_explained_variance_is_of_the_values_before_the_step(critic, batch):
     given = with_values(batch)
     with critic() as rank:
-        metrics = rank.learn(given, 2)
+        metrics = rank.learn(given, Passes(2))
     values, returns = (column[given.response_mask].astype(np.float64) for column in (given.values, given.returns))
     assert metrics["explained_variance"] == pytest.approx(1 - (returns - values).var() / returns.var(), rel=1e-5)
 
 
 def compute_and_learn(rank: CriticRank, _: int, batch: PackedBatch, count: int) -> tuple:
     values, _ = rank.values(batch)
-    metrics = rank.learn(batch.with_columns(values=values), count)
+    metrics = rank.learn(batch.with_columns(values=values), Passes(count))
     return values, metrics, {name: value.numpy() for name, value in rank.weights().items()}
 
 
@@ -152,13 +153,13 @@ def test_two_ranks_are_one(tiny_critic, batch, tmp_path, sequences, count):
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(critic, batch, tmp_path):
     given, folder = with_values(batch), tmp_path / "step-000001"
     with critic(optimizer=LARGE) as rank:
-        rank.learn(given, 2)
+        rank.learn(given, Passes(2))
         rank.save(folder)
-        rank.learn(given, 2)
+        rank.learn(given, Passes(2))
         expected, values = rank.weights(), rank.values(batch)[0]
     with critic(optimizer=LARGE) as rank:
         rank.restore(folder)
-        rank.learn(given, 2)
+        rank.learn(given, Passes(2))
         assert all(torch.equal(expected[name], value) for name, value in rank.weights().items())
         assert np.array_equal(rank.values(batch)[0], values)
 
@@ -166,7 +167,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(critic, batch, tmp_path):
 def test_its_checkpoint_is_a_model_that_a_critic_starts_from(critic, batch, tmp_path):
     folder = tmp_path / "step-000001"
     with critic(optimizer=LARGE) as rank:
-        rank.learn(with_values(batch), 1)
+        rank.learn(with_values(batch), Passes())
         rank.save(folder)
         expected, _ = rank.values(batch)
     with critic(str(folder)) as rank:

@@ -11,6 +11,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from fakes.leases import LONG
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
 from rlhfless.functions.learner import deployment
 from rlhfless.functions.learner.actor import LearnerSettings, StoreHome
@@ -87,7 +88,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
 
 
 def learn(front: Front) -> asyncio.Task[Any]:
-    return asyncio.create_task(front.learn(STEP, cast("PackedBatch", Batch()), 1))
+    return asyncio.create_task(front.learn(STEP, cast("PackedBatch", Batch()), Passes()))
 
 
 @pytest.mark.parametrize("first", ["learn", "publish"])

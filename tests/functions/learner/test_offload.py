@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fakes.pretended_cuda import pretended_cuda
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.policy import load_policy, response_logprobs
 from rlhfless.functions.sharding import local
 from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
@@ -35,14 +36,14 @@ def test_on_a_gpu_the_states_are_where_they_are_wanted(monkeypatch, tiny_model, 
 
 def test_an_offloaded_learner_takes_the_same_step_and_goes_on_from_its_checkpoint(learner, batch, tmp_path):
     with learner() as plain:
-        expected = plain.learn(batch, 2)
+        expected = plain.learn(batch, Passes(2))
         weights = plain.weights()
     with learner(offload=True) as rank:
         assert not rank._alone, "it takes the path of an offloaded one"
         rank.save(tmp_path / "checkpoint")
-        first = rank.learn(batch, 2)
+        first = rank.learn(batch, Passes(2))
         assert first == pytest.approx(expected, rel=1e-5, abs=1e-6)
         for name, value in rank.weights().items():
             np.testing.assert_allclose(value, weights[name], atol=1e-6, err_msg=name)
         rank.restore(tmp_path / "checkpoint")
-        assert rank.learn(batch, 2) == first
+        assert rank.learn(batch, Passes(2)) == first

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlhfless.algorithms.batch import mini_batches, select
+from rlhfless.algorithms.batch import select
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.training.rank import default_threads
 from rlhfless.records.checkpoints import CheckpointError, files_of
 from rlhfless.scaling.latency.shape import ModelShape
@@ -22,7 +23,7 @@ from rlhfless.spec import AdamWSpec, GRPOSpec, KLSpec
 PROBE = (1, 7, 3, 22, 9)
 
 
-def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec, temperature: float, count: int):
+def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec, temperature: float, passes: Passes):
     """Weights after one training step by the obvious code (a sequence at a time, one formula, torch's AdamW), and the
     norm of each gradient."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -30,7 +31,7 @@ def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec
         model.parameters(), optimizer.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
     )
     norms = []
-    for part in mini_batches(batch, count):
+    for part in passes.over(batch):
         loss = torch.zeros(())
         for index in range(part.sequences):
             one = select(part, np.array([index]))
@@ -56,19 +57,20 @@ def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec
     return dict(model.named_parameters()), norms
 
 
-def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(learner, tiny_model, batch):
+@pytest.mark.parametrize("passes", [Passes(2), Passes(2, epochs=2, seed=(7, 3))])
+def test_a_step_of_several_updates_is_that_of_a_plain_loop(learner, tiny_model, batch, passes):
     algorithm = GRPOSpec(kl=KLSpec(coefficient=0.1))
     # SGD-like: with the usual eps, AdamW turns the sign of a gradient of 1e-9 into a step of its own.
     optimizer = AdamWSpec(learning_rate=0.5, eps=1.0, max_grad_norm=0.3)
     with learner(algorithm=algorithm, optimizer=optimizer) as rank:
         old = rank.evaluate(batch)
         given = batch.with_columns(old_logprobs=old).with_columns(reference_logprobs=old + 0.1)
-        metrics = rank.learn(given, 2)
+        metrics = rank.learn(given, passes)
         ours = rank.weights()
-    expected, norms = plain_loop(tiny_model, given, algorithm, optimizer, 0.8, 2)
+    expected, norms = plain_loop(tiny_model, given, algorithm, optimizer, 0.8, passes)
     assert metrics["clipped_low"] + metrics["clipped_high"] > 0, "the second mini-batch must meet the clip"
     assert metrics["gradient_norm"] > 0.3, "the gradient must be clipped"
-    tokens = [part.denominators.tokens for part in mini_batches(given, 2)]
+    tokens = [part.denominators.tokens for part in passes.over(given)]
     assert metrics["gradient_norm"] == pytest.approx(np.average(norms, weights=tokens), rel=1e-5)
     assert metrics["gradient_norm_max"] == pytest.approx(max(norms), rel=1e-5)
     assert max(norms) > 1.001 * metrics["gradient_norm"], "the two gradients must differ, or this says nothing"
@@ -85,7 +87,7 @@ def test_how_the_batch_is_cut_does_not_matter(learner, batch, change):
     optimizer = AdamWSpec(learning_rate=0.1, eps=1.0)
     for changes in ({}, change):
         with learner(optimizer=optimizer, **changes) as rank:
-            metrics = rank.learn(batch, 1)
+            metrics = rank.learn(batch, Passes())
             results.append((metrics, rank.weights()))
     _assert_same(*results)
 
@@ -95,7 +97,7 @@ def test_the_order_of_sequences_does_not_matter(learner, batch):
     optimizer = AdamWSpec(learning_rate=0.1, eps=1.0)
     for order in (np.arange(batch.sequences), np.random.default_rng(3).permutation(batch.sequences)):
         with learner(optimizer=optimizer, micro_batch_tokens=64) as rank:
-            metrics = rank.learn(select(batch, order), 1)
+            metrics = rank.learn(select(batch, order), Passes())
             results.append((metrics, rank.weights()))
     _assert_same(*results)
 
@@ -104,18 +106,19 @@ def test_the_same_batch_gives_the_same_bits(learner, batch):
     results = []
     for _ in range(2):
         with learner(micro_batch_tokens=64) as rank:
-            rank.learn(batch.with_columns(old_logprobs=rank.evaluate(batch)), 3)
+            rank.learn(batch.with_columns(old_logprobs=rank.evaluate(batch)), Passes(3))
             results.append(rank.weights())
     assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_batch_without_old_logprobs_is_evaluated_before_its_first_update(learner, batch, count):
+@pytest.mark.parametrize(("count", "epochs"), [(2, 1), (3, 1), (2, 2), (1, 3)])
+def test_a_batch_without_old_logprobs_is_evaluated_before_its_first_update(learner, batch, count, epochs):
     results = []
     optimizer = AdamWSpec(learning_rate=0.5, eps=1.0)
     for evaluate in (True, False):
         with learner(optimizer=optimizer, micro_batch_tokens=64) as rank:
-            metrics = rank.learn(batch.with_columns(old_logprobs=rank.evaluate(batch)) if evaluate else batch, count)
+            given = batch.with_columns(old_logprobs=rank.evaluate(batch)) if evaluate else batch
+            metrics = rank.learn(given, Passes(count, epochs))
             results.append((metrics, rank.weights()))
     assert results[1][0]["old_kl"] > 1e-4, "the updates before it must move the policy of a later mini-batch"
     _assert_same(*results)
@@ -123,7 +126,7 @@ def test_a_batch_without_old_logprobs_is_evaluated_before_its_first_update(learn
 
 def test_without_old_logprobs_the_ratio_is_exactly_one(learner, batch):
     with learner() as rank:
-        metrics = rank.learn(batch, 1)
+        metrics = rank.learn(batch, Passes())
     assert metrics["ratio"] == 1
     assert metrics["clipped_low"] == metrics["clipped_high"] == metrics["old_kl"] == metrics["skipped_updates"] == 0
     assert 0 < metrics["entropy"] < np.log(40)
@@ -131,7 +134,7 @@ def test_without_old_logprobs_the_ratio_is_exactly_one(learner, batch):
 
 def test_what_is_missing_is_named(learner, batch):
     with learner() as rank, pytest.raises(ValueError, match="no advantages"):
-        rank.learn(dataclasses.replace(batch, advantages=None), 1)
+        rank.learn(dataclasses.replace(batch, advantages=None), Passes())
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learner, batch):
@@ -140,9 +143,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learner, batch):
     with learner() as rank:
         before = rank.weights()
         given = dataclasses.replace(batch.with_columns(old_logprobs=rank.evaluate(batch)), advantages=broken)
-        assert rank.learn(dataclasses.replace(given, old_logprobs=None), 1) == {"skipped_updates": 1}
+        assert rank.learn(dataclasses.replace(given, old_logprobs=None), Passes()) == {"skipped_updates": 1}
         assert all(torch.equal(before[name], value) for name, value in rank.weights().items())
-        metrics = rank.learn(given, 2)
+        metrics = rank.learn(given, Passes(2))
         assert metrics["skipped_updates"] == 1
         assert all(np.isfinite(value) for value in metrics.values())
         after = rank.weights()
@@ -152,7 +155,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learner, batch):
 
 def test_warmup_grows_the_learning_rate_linearly(learner, batch):
     with learner(optimizer=AdamWSpec(learning_rate=1e-3, warmup_steps=4)) as rank:
-        rates = [rank.learn(batch, 1)["learning_rate"] for _ in range(5)]
+        rates = [rank.learn(batch, Passes())["learning_rate"] for _ in range(5)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
 
@@ -163,7 +166,7 @@ def test_learning_raises_the_reward_that_the_advantages_stand_for(learner, batch
     with learner(optimizer=AdamWSpec(learning_rate=1e-3), dtype="bfloat16") as rank:
         before = objective(rank)
         for _ in range(3):
-            rank.learn(batch, 1)
+            rank.learn(batch, Passes())
         assert objective(rank) > before
 
 
@@ -201,7 +204,7 @@ def test_names_are_those_of_the_checkpoint_for_other_layouts(learner, tmp_path, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_probe_is_of_the_published_weights_at_temperature_one(learner, tiny_model, batch, dtype):
     with learner(published_dtype=dtype) as rank:
-        rank.learn(batch, 1)
+        rank.learn(batch, Passes())
         before = rank.evaluate(batch)
         probe = rank.probe_logprobs(PROBE)
         weights = rank.weights()
@@ -216,7 +219,7 @@ def test_probe_is_of_the_published_weights_at_temperature_one(learner, tiny_mode
 
 def test_perturbed_moves_every_tensor_and_restores_every_bit(learner, batch):
     with learner(published_dtype="bfloat16") as rank:
-        rank.learn(batch, 1)
+        rank.learn(batch, Passes())
         before, probe = rank.weights(), rank.probe_logprobs(PROBE)
         state = {name: value.clone() for name, value in rank._model.named_parameters()}
         with rank.perturbed(5):
@@ -247,10 +250,10 @@ def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_p
     folder = tmp_path / "runs" / "checkpoint"
     with learner(published_dtype="bfloat16") as rank:
         rank.save(folder)
-        rank.learn(batch, 1)
+        rank.learn(batch, Passes())
         rank.save(folder)  # replaces the first
         saved = rank.weights()
-        rank.learn(batch, 1)
+        rank.learn(batch, Passes())
         expected = rank.weights()
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"], "nothing half-written is left"
     assert (folder / "tokenizer.json").is_file()
@@ -260,7 +263,7 @@ def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_p
     assert all(torch.equal(saved[name], value) for name, value in loaded.named_parameters())
     with learner(published_dtype="bfloat16") as rank:
         rank.restore(folder)
-        rank.learn(batch, 1)
+        rank.learn(batch, Passes())
         resumed = rank.weights()
     assert all(torch.equal(expected[name], value) for name, value in resumed.items())
 
@@ -299,7 +302,7 @@ def test_a_checkpoint_in_an_object_store(learner, batch, tmp_path):
     here = sorted(file.name for file in (tmp_path / "here").iterdir())
     assert sorted(name.rsplit("/", 1)[-1] for name in files.ls(path, detail=False)) == here
     with learner() as rank:
-        rank.learn(batch, 1)
+        rank.learn(batch, Passes())
         rank.restore(location)
         assert all(torch.equal(expected[name], value) for name, value in rank.weights().items())
         with pytest.raises(CheckpointError, match="step-000009 cannot be read"):
@@ -347,7 +350,7 @@ def test_kl_holds_the_policy_near_its_reference(learner, batch):
             reference = rank.evaluate(batch)  # the policy that the run begins with
             for _ in range(12):
                 given = batch.with_columns(old_logprobs=rank.evaluate(batch)).with_columns(reference_logprobs=reference)
-                metrics = rank.learn(given, 1)
+                metrics = rank.learn(given, Passes())
         distance[coefficient] = metrics["reference_kl"]
     assert distance[1e-6] > 0.1, "without a pull the policy must drift"
     assert distance[1.0] < 0.3 * distance[1e-6]

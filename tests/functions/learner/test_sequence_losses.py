@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fakes.ranks import run_learner as run
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.spec import DrGRPOSpec, GRPOSpec, GSPOSpec, ImportanceSpec, RejectionSpec
 
@@ -26,7 +27,7 @@ TEMPERATURE = 0.8
 
 
 def learn(learner: LearnerRank, _: int, batch: PackedBatch) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    metrics = learner.learn(batch, 2)
+    metrics = learner.learn(batch, Passes(2))
     return metrics, {name: value.numpy() for name, value in learner.weights().items()}
 
 
@@ -70,7 +71,7 @@ def test_the_first_update_is_that_of_a_plain_loop(tiny_model: str, batch: Packed
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
     with learner(algorithm=algorithm, micro_batch_tokens=60) as rank:
-        metrics = rank.learn(batch, 1)
+        metrics = rank.learn(batch, Passes())
     assert 0 < sum(kept) < len(kept), "the case must keep some and reject some"
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)

@@ -78,7 +78,7 @@ def test_pack_select_and_mini_batches(groups: list[Group]) -> None:
     assert chosen.tokens.tolist() == [0, 2, 0, 1, 1, 2, 0, 1]
     assert chosen.response_mask.nonzero()[0].tolist() == [1, 3, 4, 7]
     assert chosen.rollout_logprobs.tolist() == [0, -4, 0, -1, -2, 0, 0, -3]
-    first, second = mini_batches(batch, 2)
+    first, second = mini_batches(batch, 2, np.arange(batch.groups))
     assert (first.denominators, second.denominators) == (Denominators(4, 2, 1), Denominators(1, 1, 1))
     assert first.response_mask.nonzero()[0].tolist() == [1, 2, 5, 7]
 

@@ -18,6 +18,7 @@ from fakes.ranks import PATIENCE_S
 from fakes.ranks import run_learner as run
 from fakes.tiny_learner import make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.training import checkpoint
 from rlhfless.records.checkpoints import CheckpointError
@@ -34,7 +35,7 @@ def arrays(weights: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 def evaluate_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, count: int) -> tuple:
     old = learner.evaluate(batch)
-    metrics = learner.learn(batch.with_columns(old_logprobs=old), count)
+    metrics = learner.learn(batch.with_columns(old_logprobs=old), Passes(count))
     return old, metrics, arrays(learner.weights())
 
 
@@ -70,7 +71,7 @@ def test_two_ranks_that_share_prefixes_are_one_that_does_not(tiny_model, shared_
 def learn_exactly(learner: LearnerRank, _: int, batches: list[PackedBatch]) -> tuple:
     """A step per batch. With the last comes what an engine checks."""
     assert learner._model.dtype == torch.float64
-    metrics = [learner.learn(batch, 1) for batch in batches]
+    metrics = [learner.learn(batch, Passes()) for batch in batches]
     with learner.perturbed(5):
         moved = learner.probe_logprobs(PROBE)
     stream, samples = learner.published(PROBE)
@@ -155,7 +156,7 @@ def test_in_float64_ranks_that_split_a_copy_each_are_one_to_1e9(batch, tmp_path)
 
 def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
     """In the background: the step goes on before the first byte is written."""
-    learner.learn(batch, 2)
+    learner.learn(batch, Passes(2))
     save, learned = checkpoint.dcp.save, threading.Event()
 
     def held_up(*arguments: Any, **options: Any) -> Any:
@@ -165,7 +166,7 @@ def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: P
     checkpoint.dcp.save = held_up
     assert learner.save(location, {"step": 1}, background=True)
     saved = arrays(learner.weights())
-    learner.learn(batch, 2)
+    learner.learn(batch, Passes(2))
     there = location.exists()
     learned.set()
     learner.wait_written()
@@ -175,10 +176,10 @@ def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: P
 
 
 def restore_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
-    learner.learn(batch, 1)  # what it overwrites
+    learner.learn(batch, Passes())  # what it overwrites
     learner.restore(location)
     restored = arrays(learner.weights())
-    learner.learn(batch, 2)
+    learner.learn(batch, Passes(2))
     return restored, arrays(learner.weights())
 
 

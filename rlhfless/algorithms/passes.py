@@ -1,0 +1,33 @@
+"""The optimiser steps of a training step: passes over its batch (epochs), each cut into mini-batches.
+
+Several passes draw more from samples that were expensive to generate (arXiv 1707.06347, algorithm 1, has K epochs).
+The groups of each pass are in an order of its own, which depends only on the seed: a step that is done again, or
+resumed, has the same mini-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.algorithms.batch import PackedBatch, mini_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How one function passes over the batch of one training step."""
+
+    mini_batches: int = 1
+    """Optimiser steps of each pass."""
+    epochs: int = 1
+    seed: tuple[int, ...] = (0,)
+    """Numbers of the run and of the step, from which the order of each pass is drawn."""
+
+    def over(self, batch: PackedBatch) -> Iterator[PackedBatch]:
+        """The mini-batches of all passes, one after the other, each the data of an optimiser step. Raises ValueError as
+        `mini_batches` does."""
+        for epoch in range(self.epochs):
+            order = np.random.default_rng([number % 2**64 for number in (*self.seed, epoch)])
+            yield from mini_batches(batch, self.mini_batches, order.permutation(batch.groups))
