@@ -63,6 +63,8 @@ class LearnerSettings(TrainedSettings):
     read_back: bool
     """A published version carries samples of its weights, which engines compare with theirs."""
     store: StoreHome
+    kept_versions: int
+    """Newest versions that stay in the store: those that steps may still draw with (scaling.memory.kept_versions)."""
 
 
 PERTURBED_STEP = -1
@@ -70,9 +72,6 @@ PERTURBED_STEP = -1
 
 PERTURBATION_SEED = 20_000
 """An arbitrary seed: the perturbation only has to be the same for the weights and for the probe."""
-
-KEPT_STEPS = 2
-"""Versions kept in the store: the newest and the previous one, which a slow reader may still be opening."""
 
 
 class LearnerActor(TrainingActor[LearnerSettings]):
@@ -123,9 +122,9 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         return self._rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext()
 
     def _forget_old(self, version: WeightVersion) -> None:
-        """Keep the newest versions, and the perturbed one for engines that start later."""
+        """Keep the versions that engines may still load, and the perturbed one for engines that start later."""
         if version.step == PERTURBED_STEP or version in self._published:
             return
         self._published.append(version)
-        while len(self._published) > KEPT_STEPS:
+        while len(self._published) > self._settings.kept_versions:
             self._store.delete(self._published.pop(0))

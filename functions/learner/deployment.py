@@ -17,6 +17,7 @@ from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, Stor
 from rlhfless.functions.training.deployment import TrainedFunction
 from rlhfless.records import FloatArray, PublishedWeights
 from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
 
 
@@ -50,6 +51,7 @@ class LearnerFunction(TrainedFunction):
                 launch.store.transport,
                 spec.scaling.generation.most_actors * spec.generation.engine.tensor_parallel_size,
             ),
+            kept_versions=kept_versions(spec.schedule.max_staleness),
             rank_bindings=launch.rank_bindings(kind, allocation),
             call_timeout_s=spec.timeouts.call_s,
             planned=launch.planned(kind, allocation),

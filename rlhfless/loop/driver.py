@@ -71,7 +71,7 @@ async def drive_steps(session: Session, run: Run, first: int) -> Recovered:
                 with session.console.waiting(f"recovering: {fault}"):
                     steps.restart_at(await recovery.after(steps.following, fault))
     finally:
-        steps.end()
+        await steps.end()
     return recovery.recovered
 
 
@@ -83,16 +83,29 @@ class RunSteps:
         self._session = session
         self.following = first
         """The first step that is not done. Step 0 is only evaluated."""
+        self._rollouts: dict[int, asyncio.Task[Experience]] = {}
+        """Of steps that are not trained on yet: a fault of another step does not end them."""
         self._saving: asyncio.Task[None] | None = None
         """The checkpoint that is being written while the run goes on."""
 
     def restart_at(self, step: int) -> None:
-        """Abandon the steps in progress after a fault; `step` is the next."""
-        self._run.under_way.clear()
+        """Go on after a fault: `step` is the next to be trained on. Rollouts that failed are forgotten, and all others
+        go on."""
+        failed = [number for number, task in self._rollouts.items() if task.done() and not _succeeded(task)]
+        for number in failed:
+            del self._rollouts[number]
+        under_way = self._run.under_way
+        for number in [number for number in under_way if number not in self._rollouts]:
+            del under_way[number]
         self.following = step
 
     async def rollout(self, step: int) -> Experience:
         """See Steps."""
+        if step not in self._rollouts:
+            self._rollouts[step] = asyncio.create_task(self._roll_out(step))
+        return await asyncio.shield(self._rollouts[step])
+
+    async def _roll_out(self, step: int) -> Experience:
         with self._session.console.stage(f"step {step}"):
             return await rollout(self._run, self._run.begin(step))
 
@@ -100,6 +113,7 @@ class RunSteps:
         """See Steps. Steps are trained on in their order: raises ValueError for another one."""
         if step != self.following:
             raise ValueError(f"step {step} is trained on, but step {self.following} is the next; correct the schedule")
+        self._rollouts.pop(step, None)
         with self._session.console.stage(f"step {step}"):
             self._session.host.drawn(self._run, step, experience)
             await train(self._run, self._run.under_way[step], experience)
@@ -120,6 +134,7 @@ class RunSteps:
             await self._run.move_keepers()
         self.following = step + 1
         await self._obey(step, saved=saves or not step)
+        self._run.clock.resume()
 
     async def _obey(self, step: int, *, saved: bool) -> None:
         """Do what the host asks for after a step, and keep the limits of the spec. Raises RunPaused."""
@@ -164,10 +179,12 @@ class RunSteps:
         except RECOVERABLE as fault:
             log.warning("a checkpoint was not written to its end, and does not count: %s", fault)
 
-    def end(self) -> None:
-        """Abandon the checkpoint that is still being written: it does not count."""
-        if self._saving is not None:
-            self._saving.cancel()
+    async def end(self) -> None:
+        """Abandon the rollouts under way, and the checkpoint that is still being written: it does not count."""
+        abandoned = [*self._rollouts.values(), *([self._saving] if self._saving else [])]
+        for task in abandoned:
+            task.cancel()
+        await asyncio.gather(*abandoned, return_exceptions=True)
 
     async def _evaluate(self, step: int) -> None:
         run = self._run
@@ -180,6 +197,10 @@ class RunSteps:
         if step == 0:
             run.before = figures
         self._session.sinks.emit(step, named)
+
+
+def _succeeded(rollout: asyncio.Task[Experience]) -> bool:
+    return not rollout.cancelled() and rollout.exception() is None
 
 
 def _due(step: int, every_steps: int | None) -> bool:

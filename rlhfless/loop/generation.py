@@ -60,7 +60,7 @@ class GenerationStage:
         `moves`: see Precomputation.
         """
         self._pool = pool
-        self._request = request
+        self.request = request
         self._spec = spec
         self._runner = runner
         self._journal = journal
@@ -70,6 +70,7 @@ class GenerationStage:
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
+        self._recalled: list[Group] | None = None
         self._requests: list[Replica] = []
         """The actor of each request."""
         self._streams: dict[asyncio.Task[None], Replica] = {}
@@ -89,7 +90,7 @@ class GenerationStage:
 
     @property
     def step(self) -> int:
-        return self._request.call.step
+        return self.request.call.step
 
     @property
     def progress(self) -> dict[SampleKey, int]:
@@ -100,10 +101,11 @@ class GenerationStage:
         """Groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor is
         left."""
         try:
-            for group in self._recall():
+            self.recall()
+            for group in self._recalled or ():
                 yield group
             if self._finished:
-                async with self._pool.turn(self._request.call):
+                async with self._pool.turn(self.request.call):
                     async for group in self._drawn():
                         yield group
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
@@ -182,7 +184,8 @@ class GenerationStage:
                 self._submit(actor, numbers)
 
     def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:
-        number = len(self._requests)
+        number, served = len(self._requests), actor.served
+        assert served is not None, "an actor that serves has weights"
         self._requests.append(actor)
         self._busy = self._busy or BusyCores()
         for sample in numbers:
@@ -190,8 +193,8 @@ class GenerationStage:
             self._table.on[sample] = number
         request = GenerateRequest(
             items=tuple(self._table.items[sample] for sample in numbers),
-            sampling=self._request.sampling,
-            version=self._request.version,
+            sampling=self.request.sampling,
+            version=served,
             actor=actor.name,
             progress_interval_s=self._spec.generation.progress_interval_s,
             beat_s=self._spec.recovery.beat_s,
@@ -227,16 +230,16 @@ class GenerationStage:
         keys = [self._table.items[sample].key for sample in samples]
         with contextlib.suppress(ReplicaLost):  # its streams raise that too
             await actor.call(
-                "abort", self._request.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
+                "abort", self.request.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
             )
 
     # -- messages of the actors
 
     async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
-            await self._precomputation.before(actor, request.items)
+            await self._precomputation.before(actor, request.items, request.version)
             events = actor.stream(
-                self._request.work, "generate", self._request.call, request, timeout_s=self._spec.recovery.beat_s
+                self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.beat_s
             )
             async for event in events:
                 self._events.put_nowait(_Message(number, event))
@@ -313,8 +316,14 @@ class GenerationStage:
 
     # -- groups
 
-    def _recall(self) -> Iterable[Group]:
-        """Take the samples of this draw from the journal; yields the groups that are complete with them."""
+    def recall(self) -> bool:
+        """Take the samples of this draw that the journal has, once. Returns whether others are left to draw."""
+        if self._recalled is None:
+            self._recalled = list(self._from_journal())
+        return bool(self._finished)
+
+    def _from_journal(self) -> Iterable[Group]:
+        """Yields the groups that are complete with the journal's samples."""
         if self._journal is None:
             return
         missing = {item.key: item for item in self._table.items}
@@ -324,12 +333,12 @@ class GenerationStage:
                 self._finished[rollout.prompt_id].append(rollout)
                 del missing[rollout.key]
         self._table = self._table_of(list(missing.values()))
-        for prompt in self._request.prompts:
+        for prompt in self.request.prompts:
             yield from self._completed(prompt.prompt_id)
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
         """The prompt's group, once, when all of its samples are there."""
-        if len(self._finished.get(prompt_id, ())) == self._request.samples_per_prompt:
+        if len(self._finished.get(prompt_id, ())) == self.request.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
             yield Group.of(self._prompts[prompt_id], complete)
 

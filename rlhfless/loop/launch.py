@@ -31,7 +31,7 @@ from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, s
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
 from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
-from rlhfless.scaling.memory import version_bytes
+from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
 from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
@@ -170,8 +170,9 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     actors = {
         device.node for each in placement.allocations[name_of(spec, FunctionRole.SAMPLES)] for device in each.devices
     }
+    kept = {learner[0].node: stored_versions(spec.schedule.max_staleness)}
     return {
-        node: Needed(size, learner=node == learner[0].node, memory_bytes=loading * ranks[node] // len(learner))
+        node: Needed(size, kept.get(node, CACHED_VERSIONS), loading * ranks[node] // len(learner))
         for node in sorted(actors | ranks.keys())
     }
 

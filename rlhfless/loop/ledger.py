@@ -189,7 +189,7 @@ class Ledger:
         """How the time of a step in progress was spent so far."""
         metrics: dict[str, float] = {}
         if begun.recovers:
-            metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s
+            metrics["recovery_s"] = max(recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s, 0.0)
         return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
     def write(self, pools: Iterable[ReplicaPool]) -> None:

@@ -16,7 +16,7 @@ from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.prefixes.precompute import to_precompute
-from rlhfless.records import ReplicaState, Work
+from rlhfless.records import Work
 
 log = logging.getLogger(__name__)
 
@@ -24,21 +24,21 @@ Prefix = tuple[int, ...]
 
 
 class Precomputation:
-    """The prefixes that are computed ahead for one generation stage, and so for one weight version."""
+    """The prefixes that are computed ahead for one generation stage."""
 
     def __init__(self, request: RolloutRequest, limit_s: float, moves: PrefixMoves | None = None) -> None:
         """`limit_s` bounds each call to an actor. Without `moves` each actor computes its own prefixes."""
         self._request = request
         self._limit_s = limit_s
         self._moves = moves
-        self._asked: dict[str, set[Prefix]] = {}
-        """Prefixes that each actor has been asked for."""
-        self._have: dict[Prefix, list[Replica]] = {}
-        """Actors that have computed a prefix, or got it."""
+        self._asked: dict[tuple[str, str], set[Prefix]] = {}
+        """Prefixes that each actor has been asked for, by weight version."""
+        self._have: dict[tuple[str, Prefix], list[Replica]] = {}
+        """Actors that have computed a prefix with a version, or got it."""
 
-    async def before(self, actor: Replica, items: Sequence[SampleItem]) -> None:
-        """Give an actor the prefixes that the prompts of these samples share, unless it has them from an earlier
-        request. An actor that joins, or takes samples over, thus gets them first.
+    async def before(self, actor: Replica, items: Sequence[SampleItem], version: str) -> None:
+        """Give an actor that serves `version` the prefixes that the prompts of these samples share, unless it has them
+        from an earlier request. An actor that joins, or takes samples over, thus gets them first.
 
         It only saves time, so a call that takes too long is no fault: the engine computes the prefix with the first
         sample. Raises ReplicaLost if this actor is lost, or what it raised.
@@ -46,42 +46,48 @@ class Precomputation:
         if self._request.work is not Work.GENERATE:
             return
         prompts = list(dict.fromkeys(item.prompt_token_ids for item in items))
-        asked = self._asked.setdefault(actor.name, set())
+        asked = self._asked.setdefault((actor.name, version), set())
         prefixes = tuple(prefix for prefix in to_precompute(prompts) if prefix not in asked)
         if not prefixes:
             return
         asked.update(prefixes)
         try:
             start_s = time.monotonic()
-            offers = [await self._offer(actor, prefix) for prefix in prefixes]
-            await self._call(actor, prefixes, tuple(offers))
+            offers = [await self._offer(actor, prefix, version) for prefix in prefixes]
+            await self._call(actor, prefixes, version, tuple(offers))
         except CallTimeout as error:
             log.warning("%s; the samples are drawn without that", error)
             return
         if self._moves is not None and all(offer is not None for offer in offers):
             self._moves.learn(max(map(len, prefixes)), time.monotonic() - start_s)
         for prefix in prefixes:
-            self._have.setdefault(prefix, []).append(actor)
+            self._have.setdefault((version, prefix), []).append(actor)
 
-    async def _offer(self, actor: Replica, prefix: Prefix) -> KvOffer | None:
+    async def _offer(self, actor: Replica, prefix: Prefix, version: str) -> KvOffer | None:
         """The offer of an actor that has the prefix; None if to compute it takes less time."""
-        others = [other for other in self._have.get(prefix, []) if other is not actor]
-        others = [other for other in others if other.state is ReplicaState.SERVING]
+        others = [other for other in self._have.get((version, prefix), []) if other is not actor]
+        others = [other for other in others if other.served == version]
         if not others or self._moves is None:
             return None
         if not self._moves.pay(actor.allocation.devices[0].kind, len(prefix), 0):
             return None
         try:
-            (offer,) = await self._call(others[-1], (prefix,), (), offer=True)
+            (offer,) = await self._call(others[-1], (prefix,), version, (), offer=True)
         except (CallTimeout, ReplicaLost) as error:
             log.warning("%s; %s computes the prefix", error, actor.name)
             return None
         return offer
 
     async def _call(
-        self, actor: Replica, prefixes: tuple[Prefix, ...], offers: tuple[KvOffer | None, ...], *, offer: bool = False
+        self,
+        actor: Replica,
+        prefixes: tuple[Prefix, ...],
+        version: str,
+        offers: tuple[KvOffer | None, ...],
+        *,
+        offer: bool = False,
     ) -> tuple[KvOffer | None, ...]:
-        asked = PrecomputeRequest(prefixes, self._request.version, actor.name, offers, offer)
+        asked = PrecomputeRequest(prefixes, version, actor.name, offers, offer)
         answers: tuple[KvOffer | None, ...] = await actor.call(
             "precompute",
             self._request.call,

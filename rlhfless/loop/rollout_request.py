@@ -18,7 +18,6 @@ class RolloutRequest:
     prompts: tuple[Prompt, ...]
     samples_per_prompt: int
     sampling: Sampling
-    version: str
     work: Work
     seed: int
     seed_step: int

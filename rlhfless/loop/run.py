@@ -19,8 +19,10 @@ from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.keepers import Keepers
 from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.one_version import OneVersion
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.loop.stages import ComputeColumn, ScoredGroups, ScoreGroups
+from rlhfless.loop.staleness import Staleness
 from rlhfless.loop.step_context import StepClock, StepContext
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
@@ -31,7 +33,6 @@ from rlhfless.records import (
     Prompt,
     PublishedWeights,
     StepRecord,
-    WeightVersion,
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
@@ -77,8 +78,6 @@ class Run:
     """Held-out figures before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
     """The metrics that were measured last, by name."""
-    published: PublishedWeights = field(init=False)
-    """The newest weights; first set by `open_weights`."""
     clock: StepClock = field(default_factory=StepClock)
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
@@ -86,6 +85,7 @@ class Run:
     """The algorithm that the spec selects, as of each step."""
 
     keepers: Keepers = field(init=False)
+    versions: OneVersion = field(default_factory=OneVersion)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """By step and column: the values of groups, while the step is in progress."""
 
@@ -119,6 +119,15 @@ class Run:
 
     # -- weights
 
+    @property
+    def published(self) -> PublishedWeights:
+        """The newest weights; first set by `open_weights`."""
+        return self.versions.newest
+
+    @published.setter
+    def published(self, published: PublishedWeights) -> None:
+        self.versions.newest = published
+
     async def open_weights(self, step: int) -> None:
         """Publish the learner's weights as the version of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
@@ -127,10 +136,9 @@ class Run:
     # -- generation
 
     def begin(self, step: int) -> StepContext:
-        """Begin a step, or do it again; the context says which samples it draws, with which seeds and weights."""
-        self.weights.served = self.published  # actors that wake for this step load it
+        """Begin a step, or do it again; the context says which samples it draws, and with which seeds."""
         begun = self.clock.begin(step, fleet_is_up=bool(self.generation.settled()))
-        context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published)
+        context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published.version.step)
         return context
 
     def _request_of(self, step: int) -> RolloutRequest:
@@ -140,7 +148,6 @@ class Run:
             prompts=tuple(self.order.batch(step - 1, spec.prompts_per_step)),
             samples_per_prompt=spec.samples_per_prompt,
             sampling=sampling_of(spec),
-            version=self.published.version.label,
             work=Work.GENERATE,
             seed=spec.seed,
             seed_step=step,
@@ -154,7 +161,6 @@ class Run:
             prompts=tuple(self.held_out),
             samples_per_prompt=1 if greedy else spec.evaluation.samples_per_prompt,
             sampling=sampling_of(spec, greedy=greedy),
-            version=self.published.version.label,
             work=Work.HELD_OUT,
             seed=spec.seed,
             seed_step=HELD_OUT_SEED_STEP,
@@ -196,9 +202,10 @@ class Run:
 
         return score
 
-    def columns_of(self, call: Call) -> dict[str, ComputeColumn]:
-        """The stages of a step that compute a column, by its name. A step that is done again takes what it has: a
-        function may have learned from it since."""
+    def columns_of(self, call: Call, *, learned: bool = False) -> dict[str, ComputeColumn]:
+        """The stages of a step that compute a column, by its name, while it is drawn; with `learned`, when it is to be
+        learned from. The latter are the columns of functions that learn from another step meanwhile, such as a critic.
+        A step that is done again takes what it has: a function may have learned from it since."""
 
         def stage(pool: ReplicaPool) -> ComputeColumn:
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
@@ -212,7 +219,12 @@ class Run:
 
             return computed
 
-        return {pool.kind.column: stage(pool) for pool in self.pools.values() if pool.kind.column}
+        late = self.keepers.pools if self.spec.schedule.max_staleness else ()
+        return {
+            pool.kind.column: stage(pool)
+            for pool in self.pools.values()
+            if pool.kind.column and (pool in late) is learned
+        }
 
     def release_idle(self, step: int) -> None:
         """Let the policy keep or release the helpers, which have finished their work of this step."""
@@ -317,10 +329,12 @@ class Run:
             if step <= record.step:
                 del self._columns[step, column]
 
-    def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:
+    def check_rollouts(self, record: StepRecord, staleness: Staleness | None) -> None:
         """Check the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned is
         not checked."""
         difference_nats = record.metrics.get("rollout_logprob_difference")
-        warning = None if difference_nats is None else self.monitor.observe(drawn_with, difference_nats)
+        if difference_nats is None or staleness is None:
+            return
+        warning = self.monitor.observe(staleness.oldest, difference_nats, staleness.most)
         if warning is not None:
             log.warning("step %d: %s", record.step, warning)

@@ -3,12 +3,13 @@ path."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
 from rlhfless.records import Experience
-from rlhfless.spec import ScheduleSpec, SyncSpec
+from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.extension import make
 
 
@@ -19,7 +20,8 @@ class Steps(Protocol):
     """
 
     async def rollout(self, step: int) -> Experience:
-        """Draw the samples of a step, and score them."""
+        """Draw the samples of a step, and score them. A rollout that is under way, or done and not trained on, goes on
+        when this call is cancelled; another call for the step gets its result."""
 
     async def train(self, step: int, experience: Experience) -> None:
         """Learn from a step's samples, publish the weights, and do what the spec wants after the step."""
@@ -44,7 +46,61 @@ class Sync:
             await steps.train(step, await steps.rollout(step))
 
 
-BUILT_IN: Mapping[str, str] = MappingProxyType({"sync": f"{__name__}:{Sync.__name__}"})
+class OneStepOff:
+    """While a step is learned, the next one is drawn: a rollout begins when the one before it has ended, and the
+    learner has published the step before that."""
+
+    def __init__(self, settings: OneStepOffSpec) -> None:
+        self.settings = settings
+
+    async def drive(self, steps: Steps, first: int, last: int) -> None:
+        """See Schedule."""
+        drawing = asyncio.create_task(steps.rollout(first))
+        try:
+            for step in range(first, last + 1):
+                experience = await drawing
+                if step < last:
+                    drawing = asyncio.create_task(steps.rollout(step + 1))
+                await steps.train(step, experience)
+        finally:
+            await _ended(drawing)
+
+
+class Async:
+    """The rollout of a step begins as soon as the learner has published enough that it cannot become older than
+    `max_staleness` versions: rollouts of several steps are under way, and the oldest is learned from first."""
+
+    def __init__(self, settings: AsyncSpec) -> None:
+        self.settings = settings
+
+    async def drive(self, steps: Steps, first: int, last: int) -> None:
+        """See Schedule. When step k is to be learned, version k - 1 is the newest; its rollout began when version
+        k - 1 - max_staleness was, or later."""
+        drawing: dict[int, asyncio.Task[Experience]] = {}
+        try:
+            for step in range(first, last + 1):
+                for ahead in range(step, min(step + self.settings.max_staleness, last) + 1):
+                    if ahead not in drawing:
+                        drawing[ahead] = asyncio.create_task(steps.rollout(ahead))
+                await steps.train(step, await drawing[step])
+        finally:
+            await _ended(*drawing.values())
+
+
+async def _ended(*calls: asyncio.Task[Experience]) -> None:
+    """End the calls that still wait for a rollout."""
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+BUILT_IN: Mapping[str, str] = MappingProxyType(
+    {
+        "sync": f"{__name__}:{Sync.__name__}",
+        "one_step_off": f"{__name__}:{OneStepOff.__name__}",
+        "async": f"{__name__}:{Async.__name__}",
+    }
+)
 
 
 def schedule_of(settings: ScheduleSpec) -> Schedule:

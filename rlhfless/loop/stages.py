@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from rlhfless.records import Experience, FloatArray, Group, Score
@@ -54,6 +55,15 @@ async def collect(
             for prompt_id in sorted(finished)
         )
     )
+
+
+async def with_columns(experience: Experience, columns: Mapping[str, ComputeColumn]) -> Experience:
+    """The experience with columns that are computed when all of its groups are there."""
+    groups = experience.groups
+    for name, compute in columns.items():
+        values = await compute(groups)
+        groups = tuple(group.adding(None, **{name: of}) for group, of in zip(groups, values, strict=True))
+    return replace(experience, groups=groups)
 
 
 class _Stage(Generic[T]):

@@ -14,11 +14,13 @@ import numpy as np
 from rlhfless.algorithms.base import ActorCritic
 from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
 from rlhfless.loop.failures import log_failures, without_failures
+from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_request
 from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
-from rlhfless.loop.stages import collect
+from rlhfless.loop.stages import ComputeColumn, collect, with_columns
+from rlhfless.loop.staleness import staleness_of
 from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.summary import drawn_metrics, mean_parts, step_metrics
 from rlhfless.records import Experience, FinishReason, StepRecord
@@ -27,27 +29,24 @@ from rlhfless.tasks import gather_or_cancel
 
 
 async def rollout(run: Run, context: StepContext) -> Experience:
-    """Draw the samples of a step with the weights that were published last, and score them.
+    """Draw the samples of a step with the weights that were published last, and score them. Raises what a stage
+    raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout."""
+    request = context.request
+    columns = run.columns_of(context.call)
 
-    Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Raises what a stage
-    raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
-    """
-    call, request = context.call, context.request
-
-    async def draw(wanted: RolloutRequest) -> Experience:
+    def generation(wanted: RolloutRequest) -> GenerationStage:
         stage = run.generate(wanted, again=wanted is not request)
         context.stage = context.stage or stage
-        _, experience = await gather_or_cancel(
-            run.weights.sync(context.published, call),
-            collect(stage.groups(), len(wanted.prompts), run.scoring_of(call), run.columns_of(call)),
-        )
+        return stage
+
+    async def draw(wanted: RolloutRequest) -> Experience:
+        (experience,) = await drawn(run, {generation(wanted): columns}, context.oldest)
         return experience
 
     needs = run.spec.algorithm.needs
     if needs.greedy_baseline:
-        stage = run.generate(greedy_request(request, run.spec), again=True)
-        greedy = collect(stage.groups(), len(request.prompts), run.scoring_of(call), {})
-        experience, baseline = await gather_or_cancel(draw(request), greedy)
+        greedy = greedy_request(request, run.spec)
+        experience, baseline = await drawn(run, {generation(request): columns, generation(greedy): {}}, context.oldest)
         experience = replace(experience, greedy=baseline.groups)
     else:
         experience = await redrawn(await draw(request), request, run.order, needs.redraws, draw)
@@ -55,10 +54,36 @@ async def rollout(run: Run, context: StepContext) -> Experience:
     return experience
 
 
+async def drawn(
+    run: Run, stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]], oldest: int
+) -> Sequence[Experience]:
+    """The samples of each stage, scored and with its columns; all are drawn at once, with the newest weights, which are
+    at least of the step `oldest`.
+
+    Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Samples that are all in
+    the journal need no engine.
+    """
+
+    async def collected(stage: GenerationStage, columns: Mapping[str, ComputeColumn]) -> Experience:
+        request = stage.request
+        return await collect(stage.groups(), len(request.prompts), run.scoring_of(request.call), columns)
+
+    if not any(stage.recall() for stage in stages):
+        return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
+    call = next(iter(stages)).request.call
+    async with run.versions.drawing(oldest) as published:
+        _, *experiences = await gather_or_cancel(
+            run.weights.sync(published, call), *map(collected, stages.keys(), stages.values())
+        )
+    return experiences
+
+
 async def train(run: Run, context: StepContext, experience: Experience) -> StepRecord:
     """Learn from the samples of a step, and publish the weights that result; while a critic warms up, it alone learns.
     Raises as `rollout` does."""
     step, call = context.step, context.call
+    staleness = staleness_of(experience, run.published.version)
+    experience = await with_columns(experience, run.columns_of(call, learned=True))
     kept = without_failures(experience, run.spec.scoring, step)
     needs = run.spec.algorithm.needs
     learned_from = with_signal(kept) if needs.redraws else kept
@@ -80,11 +105,11 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         figures |= {**learned, **run.algorithms.learn(step, batch)}
     else:
         drawn = await taken(run, context, experience, kept, after=[])
-    figures |= baseline_figures(experience)
+    figures |= baseline_figures(experience) | (staleness.metrics if staleness else {})
     metrics = step_metrics(run, context, experience, learned_from, drawn, figures)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
-    run.check_rollouts(record, context.published.version)
+    run.check_rollouts(record, staleness)
     return record
 
 
@@ -124,16 +149,10 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
     """
     run.clock.interrupt()
-    await run.weights.sync(run.published, run.call(step))
+    requests = [run.held_out_request(step, greedy=greedy) for greedy in (False, True)]
     # Both at once: more sequences per iteration of the engine.
-    sampled, greedy = await gather_or_cancel(
-        _means(run, run.held_out_request(step, greedy=False)), _means(run, run.held_out_request(step, greedy=True))
-    )
+    experiences = await drawn(run, {run.generate(request): {} for request in requests}, run.published.version.step)
+    for experience in experiences:
+        log_failures(experience, step)
+    sampled, greedy = (mean_parts(experience.scores) for experience in experiences)
     return {**sampled, **{f"{part}_greedy": value for part, value in greedy.items()}}
-
-
-async def _means(run: Run, request: RolloutRequest) -> dict[str, float]:
-    groups = run.generate(request).groups()
-    experience = await collect(groups, len(request.prompts), run.scoring_of(request.call), {})
-    log_failures(experience, request.call.step)
-    return mean_parts(experience.scores)

@@ -14,6 +14,7 @@ from rlhfless.loop.step_context import StepContext
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
+from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.step_times import Phase
 
 
@@ -50,21 +51,20 @@ def step_metrics(
     begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
-    generation_s = seconds[Phase.GENERATION]
-    tokens = tokens_since(begun.start_s + times.recovery_s, experience)
+    calls = run.ledger.done_in_step(begun.step)[0]
     return {
         **drawn,
         "step_s": times.wall_s,
-        "generation_s": generation_s,
+        "generation_s": seconds[Phase.GENERATION],
         "scoring_s": seconds[Phase.SCORING],
         "reference_s": seconds[Phase.REFERENCE],
         "learn_s": seconds[Phase.LEARN],
         "sync_s": seconds[Phase.SYNC],
         "outside_s": times.outside_s,
         "recovery_s": times.recovery_s,
-        "generation_tokens_per_s": tokens / generation_s if generation_s else 0.0,
+        "generation_tokens_per_s": tokens_per_s(calls),
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
-        **prompt_token_metrics(run.ledger.done_in_step(begun.step)[0], experience, kept, run.spec.epochs_of),
+        **prompt_token_metrics(calls, experience, kept, run.spec.epochs_of),
         "actors": float(len(run.generation.serving())),
         **run.scaler.runner.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
@@ -72,10 +72,11 @@ def step_metrics(
     }
 
 
-def tokens_since(at_s: float, experience: Experience) -> int:
-    """Tokens that were drawn and ended after a unix time: earlier ones came from the journal."""
-    rollouts = (rollout for group in experience.groups for rollout in group.rollouts)
-    return sum(len(rollout.token_ids) for rollout in rollouts if rollout.finished_s >= at_s)
+def tokens_per_s(calls: Iterable[Invocation]) -> float:
+    """Response tokens per second in which these calls drew any; 0 if none did."""
+    drawing = [call for call in calls if call.work is Work.GENERATE]
+    drawing_s = length(union((call.start_s, call.end_s) for call in drawing))
+    return sum(call.output_tokens for call in drawing) / drawing_s if drawing_s else 0.0
 
 
 def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:

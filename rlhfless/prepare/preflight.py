@@ -178,12 +178,13 @@ def _room_problems(
 ) -> list[Problem]:
     from rlhfless.prepare.memory.assumed import loading_bytes
     from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
-    from rlhfless.scaling.memory import version_bytes
+    from rlhfless.scaling.memory import stored_versions, version_bytes
 
     if shape is None:
         return []
     loading = loading_bytes(spec, kind, count, sequence_tokens)
-    needed = Needed(version_bytes(shape, spec.model.dtype), learner=True, memory_bytes=loading)
+    kept = stored_versions(spec.schedule.max_staleness)
+    needed = Needed(version_bytes(shape, spec.model.dtype), kept, loading)
     return room_problems(needed, room_at(str(store_base(spec))))
 
 

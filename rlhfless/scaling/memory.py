@@ -44,8 +44,18 @@ SAMPLER_COPIES = 3
 IN_FLIGHT_BATCHES = 2
 """Batches of an engine that may be scheduled and not done: vLLM schedules one ahead."""
 
-STORED_VERSIONS = 4
-"""Versions that may be in the learner's store at once: the newest two, the perturbed one, and the one being written."""
+
+def kept_versions(max_staleness: int) -> int:
+    """Versions that the learner keeps for engines: those that steps may still draw with, and of the newest two the
+    older one, which a slow reader may still be opening."""
+    return max(2, max_staleness + 1)
+
+
+def stored_versions(max_staleness: int) -> int:
+    """Versions that may be in the learner's store at once: the kept ones, the perturbed one, and the one being
+    written."""
+    return kept_versions(max_staleness) + 2
+
 
 CACHED_VERSIONS = 3
 """Versions that may be in a node's cache of a store that is read by HTTP: the newest two, and the one being read."""

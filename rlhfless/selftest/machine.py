@@ -18,7 +18,7 @@ import torch
 from rlhfless.functions.cuda import require_cuda
 from rlhfless.prepare.memory.assumed import loading_bytes
 from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
-from rlhfless.scaling.memory import GIB, version_bytes
+from rlhfless.scaling.memory import GIB, stored_versions, version_bytes
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.digest import digest_of
@@ -116,7 +116,7 @@ def room(subject: Subject) -> Measured:
     free_bytes = room_at(str(store_base(spec)))
     size = version_bytes(asked.shape, spec.model.dtype)
     loading = loading_bytes(spec, subject.kind, asked.count, asked.sequence_tokens)
-    needed = Needed(size, learner=True, memory_bytes=loading)
+    needed = Needed(size, stored_versions(spec.schedule.max_staleness), loading)
     measured = {
         "folder": free_bytes.folder,
         "folder_free_gib": free_bytes.store_bytes / GIB,

@@ -55,6 +55,7 @@ from rlhfless.spec.rewards import (
     RewardModelSpec,
     RewardSpec,
 )
-from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
+from rlhfless.spec.schedule import AsyncSpec, OneStepOffSpec, OwnScheduleSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec

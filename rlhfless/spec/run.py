@@ -25,19 +25,11 @@ from rlhfless.spec.learner import (
     ReferenceSpec,
     TrainingSpec,
 )
+from rlhfless.spec.losses import PolicyLossSpec
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
+from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
 from rlhfless.spec.sizes import Size, SizesSpec, size_problems
-
-
-class SyncSpec(SpecModel):
-    """One step after the other: each step draws with the weights that the previous step published."""
-
-    type: Literal["sync"] = "sync"
-
-
-ScheduleSpec = Annotated[SyncSpec | OwnSpec, Seam("schedule", built_in=(SyncSpec,), methods=("drive",))]
-
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -319,6 +311,30 @@ class RunSpec(SpecModel):
                 f"weights.transport is nccl, but scaling.generation has min_actors {actors.min_actors} and max_actors "
                 f"{actors.max_actors}: a broadcast needs a fixed number of actors; make the two equal, or set "
                 "weights.transport to auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _old_weights_are_allowed_for(self) -> RunSpec:
+        """A schedule that draws with older weights needs a correction, the old versions, and devices to overlap on."""
+        behind, of = self.schedule.max_staleness, f"schedule.type is {self.schedule.type}"
+        if not behind:
+            return self
+        if self.placement.in_turns:
+            raise ValueError(
+                f"{of}, but functions take turns on their devices (placement.turns, placement.tenants): nothing would "
+                "overlap, and samples would be old for nothing; set schedule to sync, or placement.turns to false"
+            )
+        if self.weights.transport == "cuda_ipc":
+            raise ValueError(
+                f"{of}, but weights.transport is cuda_ipc, which has the newest version only; set weights.transport to "
+                "auto"
+            )
+        loss = self.algorithm
+        if isinstance(loss, PolicyLossSpec) and loss.importance is None and loss.rejection is None:
+            raise ValueError(
+                f"{of}, so samples are up to {behind} versions old, but algorithm.importance and algorithm.rejection "
+                "are null: nothing corrects for that; leave `importance` out for its default, or set schedule to sync"
             )
         return self
 

@@ -165,6 +165,8 @@ METRICS = _table(
         Metric("value_clipped", _RATIO, "Tokens whose value the clip keeps from moving further"),
         Metric("explained_variance", Unit.NONE, "Variance of the returns that the critic explains: 1 is all of it"),
         Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
+        Metric("staleness_mean", Unit.NONE, "Versions that a token's weights were behind the learner's, mean"),
+        Metric("staleness_max", Unit.NONE, "Versions that a token's weights were behind the learner's, at most"),
         Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
     ]
 )

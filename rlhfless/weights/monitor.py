@@ -4,13 +4,17 @@ Every sampled token has two logprobs: the engine's, at sampling, and the learner
 should have. Their mean difference is rounding, and rounding changes slowly from step to step. If the difference in a
 step is many times the difference in earlier steps, the step was drawn with other weights.
 
+Weights that are older on purpose, because a schedule draws ahead of the learner, differ by the updates since then: so a
+step is judged by earlier steps of the same lag. Against an update or two, one update more is little: what this check
+sees with a lag is weights of another run, or many versions old.
+
 The check needs no probe and sees every token of the run; it comes one step late. It cannot see wrong weights that
 move logprobs by less than rounding does: `read_back` does.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from statistics import median
 
 from rlhfless.records import WeightVersion
@@ -27,7 +31,7 @@ REMEMBERED_STEPS = 20
 """Number of steps in the median: the difference follows the policy's entropy, over tens of steps."""
 
 FIRST_STEPS = 3
-"""Steps before the first step that is judged."""
+"""Steps of a lag before the first step that is judged."""
 
 ROUNDING: dict[DType, float] = {"float32": 1e-5, "float16": 2e-4, "bfloat16": 1e-3}
 """Mean differences, in nats, that are rounding whatever the steps before had: a policy that hardly hesitates has
@@ -45,37 +49,40 @@ class RolloutMonitor:
         """A step is suspicious above `limit_nats`; None derives the limit from earlier steps."""
         self._floor_nats = ROUNDING[dtype]
         self._given_nats = limit_nats
-        self._recent_nats: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._recent_nats: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED_STEPS))
+        """By lag."""
         self._suspicious = 0
 
-    @property
-    def limit_nats(self) -> float | None:
-        """Above it the next step is suspicious; None until there are enough steps to judge by."""
+    def limit_nats(self, lag: int = 0) -> float | None:
+        """Above it the next step of a lag is suspicious; None until there are enough steps to judge by."""
         if self._given_nats is not None:
             return self._given_nats
-        if len(self._recent_nats) < FIRST_STEPS:
+        recent_nats = self._recent_nats[lag]
+        if len(recent_nats) < FIRST_STEPS:
             return None
-        return RISE * max(median(self._recent_nats), self._floor_nats)
+        return RISE * max(median(recent_nats), self._floor_nats)
 
-    def observe(self, version: WeightVersion, difference_nats: float) -> str | None:
+    def observe(self, version: WeightVersion, difference_nats: float, lag: int = 0) -> str | None:
         """Take a step's mean difference; returns a warning if it is suspicious.
 
         Args:
-            version: the weights that the step was drawn with.
+            version: the oldest weights that the step was drawn with.
             difference_nats: mean |learner - engine| logprob of the step's sampled tokens.
+            lag: the versions by which the learner was ahead of `version` when it computed its logprobs.
 
         Raises:
             WeightCheckFailed: `rollouts`, if it is the last of PATIENCE_STEPS suspicious steps in a row.
         """
-        limit_nats = self.limit_nats
+        limit_nats = self.limit_nats(lag)
         if limit_nats is None or difference_nats <= limit_nats:
-            self._recent_nats.append(difference_nats)
+            self._recent_nats[lag].append(difference_nats)
             self._suspicious = 0
             return None
         self._suspicious += 1
+        behind = f", drawn {lag} versions behind" if lag else ""
         message = (
             f"the learner's and the engines' logprobs of the step's tokens differ by {difference_nats:.3g} nats on "
-            f"average (limit {limit_nats:.3g}): the engines draw with other weights than the learner's"
+            f"average{behind} (limit {limit_nats:.3g}): the engines draw with other weights than the learner's"
         )
         if self._suspicious >= PATIENCE_STEPS:
             raise WeightCheckFailed("rollouts", version, f"{message}, {self._suspicious} steps in a row")

@@ -81,7 +81,7 @@ class Life:
 def of_step(step: int, names: Sequence[str], work: Work = Work.GENERATE) -> RolloutRequest:
     known = draw(names)
     call = type(known.call)("run", 1, step)
-    return RolloutRequest(call, known.prompts, 2, known.sampling, known.version, work, known.seed, step)
+    return RolloutRequest(call, known.prompts, 2, known.sampling, work, known.seed, step)
 
 
 OFFERED = [tag_of(settings) for settings in POLICY_SEAM.built_in]

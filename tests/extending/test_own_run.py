@@ -66,14 +66,15 @@ def test_a_run_of_one_s_own_parts(own: Path) -> None:
     (service,) = (one for one in setup_of(trace, calibrate([trace])).services if one.function == "second")
     assert service.token_s + service.group_s > 0
 
-    # The schedule: each step draws with weights that are one step older, and the second while the first is learned.
+    # The schedule: both steps are drawn with the same weights, before either is learned from.
     drawn_with = {row.step: row.version_spans[0].version for row in trace.rollouts}
     assert len(set(drawn_with.values())) == 1
+    assert [line["staleness_max"] for line in steps] == [0, 1]
     second, learned = (
         next(call for call in trace.invocations if call.step == step and call.work is work)
         for step, work in ((2, Work.GENERATE), (1, Work.LEARN))
     )
-    assert second.start_s < learned.end_s
+    assert second.end_s < learned.start_s
 
     # The scaling policy: 12 samples a step are few enough for one actor, and its answers were no faults.
     assert all(line["policy_faults"] == 0 for line in steps)

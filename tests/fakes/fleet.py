@@ -84,6 +84,11 @@ class FakeActor:
     """Each with the number of generate requests before it."""
     slow: bool = False
     """Precomputations time out."""
+    serves: str = "run/1/2/d"
+
+    @property
+    def served(self) -> str | None:
+        return self.serves if self.state is ReplicaState.SERVING else None
 
     open_device_s: ClassVar[dict[str, float]] = {}
 

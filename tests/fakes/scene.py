@@ -52,6 +52,8 @@ class Function:
         self.computed = 0
         """Calls that have asked for a column: each gets another value."""
         self.gate = asyncio.Event()
+        self.dies: Exception | None = None
+        """Raised by all calls."""
         self._ledger = ledger
         self.calls = calls
         if not gated:
@@ -66,6 +68,7 @@ class Function:
     def replicas(self) -> tuple[Any, ...]:
         return (self,)
 
+    must_move: ClassVar[bool] = False
     open_device_s: ClassVar[dict[str, float]] = {}
 
     def cut(self) -> None: ...
@@ -74,6 +77,8 @@ class Function:
         if sent is not None:
             sent.set()
         await self.gate.wait()
+        if self.dies is not None:
+            raise self.dies
         self.asked.append((method, call.step))
         self.calls.append((self.function, method, call.step))
         self._ledger.add_invocation(Invocation(self.function, "r", "i", work, call.step, 1.0, 2.0))

@@ -21,7 +21,6 @@ def draw(names: Sequence[str], samples: int = 2) -> RolloutRequest:
         tuple(prompt(name) for name in names),
         samples,
         sampling_of(SPEC),
-        "run/1/2/d",
         Work.GENERATE,
         seed=11,
         seed_step=3,

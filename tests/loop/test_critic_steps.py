@@ -41,6 +41,18 @@ async def test_values_come_with_the_groups_and_the_critic_learns_before_the_poli
     assert scene.learner.learned[0].returns is not None
 
 
+async def test_values_of_a_step_that_is_drawn_ahead_are_of_the_critic_that_learns_from_it(tmp_path: Path) -> None:
+    """Its groups complete while the critic learns from another step: when, nobody knows."""
+    scene = Scene(tmp_path, **PPO | {"schedule": "one_step_off"})
+    scene.learner.gate.set()
+    context, experience = await scene.rolled_out(1)
+    assert scene.critic.asked == []
+    await train(scene.run, context, experience)
+    assert scene.critic.asked == [("compute", 1), ("learn", 1)]
+    (batch,) = scene.critic.learned
+    np.testing.assert_array_equal(batch.values[batch.response_mask], 1.0)
+
+
 async def test_while_the_critic_warms_up_the_policy_stays_as_it_is(tmp_path: Path) -> None:
     scene = Scene(tmp_path, **PPO | {"critic": {"warm_up_steps": 2}})
     scene.learner.gate.set()

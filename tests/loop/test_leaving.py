@@ -14,6 +14,7 @@ from rlhfless.loop.driver import RunSteps
 from rlhfless.loop.host import Host
 from rlhfless.loop.keepers import Keepers
 from rlhfless.loop.run import Run
+from rlhfless.loop.step_context import StepClock
 
 
 class FakeRun:
@@ -32,6 +33,7 @@ class FakeRun:
             limits=SimpleNamespace(cost_usd=None, device_hours=None, wall_s=None),
         )
         self.checkpoints = None
+        self.clock = StepClock()
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
         begun.set()

@@ -6,17 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fakes.fleet import group
 from fakes.ledgers import ledger_in
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.step_context import StepClock
-from rlhfless.loop.summary import tokens_since
-from rlhfless.records import Experience, FunctionName, Invocation, StepRecord, WeightVersion, Work
+from rlhfless.loop.summary import tokens_per_s
+from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 
 
@@ -182,8 +180,46 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
     assert ledger.calls == 3
     assert [call.work for call in ledger.calls_after(1)] == [Work.GENERATE, Work.LEARN], "also of a step that has ended"
     times = ledger.step_times(second, 110.0)
-    assert (times.wall_s, times.phases_s["generation"], times.phases_s["learn"]) == (6, 4, 3)
+    assert (times.wall_s, times.phases_s["generation"], times.phases_s["learn"]) == (3, 2, 0), "from the end of step 1"
+    assert [call.work for call in ledger.done_in_step(2)[0]] == [Work.GENERATE], "with what it did before that"
     ledger.close()
+
+
+def test_the_times_of_steps_that_overlap_add_up_to_the_time_of_the_run(clock: Clock) -> None:
+    """Step 2 is drawn from 104 on, an evaluation from 110 to 115 is in no step, and step 3 is drawn from 116 on."""
+    steps = StepClock()
+    first = steps.begin(1, fleet_is_up=True)
+    clock.now_s = 104.0
+    second = steps.begin(2, fleet_is_up=True)
+    assert steps.end(1, 110.0) == 104
+    steps.interrupt()
+    clock.now_s = 115.0
+    steps.resume()
+    assert (first.start_s, second.start_s) == (100, 115)
+    clock.now_s = 116.0
+    third = steps.begin(3, fleet_is_up=True)
+    assert steps.end(2, 120.0) == 116
+    steps.resume()
+    assert (second.start_s, third.start_s) == (115, 120)
+
+
+def test_a_step_that_is_drawn_on_while_a_new_learner_takes_others_again_counts_from_the_last_of_them(
+    clock: Clock,
+) -> None:
+    steps = StepClock()
+    steps.begin(5, fleet_is_up=True)
+    steps.end(5, 110.0)
+    steps.begin(6, fleet_is_up=True)
+    clock.now_s = 112.0
+    later = steps.begin(7, fleet_is_up=True)  # it is drawn while step 6 is learned, in which the learner dies
+    clock.now_s = 150.0
+    steps.begin(5, fleet_is_up=True)
+    steps.end(5, 160.0)
+    clock.now_s = 161.0
+    again = steps.begin(6, fleet_is_up=True)
+    assert (again.start_s, again.recovers) == (110, True)
+    steps.end(6, 170.0)
+    assert (later.start_s, later.recovers) == (170, False)
 
 
 def test_a_step_that_begins_without_an_actor_recovers(clock: Clock) -> None:
@@ -208,11 +244,14 @@ def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any
     ledger.close()
 
 
-def test_tokens_from_the_journal_are_not_counted_as_drawn() -> None:
-    one, two = group("p", 2), group("q", 1)
-    for member, finished_s in zip((*one.rollouts, *two.rollouts), (5.0, 9.0, 10.0), strict=True):
-        object.__setattr__(member, "finished_s", finished_s)
-        object.__setattr__(member, "token_ids", np.zeros(int(finished_s), np.int64))
-    experience = Experience((one, two))
-    assert tokens_since(9.0, experience) == 19
-    assert tokens_since(0.0, experience) == 24
+def test_the_speed_of_generation_is_that_of_the_steps_own_calls() -> None:
+    """Two requests draw 90 tokens from second 2 to 5; a precomputation draws none."""
+
+    def call(work: Work, start_s: float, end_s: float, tokens: int) -> Invocation:
+        return Invocation(
+            FunctionName.GENERATION, "r", "a", work, 6, start_s, end_s, input_tokens=9, output_tokens=tokens
+        )
+
+    calls = [call(Work.GENERATE, 2, 4, 50), call(Work.GENERATE, 3, 5, 40), call(Work.PRECOMPUTE, 0, 1, 0)]
+    assert tokens_per_s(calls) == 30
+    assert tokens_per_s(calls[2:]) == 0, "all of its samples came from the journal"

@@ -32,7 +32,7 @@ def scored(name: str, rewards: tuple[float, ...]) -> Group:
 
 def request_for(*names: str) -> RolloutRequest:
     prompts = tuple(prompt(name) for name in names)
-    return RolloutRequest(Call("run", 1, 1), prompts, 2, None, "v", Work.GENERATE, 0, 1)  # type: ignore[arg-type]
+    return RolloutRequest(Call("run", 1, 1), prompts, 2, None, Work.GENERATE, 0, 1)  # type: ignore[arg-type]
 
 
 def run_redraws(easy: set[str], names: list[str], prompts: int, redraws: int) -> tuple[Experience, list[list[str]]]:

@@ -11,6 +11,7 @@ import pytest
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.driver import RunSteps
 from rlhfless.loop.host import Host
+from rlhfless.loop.step_context import StepClock
 from rlhfless.records.checkpoints import CheckpointError
 
 
@@ -25,6 +26,7 @@ class FakeRun:
         self.spec = SimpleNamespace(
             steps=9, checkpoint=SimpleNamespace(every_steps=1), evaluation=SimpleNamespace(every_steps=None)
         )
+        self.clock = StepClock()
         self.writing: dict[int, asyncio.Future[None]] = {}
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
@@ -91,6 +93,6 @@ async def test_one_whose_learner_is_lost_does_not_count(run: FakeRun, caplog: py
 async def test_at_the_end_nothing_is_left_to_write(run: FakeRun) -> None:
     steps = steps_of(run)
     await closing(steps, 1)
-    steps.end()
+    await steps.end()
     await asyncio.sleep(0)
     assert run.writing[1].cancelled()

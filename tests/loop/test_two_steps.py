@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from fakes.scene import Scene, weights_of
 from fakes.stage import until
+from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.loop.driver import RunSteps
+from rlhfless.loop.host import Host
+from rlhfless.loop.schedules import schedule_of
 from rlhfless.loop.step import rollout, train
 from rlhfless.records.traces import read_trace
+from rlhfless.spec import CheckpointSpec, EvaluationSpec
 from rlhfless.tasks import gather_or_cancel
 
 
@@ -30,7 +39,8 @@ async def test_a_step_is_drawn_while_the_learner_is_at_work_on_the_step_before_i
         assert record.metrics["response_tokens_mean"] == tokens
         assert record.metrics["actors_wanted"] == 1.0
         assert record.metrics["policy_faults"] == 0.0
-    assert two.start_s < one.end_s < two.end_s
+        assert record.metrics["generation_tokens_per_s"] >= 0
+    assert one.end_s == two.start_s < two.end_s, "its time begins when the step before has ended"
     scene.ledger.write([])
     trace = read_trace(tmp_path / "trace")
     assert [(row.step, row.prompt_id, row.response_tokens) for row in trace.rollouts] == [
@@ -41,6 +51,39 @@ async def test_a_step_is_drawn_while_the_learner_is_at_work_on_the_step_before_i
     ]
     assert [step.step for step in trace.steps] == [1, 2]
     assert [rollout.prompt_id for rollout in scene.journal.rollouts(2)] == ["q", "q"]
+
+
+async def test_a_rollout_goes_on_while_the_learner_of_another_step_is_lost_and_replaced(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, schedule="one_step_off")
+    steps = RunSteps(scene.run, session_of(scene), 1)  # type: ignore[arg-type]
+    actor = scene.actors["a"]
+    drive = asyncio.create_task(schedule_of(scene.run.spec.schedule).drive(steps, 1, 2))
+    await until(lambda: bool(actor.running))
+    actor.finish(tokens=4)
+    await until(lambda: {key[0] for key in actor.running} == {"q"})
+    scene.learner.dies = ReplicaLost("the learner was lost")
+    scene.learner.gate.set()
+    with pytest.raises(ReplicaLost):
+        await drive
+    steps.restart_at(1)
+    assert sorted(scene.run.under_way) == [2]
+    scene.learner.dies = None
+    drive = asyncio.create_task(schedule_of(scene.run.spec.schedule).drive(steps, 1, 2))
+    await until(lambda: ("publish", 1) in scene.learner.asked)
+    assert {key[0] for key in actor.running} == {"q"}, "it was never called off"
+    actor.finish(tokens=5)
+    await drive
+    assert len(actor.requests) == 2, "nothing was drawn twice: step 1 came from the journal"
+    assert scene.weights.synced == [(1, 0), (2, 0)]
+    assert [learned for learned in scene.learner.asked if learned[0] == "learn"] == [("learn", 1), ("learn", 2)]
+
+
+def session_of(scene: Scene) -> SimpleNamespace:
+    scene.run.spec = scene.run.spec.model_copy(
+        update={"steps": 3, "checkpoint": CheckpointSpec(every_steps=None), "evaluation": EvaluationSpec()}
+    )
+    console = SimpleNamespace(stage=lambda _: nullcontext())
+    return SimpleNamespace(spec=scene.run.spec, host=Host(), console=console)
 
 
 async def test_two_steps_can_be_drawn_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhfless.prepare.memory.room import Needed, Room, chart_shared_memory, room_at, room_problems
-from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
+from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, kept_versions, stored_versions
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoreFull
@@ -37,21 +37,27 @@ def quota(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.mark.parametrize(
     ("needed", "lacking"),
     [
-        (Needed(10 * GIB, learner=True), []),
-        (Needed(11 * GIB, learner=True), ["weights.folder"]),
-        (Needed(13 * GIB, learner=False), []),
-        (Needed(14 * GIB, learner=False), ["weights.folder"]),
-        (Needed(10 * GIB, learner=True, memory_bytes=60 * GIB), []),
-        (Needed(10 * GIB, learner=True, memory_bytes=61 * GIB), ["placement"]),  # with 40 GiB of versions
+        (Needed(10 * GIB, 4), []),
+        (Needed(11 * GIB, 4), ["weights.folder"]),
+        (Needed(13 * GIB, CACHED_VERSIONS), []),
+        (Needed(14 * GIB, CACHED_VERSIONS), ["weights.folder"]),
+        (Needed(10 * GIB, 4, memory_bytes=60 * GIB), []),
+        (Needed(10 * GIB, 4, memory_bytes=61 * GIB), ["placement"]),  # with 40 GiB of versions
     ],
 )
 def test_a_store_has_four_versions_and_a_cache_three(needed: Needed, lacking: list[str]) -> None:
-    assert (STORED_VERSIONS, CACHED_VERSIONS) == (4, 3)
+    assert (stored_versions(0), CACHED_VERSIONS) == (4, 3)
     assert [problem.where for problem in room_problems(needed, ROOM)] == lacking
 
 
+def test_a_version_is_kept_for_each_that_steps_may_still_draw_with() -> None:
+    """While the learner publishes version k - 1, the step after may draw with k - 1 - staleness."""
+    assert [kept_versions(behind) for behind in (0, 1, 2, 4)] == [2, 2, 3, 5]
+    assert stored_versions(2) == 5
+
+
 def test_what_is_lacking_is_told_with_figures_node_and_mend() -> None:
-    (problem,) = room_problems(Needed(16 * GIB, learner=True), ROOM, "10.0.0.7")
+    (problem,) = room_problems(Needed(16 * GIB, 4), ROOM, "10.0.0.7")
     assert problem.what == (
         "node 10.0.0.7: '/dev/shm' has 40 GiB free, and up to 4 versions of the weights of 16 GiB each are kept "
         "there: 64 GiB"
@@ -82,7 +88,7 @@ def test_a_run_over_http_stays_within_the_versions_of_its_plan(quota: Callable[[
     """The learner's node, with an actor on it: store and cache in one file system that holds what is planned."""
     tensors = {f"w{number}": torch.zeros(1 << 18) for number in range(4)}
     size = sum(tensor.nbytes for tensor in tensors.values()) + (1 << 14)
-    folder = quota(STORED_VERSIONS * size)
+    folder = quota(stored_versions(0) * size)
     with HttpStoreServer(folder / "store") as server:
         address = StoreAddress("http", str(folder / "cache"), server.token, home=str(folder / "store"))
         kept = [server.put("run", 1, -1, tensors).version]  # perturbed: it stays

@@ -126,7 +126,7 @@ def test_what_a_valid_spec_needs_before_its_first_sample_is_bounded(
 def test_a_sample_takes_no_more_than_is_said(prompts: int, samples: int) -> None:
     """Its item, its place in the tables of the stage, and its part of the request, also as it is sent."""
     given = tuple(Prompt(f"{number:032x}", tuple(range(1000, 1064)), "text") for number in range(prompts))
-    request = RolloutRequest(Call("run", 1, 1), given, samples, Sampling(16, 1.0), "v", Work.GENERATE, 0, 1)
+    request = RolloutRequest(Call("run", 1, 1), given, samples, Sampling(16, 1.0), Work.GENERATE, 0, 1)
     tracemalloc.start()
     try:
         table = SampleTable(1, [item for prompt in given for item in request.items(prompt)], 2)

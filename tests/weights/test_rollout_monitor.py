@@ -19,7 +19,7 @@ def test_one_jump_warns_and_the_second_in_a_row_stops() -> None:
     """Honest steps have 0.005, one with the weights of the step before 0.1. The limit is 4 x 0.005."""
     monitor = RolloutMonitor("bfloat16")
     assert observed(monitor, 0.005, 0.006, 0.005) == [None] * 3
-    assert monitor.limit_nats == pytest.approx(0.02)
+    assert monitor.limit_nats() == pytest.approx(0.02)
     (warning,) = observed(monitor, 0.1)
     assert warning is not None
     assert "differ by 0.1 nats on average (limit 0.02)" in warning
@@ -35,13 +35,31 @@ def test_a_suspicious_step_is_not_what_the_next_is_judged_by() -> None:
     for _ in range(20):  # every other step, for ever: each is warned of
         assert observed(monitor, 0.1)[0] is not None
         assert observed(monitor, 0.005) == [None]
-    assert monitor.limit_nats == pytest.approx(0.02)
+    assert monitor.limit_nats() == pytest.approx(0.02)
 
 
 def test_the_first_steps_are_not_judged_and_neither_is_rounding() -> None:
     assert observed(RolloutMonitor("bfloat16"), 9.0, 0.1, 3.0) == [None] * FIRST_STEPS
     # A policy that hardly hesitates: 1e-6, then 3e-3, which is below four times the rounding of bfloat16, 1e-3.
     assert observed(RolloutMonitor("bfloat16"), 1e-6, 1e-6, 1e-6, 3e-3, 3e-3) == [None] * 5
+
+
+def test_a_step_is_judged_by_earlier_steps_of_its_lag() -> None:
+    """One version behind, an update is in the difference: 0.1 where honest steps without a lag have 0.005."""
+    monitor = RolloutMonitor("bfloat16")
+    for _ in range(4):
+        assert monitor.observe(VERSION, 0.005) is None
+        assert monitor.observe(VERSION, 0.1, lag=1) is None
+    assert (monitor.limit_nats(), monitor.limit_nats(1), monitor.limit_nats(2)) == (
+        pytest.approx(0.02),
+        pytest.approx(0.4),
+        None,
+    )
+    warning = monitor.observe(VERSION, 0.5, lag=1)
+    assert warning is not None
+    assert "differ by 0.5 nats on average, drawn 1 versions behind (limit 0.4)" in warning
+    with pytest.raises(WeightCheckFailed, match="2 steps in a row"):
+        monitor.observe(VERSION, 0.1)
 
 
 def test_a_limit_that_was_given_holds_from_the_first_step() -> None:

@@ -22,8 +22,8 @@ from rlhfless.scaling.memory import (
     GIB,
     PROCESS,
     PROCESS_BYTES,
-    STORED_VERSIONS,
     MemoryPhase,
+    stored_versions,
     version_bytes,
     without_head,
 )
@@ -170,7 +170,7 @@ def memory_plan(
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,
-        shared_bytes=STORED_VERSIONS * store,
+        shared_bytes=stored_versions(spec.schedule.max_staleness) * store,
         cache_bytes=CACHED_VERSIONS * store,
         checkpoint_bytes=sum(12 * parameters for _, parameters in trained) if spec.checkpoint.background else 0,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhfless.folders import in_memory
 from rlhfless.free_memory import free_bytes
-from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
+from rlhfless.scaling.memory import GIB
 from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import Problem
 
@@ -60,14 +60,11 @@ class Needed:
     """The memory that a run takes on a node."""
 
     version_bytes: int
-    learner: bool
-    """Whether the node has the learner's store; otherwise it has a cache of it."""
+    versions: int
+    """Versions of the weights that may be there at once: in the learner's store (`stored_versions`), or in a cache of
+    it (CACHED_VERSIONS)."""
     memory_bytes: int = 0
     """The bytes of its processes, in the host's memory."""
-
-    @property
-    def versions(self) -> int:
-        return STORED_VERSIONS if self.learner else CACHED_VERSIONS
 
 
 def store_base(spec: RunSpec) -> Path:

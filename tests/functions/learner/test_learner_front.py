@@ -79,6 +79,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         probe_token_ids=PROBE.token_ids,
         read_back=True,
         store=StoreHome("nowhere"),
+        kept_versions=2,
         rank_bindings=(DeviceBinding("cpu", ("0",), exclusive=False),) * ranks,
         call_timeout_s=call_timeout_s,
     )

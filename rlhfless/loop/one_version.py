@@ -1,0 +1,70 @@
+"""Which weights a draw gets: engines that load between two draws have one version for all of them.
+
+    async with versions.drawing(oldest=3) as published:
+        ...   # the engines may be brought to `published`, and stay there
+
+A draw of the version that others draw with joins them. A draw of another version waits until they have ended, and the
+draws that come after it wait for it, so that none waits for ever. The version is the newest when the wait is over.
+
+A new learner takes earlier steps again, and publishes their weights again. Meanwhile a draw of a later step, for which
+they are too old, waits beside the others: those steps may have something to draw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from rlhfless.records import PublishedWeights
+
+
+class OneVersion:
+    """The newest weights of a run, and the draws that are under way."""
+
+    def __init__(self) -> None:
+        self._newest: PublishedWeights | None = None
+        self._drawn_with: PublishedWeights | None = None
+        self._draws = 0
+        self._entrance = asyncio.Lock()  # which serves in the order of arrival
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> PublishedWeights:
+        """The weights that were published last."""
+        assert self._newest is not None, "the first version is published before anything is drawn"
+        return self._newest
+
+    @newest.setter
+    def newest(self, published: PublishedWeights) -> None:
+        self._newest = published
+        self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def drawing(self, oldest: int) -> AsyncIterator[PublishedWeights]:
+        """Within the block no draw of another version is under way; gives the version to draw with, which is of the
+        step `oldest` or a later one."""
+        published = None
+        while published is None:
+            await self._until(lambda: self.newest.version.step >= oldest)
+            published = await self._enter(oldest)
+        try:
+            yield published
+        finally:
+            self._draws -= 1
+            self._changed.set()
+
+    async def _enter(self, oldest: int) -> PublishedWeights | None:
+        """Begin a draw when it may draw with the newest version; None if that has become too old meanwhile."""
+        async with self._entrance:
+            await self._until(lambda: not self._draws or self._drawn_with == self.newest)
+            if self.newest.version.step < oldest:
+                return None
+            self._drawn_with = self.newest
+            self._draws += 1
+            return self.newest
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,101 @@
+"""Runs whose steps overlap, with real Ray, vLLM and torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import saboteur
+from fakes.live_runs import fault_opening
+from rlhfless.loop.driver import drive_steps, execute
+from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
+from rlhfless.records import WeightVersion, Work
+from rlhfless.records.traces import Trace, read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+STEPS = 4
+
+
+def opening(assets: Path, folder: Path, **changes: Any) -> Session:
+    folder.mkdir(exist_ok=True)
+    return fault_opening(assets, folder, actors=1, steps=STEPS, schedule="one_step_off", **changes)
+
+
+def drawn_with(trace: Trace) -> dict[int, set[int]]:
+    """By step: the steps of the versions that drew its samples."""
+    versions: dict[int, set[int]] = {}
+    for row in trace.rollouts:
+        versions.setdefault(row.step, set()).update(WeightVersion.parse(s.version).step for s in row.version_spans)
+    return versions
+
+
+def overlap_s(trace: Trace, drawn: int, learned: int) -> float:
+    """Seconds in which one step was drawn while another one was learned."""
+    draws = [call for call in trace.invocations if call.step == drawn and call.work is Work.GENERATE]
+    learns = [call for call in trace.invocations if call.step == learned and call.work is Work.LEARN]
+    return sum(
+        max(min(one.end_s, other.end_s) - max(one.start_s, other.start_s), 0) for one in draws for other in learns
+    )
+
+
+async def kill_learner_at_work(run: Run) -> None:
+    await saboteur.generating(run, 3)  # it learns step 2
+    await saboteur.kill_learner(run)
+
+
+def test_a_learner_that_is_lost_is_replaced_while_the_next_step_is_drawn(assets: Path, tmp_path: Path) -> None:
+    calm, broken = tmp_path / "calm", tmp_path / "broken"
+    start = opening(assets, calm)
+    asyncio.run(execute(start))
+    newest = start.checkpoints.newest()
+    assert newest is not None
+    trace = read_trace(calm / "trace")
+    assert drawn_with(trace) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
+    assert [step.metrics["staleness_max"] for step in trace.steps] == [0, 1, 1, 1]
+    assert all(overlap_s(trace, step + 1, step) > 0 for step in range(1, STEPS))
+    for one, other in zip(trace.steps, trace.steps[1:], strict=False):
+        assert other.start_s >= one.end_s
+    recovered, digest = asyncio.run(saboteur.drive(opening(assets, broken), kill_learner_at_work))
+    assert recovered.steps_again in (1, 2)  # whether or not the first checkpoint, of step 2, was there
+    assert recovered.replicas_lost == 1
+    assert digest == newest.notes.digest
+    again = read_trace(broken / "trace")
+    assert drawn_with(again) == drawn_with(trace)
+    keys = Counter((row.step, row.prompt_id, row.sample_index) for row in again.rollouts)
+    assert set(keys.values()) == {1}
+    begun = [call for call in again.invocations if call.step == 3 and call.work is Work.GENERATE]
+    assert len(begun) == 1, "the rollout of step 3 went on"
+
+
+async def stop_with_two_steps_alive(start: Session) -> dict[int, int]:
+    """A run that is ended while step 2 is learned and step 3 is drawn; returns the journal's samples of each step."""
+    async with open_session(start) as (run, first):
+        driving = asyncio.create_task(drive_steps(start, run, first))
+        await saboteur.until(lambda: len(run.journal.rollouts(3)) > 0)
+        driving.cancel()
+        await asyncio.gather(driving, return_exceptions=True)
+        return {step: len(run.journal.rollouts(step)) for step in (2, 3)}
+
+
+def test_a_run_that_ends_with_two_steps_alive_goes_on_with_the_samples_of_both(assets: Path, tmp_path: Path) -> None:
+    checkpoint = {"every_steps": 1}
+    start = opening(assets, tmp_path, checkpoint=checkpoint)
+    kept = asyncio.run(stop_with_two_steps_alive(start))
+    assert kept[3] > 0
+    before = read_trace(tmp_path / "trace")
+    asyncio.run(execute(start))
+    trace = read_trace(tmp_path / "trace")
+    keys = Counter((row.step, row.prompt_id, row.sample_index) for row in trace.rollouts)
+    assert set(keys.values()) == {1}
+    assert [step.step for step in trace.steps] == list(range(1, STEPS + 1))
+    third = [row for row in trace.rollouts if row.step == 3]
+    old = [row for row in third if {WeightVersion.parse(s.version).attempt for s in row.version_spans} == {1}]
+    assert len(old) >= kept[3], "what was finished was not drawn again"
+    assert len(before.steps) < STEPS
+    assert max(step.metrics["staleness_max"] for step in trace.steps) == 1
