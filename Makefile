@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
 MODEL := $(HOME_DIR)/models/tiny
 
-.PHONY: setup demo test test-all test-ci test-kubernetes coverage lint clean
+.PHONY: setup demo test test-all test-ci test-kubernetes coverage lint lint-types lint-imports clean
 
 setup:
 	@scripts/setup.sh >/dev/null
@@ -23,10 +23,16 @@ demo: setup
 	    --set model.path=$(MODEL)/model --set prompts.path=$(MODEL)/train.jsonl \
 	    --set prompts.held_out.path=$(MODEL)/heldout.jsonl
 
+# Types and imports are looked at beside each other: each has one thread.
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint-types lint-imports
+
+lint-types:
 	@$(BIN)/mypy rlhfless
+
+lint-imports:
 	@$(BIN)/lint-imports
 
 # With any KUBECONFIG; see tests/kubernetes/environment.py.
@@ -44,7 +50,7 @@ test-ci: setup
 
 # What the tests of `make test` without engines execute, line and branch, by package.
 coverage: setup
-	@$(BIN)/pytest -m "not engine and not kubernetes and not long" -n logical --dist loadfile --cov --cov-report= -q
+	@$(BIN)/pytest -m "not engine and not kubernetes and not long" -n logical --dist loadfile --no-loadscope-reorder --cov --cov-report= -q
 	@mkdir -p build
 	@$(BIN)/coverage json -q -o build/coverage.json
 	@$(BIN)/python scripts/coverage_by_package.py build/coverage.json

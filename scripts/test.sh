@@ -87,6 +87,10 @@ trap report EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
+# with MARK   the files that have tests with a mark: a process that reads them alone does not import the rest, which takes
+# 20 s of its processor.
+with() { grep -rl --include='test_*.py' "mark\.$1" tests; }
+
 # A Ray of several nodes, and one that is short of memory: each in a process of its own.
 nodes=tests/fleet/test_three_nodes.py
 memory=tests/e2e/test_memory_pressure.py
@@ -95,15 +99,19 @@ faults=(tests/e2e/test_{faults,joined_cluster,live_turns,service,terminated}.py)
 
 if [ "$part" = short ]; then
     # One worker more than cores, because many tests wait for processes that they start; so each has one thread.
-    OMP_NUM_THREADS=1 beside "without engines" 40 -m "not engine and not kubernetes and not long" -n $(($(nproc) + 1)) --dist loadfile
+    OMP_NUM_THREADS=1 beside "without engines" 40 -m "not engine and not kubernetes and not long" \
+        -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder
     finish # engines beside them took twice their time, and a run in which actors are drained was too slow to be caught at it
-    beside "with engines" 40 -m "engine and not long"
+    beside "with engines" 40 -m "engine and not long" $(with engine)
 else
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark"; fi
+    OMP_NUM_THREADS=1 beside "long ones without engines" 30 -m "$long and not engine" -n "$(nproc)" --dist worksteal $(with long)
+    finish
+    long+=" and engine"
     beside "faults of runs" 50 -m "$long" "${faults[@]}"
     finish
-    beside "other long ones" 50 -m "$long" $(printf -- '--ignore=%s ' "$nodes" "$memory" "${faults[@]}")
+    beside "other long ones" 50 -m "$long" $(with long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
     finish
     # Not beside the runs above: together they need more than 24 GiB, and Ray ends workers where memory is short.
     if [ -n "${KUBECONFIG:-}" ]; then beside "the chart on a cluster" 50 -m kubernetes; fi

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +24,19 @@ pytest_plugins = ["fakes.prompt_inputs", "fakes.services"]
 # Timings never decide a test; and what is compiled is compiled in the first example that calls it.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which pytest-xdist hands files out (with --no-loadscope-reorder): first those whose tests may take
+    longest, by their mark `timeout`, then those with the most tests. One that begins last would be waited for alone."""
+    if not hasattr(config, "workerinput"):
+        return
+    limits, tests = dict[Path, float](), Counter(item.path for item in items)
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0), mark.args[0] if mark else 0)
+    items.sort(key=lambda item: (-limits[item.path], -tests[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,12 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import latency
 import numpy as np
 import pytest
 from where import machine
@@ -40,6 +39,8 @@ class Smoke:
     """The fixture with the arguments that it needs beside `--smoke`."""
     long: bool = False
     """It takes more than 15 s."""
+    alone: bool = False
+    """It starts processes or a browser, and so has a process of its own."""
 
     @property
     def case(self) -> Any:
@@ -58,7 +59,7 @@ PURE = (
     Smoke("learner_before", ('"before": ', rf'"wall": {{[^}}]*"ratio": {NUMBER}'), long=True),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
-    Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s")),
+    Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s"), alone=True),
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(
         "policies",
@@ -71,7 +72,7 @@ PURE = (
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'), long=True),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
-    Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
+    Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL, alone=True),
     Smoke(
         "weights_before",
         (rf"publish +{NUMBER} GB +before +{NUMBER} GB/s, after +{NUMBER}", rf"faster {NUMBER}"),
@@ -201,22 +202,35 @@ def check(smoke: Smoke, printed: str) -> None:
         assert re.search(expected, printed), f"{expected!r} is not in\n{printed}"
 
 
+Printed = Callable[..., str]
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+    """What a benchmark prints in this process, which has imported most of what it needs: a process takes seconds."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        assert not importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    return run
+
+
 @pytest.mark.parametrize("smoke", [smoke.case for smoke in PURE])
-def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest) -> None:
+def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest, printed: Printed) -> None:
     if smoke.name == "page" and not Path("/usr/bin/chromium").exists():
         pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not timed")
-    check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
+    arguments = [*needed(smoke, request), "--smoke"]
+    apart = smoke.alone or smoke.long
+    check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *arguments]) if apart else printed(smoke.name, *arguments))
 
 
-def test_a_missing_peer_is_said(
-    measured_runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_peer_is_said(measured_runs: list[str], monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    monkeypatch.setattr(sys, "argv", ["latency.py", *measured_runs])
-    latency.main()
-    printed = capsys.readouterr().out
-    assert re.search(r"^kernels +skipped: aiconfigurator-core is not installed", printed, flags=re.MULTILINE)
-    assert "roofline" in printed
+    text = printed("latency", *measured_runs)
+    assert re.search(r"^kernels +skipped: aiconfigurator-core is not installed", text, flags=re.MULTILINE)
+    assert "roofline" in text
 
 
 @pytest.mark.engine

@@ -109,8 +109,7 @@ def score(response, answer):
 """
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("how", [(), ("--json",)])
+@pytest.mark.parametrize(("how", "encoding"), [((), "ascii"), (("--json",), "utf-8")], ids=["text", "json"])
 def test_any_text_in_rows_and_errors_can_be_shown(spec, write_rows, tmp_path, encoding, how):
     (tmp_path / "outside_reward.py").write_text(REWARD)
     rows = [{"prompt": "w9 \ud800", "response": "w1 \udcff\0", "answer": "→\udfff", "note\udcff": "\udcff"}]
@@ -141,5 +140,5 @@ def test_any_text_in_rows_and_errors_can_be_shown(spec, write_rows, tmp_path, en
     else:
         assert "w1 \\udcff\\x00" in shown
         cause = shown
-    arrow = "\\u2192" if encoding == "ascii" and not how else "→"
+    arrow = "→" if how else "\\u2192"
     assert f"ValueError: caf\\udce9\\x1b[2J w1 \\udcff\\x00{arrow}\\udfff" in cause

@@ -211,14 +211,13 @@ main.main()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
-    ("module", "function", "arguments"),
+    ("module", "function", "arguments", "number", "code"),
     [
-        ("prepare.preflight", "preflight", ["run", "{spec}"]),
-        ("prepare.preflight", "preflight", ["validate", "{spec}"]),
-        ("sim.experiment.compare", "compare", ["simulate", "{scenario}"]),
-        ("prepare.reward_trial", "try_rewards", ["rewards", "test", "{spec}", "{spec}"]),
+        ("prepare.preflight", "preflight", ["run", "{spec}"], signal.SIGTERM, 143),
+        ("prepare.preflight", "preflight", ["validate", "{spec}"], signal.SIGINT, 130),
+        ("sim.experiment.compare", "compare", ["simulate", "{scenario}"], signal.SIGINT, 130),
+        ("prepare.reward_trial", "try_rewards", ["rewards", "test", "{spec}", "{spec}"], signal.SIGTERM, 143),
     ],
 )
 def test_every_command_ends_with_the_signals_own_code(

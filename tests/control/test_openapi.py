@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis.checks import CHECKS
 
 from fakes.standing import RUN, NoDrivers, served, there_is_ray
 from rlhfless.control.settings import ServiceSettings
@@ -29,7 +28,9 @@ WITHOUT = ("/v1/events", "/v1/simulations", "/v1/runs:plan", "/v1/rewards:test")
 
 
 @pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseSchema]:
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import schemathesis  # seconds, in each process that reads this file
+
     folder: Path = tmp_path_factory.mktemp("service")
     there_is_ray(folder)
     with served(ServiceSettings(data=str(folder)), NoDrivers()) as (client, _):
@@ -38,7 +39,9 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.
         yield schema.exclude(path=list(WITHOUT))
 
 
-def test_every_answer_is_as_the_document_says(document: schemathesis.BaseSchema) -> None:
+def test_every_answer_is_as_the_document_says(document: Any) -> None:
+    from schemathesis.checks import CHECKS
+
     checks = [check for check in CHECKS.get_all() if check.__name__ not in EXCLUDED]
     tried = 0
     for found in document.get_all_operations():
@@ -46,7 +49,7 @@ def test_every_answer_is_as_the_document_says(document: schemathesis.BaseSchema)
 
         @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy())
-        def holds(case: schemathesis.Case) -> None:
+        def holds(case: Any) -> None:
             # A stream of events would not end; tests/control/test_events_api.py reads them.
             case.headers = {name: value for name, value in (case.headers or {}).items() if name.lower() != "accept"}
             case.call_and_validate(checks=checks, timeout=20)

@@ -78,19 +78,9 @@ def test_ctrl_c_twice_stops_everything_and_keeps_the_trace(assets: Path, tmp_pat
     assert {holding.state for holding in trace.holdings} >= {"starting", "serving", "draining"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("phase", "signals"),
-    [
-        ("starting 1 generation actor(s), learner and helpers ...", 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("starting 1 generation actor(s), learner and helpers ...", 3),
-                ("starting Ray ...", 1),
-                ("starting Ray ...", 3),
-            )
-        ),
-    ],
+    ("phase", "signals"), [("starting 1 generation actor(s), learner and helpers ...", 1), ("starting Ray ...", 3)]
 )
 def test_a_start_that_is_terminated_leaves_nothing(phase: str, signals: int, assets: Path, tmp_path: Path) -> None:
     log = tmp_path / "out.log"

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fakes.live_runs import FAULT_STEPS, Whole, fault_values, spec_values
+from fakes.live_runs import FAULT_STEPS, Whole, fault_values
 from rlhfless import Client
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.runs import RunObject
@@ -90,7 +90,7 @@ def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole: Whole) -> None:
-    """Five kills: a driver at work, its successor while it starts and the service with it, both again later."""
+    """Three kills: a driver at work, its successor while it starts, and the service with it."""
     with up.client as client:
         run = client.create_run(posted(fault_values(assets, actors=1)))
         up.until(run.id, lambda now: now.step >= 2)
@@ -101,11 +101,7 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
         client.resume_run(run.id)
     up.until(run.id, lambda now: now.step > paused.step)
     up.kill_driver(run.id)
-    killed_at = up.until(run.id, lambda now: now.attempt == 3).step
-    up.kill_driver(run.id)
-    up.kill()
-    up.start()
-    up.until(run.id, lambda now: now.step > killed_at)
+    up.until(run.id, lambda now: now.attempt == 3)
     up.kill_driver(run.id)
     up.kill()
     up.start()
@@ -160,6 +156,8 @@ def test_runs_on_the_same_devices_do_not_feel_each_other(up: Up, assets: Path, w
         of_core = sorted((start_s, end_s) for each, start_s, end_s in worked if each == core)
         assert len(of_core) > FAULT_STEPS
         assert all(after[0] >= before[1] - 0.01 for before, after in itertools.pairwise(of_core)), "one at a time"
+    with up.client as client:
+        assert client.functions().data == []
 
 
 def spans_by_core(folder: Path) -> list[tuple[str, float, float]]:
@@ -175,20 +173,3 @@ def kill_function(run_id: str, function: str) -> None:
     for process in psutil.process_iter(["cmdline"]):
         if any(f"{run_id}-{function}-" in word for word in process.info["cmdline"] or []):
             process.kill()
-
-
-@pytest.mark.long
-def test_three_runs_share_two_cores_and_one_that_ends_badly_is_not_felt(up: Up, assets: Path) -> None:
-    small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "mini_batches": 1, "algorithm": {}}
-    values = posted(spec_values(assets, **small)) | {"placement": {"devices": 1}}
-    values |= {"scaling": {"generation": {"min_actors": 1, "max_actors": 1}}, "learner": {"ranks": 1}}
-    too_dear = values | {"limits": {"max_cost_usd": 1e-9, "then": "stop"}}
-    with up.client as client:
-        runs = [client.create_run(one).id for one in (values, too_dear, values)]
-    ended = [up.until(run, lambda now: now.finished_at is not None, 400) for run in runs]
-    assert [run.status for run in ended] == [Status.SUCCEEDED, Status.CANCELLED, Status.SUCCEEDED]
-    assert ended[1].error is not None
-    assert ended[1].error.code == "limit_reached"
-    assert "limits.max_cost_usd is 1e-09" in ended[1].status_reason
-    with up.client as client:
-        assert client.functions().data == []

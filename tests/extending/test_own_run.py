@@ -21,7 +21,7 @@ from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.recorded import setup_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 COMMAND = str(Path(sys.executable).with_name("rlhfless"))
 

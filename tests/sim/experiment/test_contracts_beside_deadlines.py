@@ -15,6 +15,9 @@ from rlhfless.sim.scenarios.scenario import (
     WeightedContract,
 )
 
+SHORT = ("few-shot-7b-h100", "gsm8k-3b-h100", "reasoning-7b-h100-spot")
+"""Those of `make test`, each of its own kind: shared prefixes, steps of seconds, devices that are taken away."""
+
 NAMES = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
 DEADLINES = (0.5, 1.0, 1.2)
 """Times static's time."""
@@ -49,7 +52,7 @@ the reference shares a device with an actor, and begins when that has ended: a d
 go early, at 10 to 25 s of 50, and a contract for time alone asks for more certainty than that move has."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in NAMES])
 def test_no_deadline_is_better_than_a_contract(name: str) -> None:
     entries = [PolicyEntry(name=STATIC)]
     for times in DEADLINES:

@@ -13,16 +13,14 @@ from rlhfless.weights.store import FolderStore
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("shape", ["one process", pytest.param("core apart", marks=pytest.mark.long)])
 async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    shape: str,
 ) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "fakes.stale_head_loop")
     model = make_tiny_model(tmp_path / "model", tied=True)
     store = FolderStore(tmp_path / "store")
-    engine = await start_tiny_engine(model, store.folder, shape)
+    engine = await start_tiny_engine(model, store.folder)
     try:
         before = await engine.logprobs(PROBE_TOKENS)
         tensors = perturbed(model.tensors(), seed=1)

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-
-from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 
 MIB = 2**20
 
@@ -17,16 +16,20 @@ class Packed:
     weight: torch.Tensor
 
 
-class Worker(SleepingWorker):
-    def __init__(self) -> None:
-        layer = torch.nn.Linear(2048, 2048)
-        layer.cpu_linear = Packed(layer.weight.detach().clone())  # type: ignore[assignment]
-        caches = [torch.ones(8 * MIB), (torch.ones(4 * MIB), torch.ones(4 * MIB))]
-        self.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer), kv_caches=caches)
+def made_worker() -> Any:
+    """Imported here: vLLM takes seconds, in each process that reads this file."""
+    from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
+
+    layer = torch.nn.Linear(2048, 2048)
+    layer.cpu_linear = Packed(layer.weight.detach().clone())  # type: ignore[assignment]
+    caches = [torch.ones(8 * MIB), (torch.ones(4 * MIB), torch.ones(4 * MIB))]
+    worker: Any = SleepingWorker()
+    worker.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer), kv_caches=caches)
+    return worker
 
 
 def test_each_tier_gives_back_what_it_says() -> None:
-    worker = Worker()
+    worker = made_worker()
     at_first = worker.rlhfless_held_bytes()
     worker.rlhfless_sleep(drop=False)
     without_kv = worker.rlhfless_held_bytes()
