@@ -40,7 +40,8 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.records import Decision, FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
 from rlhfless.scaling.function_kinds import Bounds, declared
-from rlhfless.scaling.placement import Allocation, Site, Wanted, place
+from rlhfless.scaling.placement import Allocation, Site, Wanted
+from rlhfless.scaling.placing import place
 from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, RunSpec, ScoringSpec
 
 SAMPLES = 8

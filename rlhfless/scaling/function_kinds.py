@@ -19,7 +19,8 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import MemoryPhase
-from rlhfless.scaling.placement import Node, Placement, Wanted, place
+from rlhfless.scaling.placement import Node, Placement, Wanted
+from rlhfless.scaling.placing import place
 from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target

@@ -1,4 +1,4 @@
-"""Which devices each function may hold, and how much of them. Pure.
+"""Which devices each function may hold, and how much of them. Pure. `placing` chooses them.
 
 A device is a GPU or a CPU core of one node. Devices are planned by kind and count, in *groups*: a group is on one node,
 and is taken and given back as a whole. Which devices of which node it is, is known when the run holds it
@@ -11,11 +11,9 @@ The shares of a device add up to at most 1, which makes the bill of a run at mos
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import islice
 
 from rlhfless.records import ReplicaState
 from rlhfless.spec import PlacementSpec
@@ -166,53 +164,6 @@ class Wanted:
     """The key of the spec that sets `ranks`."""
 
 
-def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted]) -> Placement:
-    """Give every replica its allocation.
-
-    Co-located: the run's devices of each node are one group, because the learner has them all; actor i has k
-    neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
-    learner side, on one node if it fits, and each actor has a group of its own. Functions BESIDE have a device for each
-    rank: from the last device of the learner side to the first, one function after the other.
-
-    On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
-
-    Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
-    has not so many and cannot grow, because it is private.
-    """
-    (actors,) = (wanted for wanted in functions if wanted.site is Site.WINDOWS)
-    kind = device_kind(spec, nodes)
-    by_node = _by_node(spec, nodes, kind, actors.devices)
-    generation, learning = _sides(spec, by_node, actors.devices)
-    windows = _windows(spec, generation, actors.devices, actors.replicas, kind)
-    learner = [device for node in learning for device in node.devices]
-    used = windows[: actors.replicas] if spec.mode == "disaggregated" else []
-    groups = [
-        *(DeviceGroup(f"{actors.function}-{i}", window.devices, window.name) for i, window in enumerate(used)),
-        *(DeviceGroup(f"learner-{i}", node.devices, node.name) for i, node in enumerate(learning)),
-    ]
-    chosen: dict[str, list[tuple[Device, ...]]] = {}
-    taken = 0
-    for wanted in functions:
-        if wanted.site is Site.WINDOWS:
-            chosen[wanted.function] = [windows[i % len(windows)].devices for i in range(wanted.replicas)]
-        elif wanted.site is Site.SIDE:
-            chosen[wanted.function] = [tuple(learner)]
-        elif wanted.site is Site.CORES and kind != CPU_KIND:
-            cores = tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(_own_cores(wanted.devices, nodes)))
-            chosen[wanted.function] = [cores]
-            groups.append(DeviceGroup(f"{wanted.function}-0", cores))
-        else:
-            count = min(wanted.ranks, len(learner))
-            places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
-            chosen[wanted.function] = [tuple(learner[place] for place in places)]
-            taken += count
-        if wanted.site in (Site.SIDE, Site.BESIDE) and wanted.ranks > len(learner) and kind != CPU_KIND:
-            raise PlacementError(f"{wanted.ranks_key} is {wanted.ranks}, but the learner has {len(learner)} device(s)")
-    if spec.tenants > 1:
-        return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
-    return Placement(_with_shares(chosen), tuple(groups))
-
-
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
     """The kind of a run's devices: what the spec names, or the GPUs of the cluster, or CPU cores where it has none.
 
@@ -232,129 +183,3 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
             "cluster with placement.ray_address"
         )
     return spec.kind
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeDevices:
-    """Devices of one node."""
-
-    name: str
-    """Of the node; empty for one that has to come."""
-    devices: tuple[Device, ...]
-
-
-def _by_node(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int) -> list[_NodeDevices]:
-    """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
-    have: as many as the largest that is there, and at least one actor's. Where nodes may come and none that is there
-    holds an actor, co-located functions, which share their devices, wait for such nodes."""
-    present = sum(node.count(kind) for node in nodes)
-    wanted = spec.devices or present
-    if wanted > present and not spec.ray_address:
-        raise PlacementError(f"placement.devices asks for {wanted} device(s), but {present} are there")
-    if not wanted:
-        raise PlacementError(
-            f"the cluster has no devices of kind {kind}; if an autoscaler is to bring them, say how many with "
-            "placement.devices"
-        )
-    largest = max((node.count(kind) for node in nodes), default=0)
-    if largest < per_actor and spec.ray_address and spec.devices and spec.mode != "disaggregated":
-        nodes = ()
-    left, taken = wanted, dict.fromkeys((node.name for node in nodes), 0)
-    freest = sorted(nodes, key=lambda node: -node.free(kind))
-    for most in (Node.free, Node.count):
-        for node in freest:
-            more = max(min(left, most(node, kind) - taken[node.name]), 0)
-            taken[node.name] += more
-            left -= more
-    sizes = [(node.name, taken[node.name]) for node in freest if taken[node.name]]
-    to_come = max(largest or NODE_DEVICES, per_actor)
-    while left:
-        sizes.append(("", min(left, to_come)))
-        left -= sizes[-1][1]
-    prefix = "cpu" if kind == CPU_KIND else "gpu"
-    numbered = iter([Device(f"{prefix}-{i}", kind, i) for i in range(wanted)])
-    return [_NodeDevices(name, tuple(islice(numbered, size))) for name, size in sizes]
-
-
-def _sides(
-    spec: PlacementSpec, by_node: Sequence[_NodeDevices], per_actor: int
-) -> tuple[Sequence[_NodeDevices], Sequence[_NodeDevices]]:
-    """The devices of generation and of the learner side."""
-    if spec.mode != "disaggregated":
-        return by_node, by_node
-    count, needed = sum(len(node.devices) for node in by_node), spec.learner_devices
-    if count <= needed:
-        raise PlacementError(
-            f"placement.learner_devices is {needed} and the run has {count} device(s), which "
-            "leaves none for generation; use mode colocated, or more devices"
-        )
-    # On one node if it has enough: where that costs the fewest actors, and of such the smallest. Otherwise on several.
-    enough = [node for node in reversed(by_node) if len(node.devices) >= needed]
-
-    def cost(node: _NodeDevices) -> tuple[int, int]:
-        size = len(node.devices)
-        return size // per_actor - (size - needed) // per_actor, size
-
-    order = [min(enough, key=cost)] if enough else list(reversed(by_node))
-    learning: list[_NodeDevices] = []
-    rest = {id(node): node for node in by_node}
-    for node in order:
-        part = min(needed, len(node.devices))
-        needed -= part
-        if part:
-            learning.insert(0, _NodeDevices(node.name, node.devices[-part:]))
-            rest[id(node)] = _NodeDevices(node.name, node.devices[:-part])
-    return [node for node in rest.values() if node.devices], learning
-
-
-def _windows(
-    spec: PlacementSpec, by_node: Sequence[_NodeDevices], size: int, actors: int, kind: str
-) -> list[_NodeDevices]:
-    """Where actors may sit: neighbours on one node, and no device twice."""
-    windows = [
-        _NodeDevices(node.name, node.devices[first : first + size])
-        for node in by_node
-        for first in range(0, len(node.devices) - size + 1, size)
-    ]
-    count = sum(len(node.devices) for node in by_node)
-    if spec.mode == "disaggregated" and spec.ray_address and spec.devices:
-        # What is left of each node makes no actor; where nodes may come, it is asked for on another one.
-        left = [device for node in by_node for device in node.devices[len(node.devices) // size * size :]]
-        windows += [_NodeDevices("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
-    if not windows:
-        most = max(len(node.devices) for node in by_node)
-        on_one = "" if most == count else f", and not more than {most} of them on one node"
-        raise PlacementError(
-            f"generation.engine.tensor_parallel_size is {size}, but generation has {count} device(s){on_one}; lower "
-            "it, or raise placement.devices"
-        )
-    if actors > len(windows) and kind != CPU_KIND:
-        raise PlacementError(
-            f"scaling.generation.max_actors is {actors}, with {size} device(s) each, but generation has {count} "
-            f"device(s) of kind {kind}, enough for {len(windows)} actor(s); lower it, or raise placement.devices"
-        )
-    return windows
-
-
-def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
-    """The number of cores that a function wants, or of the largest node if that has fewer."""
-    return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
-
-
-def _whole(wanted: Wanted, chosen: Sequence[tuple[Device, ...]], kind: str) -> Iterator[Allocation]:
-    """The allocations of a function on devices that runs share: in its turn it has all of a device, and nothing else is
-    billed for it. Scoring takes no turns on the cores that others work on, and pays for nothing there."""
-    share = 0.0 if wanted.site is Site.CORES and kind == CPU_KIND else 1.0
-    return (Allocation(devices, (share,) * len(devices), lent=True) for devices in chosen)
-
-
-def _with_shares(
-    chosen: Mapping[str, Sequence[tuple[Device, ...]]],
-) -> dict[str, tuple[Allocation, ...]]:
-    """The allocations of devices: the replicas on a device have equal shares of it, which add up to 1."""
-    replicas_on = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
-
-    def shared(devices: tuple[Device, ...]) -> Allocation:
-        return Allocation(devices, tuple(1.0 / replicas_on[device] for device in devices))
-
-    return {function: tuple(map(shared, allocations)) for function, allocations in chosen.items()}

@@ -20,7 +20,8 @@ from rlhfless.functions.launching import binding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import FunctionName, Holding, Invocation
 from rlhfless.scaling.function_kinds import Bounds, declared
-from rlhfless.scaling.placement import Allocation, Site, Wanted, place
+from rlhfless.scaling.placement import Allocation, Site, Wanted
+from rlhfless.scaling.placing import place
 from rlhfless.spec import PlacementSpec, RunSpec, TimeoutsSpec
 
 LEASE_S = 20.0

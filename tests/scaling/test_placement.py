@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.function_kinds import kinds_of
-from rlhfless.scaling.placement import Node, Placement, PlacementError, Site, Wanted, place
+from rlhfless.scaling.placement import Node, Placement, PlacementError, Site, Wanted
+from rlhfless.scaling.placing import place
 from rlhfless.spec import PlacementSpec, RunSpec
 
 

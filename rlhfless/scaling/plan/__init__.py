@@ -10,8 +10,9 @@ from rlhfless.scaling.plan.contract import (
 )
 from rlhfless.scaling.plan.cost import CapacityError
 from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Standby
-from rlhfless.scaling.plan.planner import ActorPlan, Plan, plan
+from rlhfless.scaling.plan.planner import plan
 from rlhfless.scaling.plan.responses import Responses, responses
+from rlhfless.scaling.plan.step_plan import ActorPlan, Plan
 
 __all__ = [
     "ActorPlan",

@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from rlhfless.records import Decision
 from rlhfless.scaling.plan import kernel
 from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Standby
 from rlhfless.scaling.plan.responses import Floats, Ints, Responses, order_of
+from rlhfless.scaling.plan.step_plan import ActorPlan, Plan
 
 RESOLUTION = 1.004
 """Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent."""
@@ -42,63 +41,6 @@ LIMITS = 32
 REFINED = 3
 """So many of the best plans of the frontier are tried again at the least limit at which their actors suffice: that is
 where each number of actors is at its best."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorPlan:
-    """The work of one actor."""
-
-    kind: str
-    tier: str
-    samples: Ints
-    """Indices into the responses, from the longest to the shortest: the order in which they go to the engine."""
-    ready_s: float
-    """From the start of the step until it can work: its wait, and the load of the new weights."""
-    finish_s: float
-    """From the start of the step until its last sample ends. It is paid for until then, and can be released then."""
-    usd: float
-    """Until then, and between this step and the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The actors of a step and their work, its predicted time and cost, and the reason."""
-
-    contract: Contract
-    feasible: bool
-    """Whether the contract can be kept; where not, the plan is the fastest or the cheapest."""
-    actors: tuple[ActorPlan, ...]
-    """The actors with the longest samples come first."""
-    step_s: float
-    """When the last actor ends."""
-    usd: float
-    """Cost of all actors, each until its own end, and of having them between this step and the next."""
-    reason: str
-    time_usd_per_s: float
-    """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
-    plan, and infinite if the budget is not spent."""
-
-    @property
-    def nearest(self) -> Contract:
-        """The nearest contract that can be kept: `contract` itself if that can."""
-        if self.feasible:
-            return self.contract
-        is_deadline = isinstance(self.contract, CheapestUnderDeadline)
-        return CheapestUnderDeadline(self.step_s) if is_deadline else FastestUnderBudget(self.usd)
-
-    def record(self, step: int, at_s: float) -> Decision:
-        """The decision as the trace keeps it."""
-        inputs: dict[str, float | int | str | bool] = {
-            "contract": str(self.contract),
-            "feasible": self.feasible,
-            "nearest": str(self.nearest),
-            "samples": sum(actor.samples.size for actor in self.actors),
-            "step_s": self.step_s,
-            "usd": self.usd,
-            "reason": self.reason,
-        }
-        inputs |= {f"actors_{kind}": n for kind, n in sorted(Counter(a.kind for a in self.actors).items())}
-        return Decision(step, at_s, "plan", f"{len(self.actors)} actors", inputs)
 
 
 def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_usd_per_s: float = 0.0) -> Plan:
