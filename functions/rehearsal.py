@@ -35,7 +35,7 @@ from rlhfless.functions.policy import (
     response_logprobs,
 )
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
-from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
+from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import AdamWSpec, CriticSpec, DType, GRPOSpec, LearnerSpec, PPOSpec, TrainingSpec
@@ -46,13 +46,15 @@ MICRO_BATCHES = 2
 CPU = torch.device("cpu")
 
 
-def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
+def peak_bytes(
+    config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int, optimizer: AdamWSpec | None = None
+) -> Mapping[str, int]:
     """What rank 0 of `ranks` holds at most during micro-batches of `rows` sequences of `width` tokens: in `total`, and
     of it by the tracker's categories.
 
     `config` is a transformers config. Must run in a process without a process group.
     """
-    return _peak_bytes(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
+    return _peak_bytes(lambda mesh: _learner(config, learner, optimizer, mesh), learner, ranks, _batch(rows, width))
 
 
 def critic_peak_bytes(config: Any, critic: CriticSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
@@ -101,8 +103,8 @@ def _tracked(rank: TrainingRank, batch: PackedBatch) -> Mapping[str, int]:
             tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak goes on
             set_gradient_reduction(rank._model, alone=rank._alone, offload=False, last=number == MICRO_BATCHES - 1)
             rank._loss(batch)[0].backward()
-    states, peak = rank._optimizer.state(), _peak(tracker)
-    moments = sum(local(tensor).nbytes for moment in MOMENTS for tensor in states[moment].values())
+    peak = _peak(tracker)
+    moments = sum(local(tensor).nbytes for tensor in rank._optimizer.moments())
     return peak | {"AdamW": moments, "total": peak["total"] + moments}
 
 
@@ -111,25 +113,27 @@ def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
     return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in peaks.items()}
 
 
-def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
+def _learner(config: Any, learner: LearnerSpec, optimizer: AdamWSpec | None, mesh: DeviceMesh) -> LearnerRank:
     rank = LearnerRank.__new__(LearnerRank)
     rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
-    _fill(rank, learner, mesh, _policy(config, learner, mesh))
+    _fill(rank, learner, mesh, _policy(config, learner, mesh), optimizer or AdamWSpec())
     return rank
 
 
 def _critic(config: Any, critic: CriticSpec, mesh: DeviceMesh) -> CriticRank:
     rank = CriticRank.__new__(CriticRank)
     rank._algorithm = cast(ActorCritic, algorithm_of(PPOSpec()))
-    _fill(rank, critic, mesh, _network(NEW_VALUES, config, critic, mesh))
+    _fill(rank, critic, mesh, _network(NEW_VALUES, config, critic, mesh), critic.optimizer)
     return rank
 
 
-def _fill(rank: TrainingRank, training: TrainingSpec, mesh: DeviceMesh, network: PolicyNetwork) -> None:
+def _fill(
+    rank: TrainingRank, training: TrainingSpec, mesh: DeviceMesh, network: PolicyNetwork, optimizer: AdamWSpec
+) -> None:
     """As its constructor does, but for the weights."""
     rank._training, rank._mesh, rank._alone = training, mesh, is_alone(mesh, offload=False)
     rank._policy, rank._model = network, network.model
-    rank._optimizer = ShardedAdamW(rank._model, AdamWSpec())
+    rank._optimizer = ShardedAdamW(rank._model, optimizer)
 
 
 def _policy(

@@ -21,7 +21,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     if critic is None:
         return ()
     tokens = max(critic.micro_batch_tokens, terms.sequence_tokens)
-    return on_device(value_phases(terms.shape, tokens, sharded(critic)), terms.sheet.kind)
+    return on_device(value_phases(terms.shape, tokens, sharded(critic, critic.optimizer)), terms.sheet.kind)
 
 
 KIND = FunctionKind(

@@ -65,7 +65,7 @@ class CriticRank(TrainingRank):
         without. *Collective.*"""
         if batch.values is None or batch.returns is None:
             raise ValueError("the batch has no values or no returns; compute them before `learn`")
-        metrics = with_explained_variance(self._updates(passes.over(batch)))
+        metrics = with_explained_variance(self._updates(passes.over(batch), passes.planned_updates))
         return {f"critic_{name}" if name in OF_OPTIMIZER else name: value for name, value in metrics.items()}
 
     def _loss(

@@ -35,7 +35,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:
     """The phases of a rank with micro-batches of so many tokens, without what every process holds."""
     learner = spec.learner
-    how = replace(sharded(learner), exact_head=learner.head_dtype == "float32")
+    how = replace(sharded(learner, spec.optimizer), exact_head=learner.head_dtype == "float32")
     return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
 
 

@@ -94,10 +94,10 @@ class LearnerRank(TrainingRank):
         if batch.old_logprobs is None and passes.epochs > 1:
             batch = batch.with_columns(old_logprobs=self.evaluate(batch))
         if batch.old_logprobs is not None:
-            return self._updates(passes.over(batch))
+            return self._updates(passes.over(batch), passes.planned_updates)
         parts = list(passes.over(batch))
         parts[1:] = [part.with_columns(old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
-        return self._updates(parts)
+        return self._updates(parts, passes.planned_updates)
 
     def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, bytes]]:
         """The weights in the published dtype, by the names in a checkpoint, tied tensors once; they may share the

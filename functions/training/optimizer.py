@@ -1,4 +1,5 @@
-"""AdamW over the shards of a model: warm-up, clipping by the norm over all ranks, and the state of a checkpoint."""
+"""The optimiser of a rank's shards: clipping by the norm over all ranks, the learning rate, and the state of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.functions.sharding import copies_of, local
+from rlhfless.functions.training.adamw import EightBitAdamW, TorchAdamW
+from rlhfless.functions.training.learning_rate import learning_rate
 from rlhfless.spec import AdamWSpec
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of AdamW's two moments."""
 
 
 class ShardedAdamW:
@@ -21,19 +21,7 @@ class ShardedAdamW:
         self._spec = spec
         self._parameters = dict(model.named_parameters())
         self._copies = copies_of(next(iter(self._parameters.values())))
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=spec.learning_rate,
-            betas=spec.betas,
-            eps=spec.eps,
-            weight_decay=spec.weight_decay,
-            fused=True,  # in place, without a temporary copy of all parameters
-        )
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros((), device=local(parameter).device),
-                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
-            }
+        self._adamw = (TorchAdamW if spec.moment_bits == 32 else EightBitAdamW)(self._parameters, spec)
         self.updates = 0
 
     def gradient_norm(self) -> float:
@@ -44,31 +32,32 @@ class ShardedAdamW:
         return float((squares / self._copies).sqrt())
 
     def forget_gradients(self) -> None:
-        self._optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
-    def step(self, norm: float) -> float:
-        """Clip the gradient, whose norm is `norm`, and step. Returns the learning rate."""
+    def step(self, norm: float, planned: int) -> float:
+        """Clip the gradient, whose norm is `norm`, and step, as one of `planned` steps. Returns the learning rate."""
         limit = self._spec.max_grad_norm
         if limit is not None and norm > limit:
             for gradient in self._gradients():
                 gradient.mul_(limit / norm)
         self.updates += 1
-        warmed_up = min(1.0, self.updates / max(self._spec.warmup_steps, 1))
-        learning_rate = self._spec.learning_rate * warmed_up
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        rate = learning_rate(self._spec, self.updates, planned)
+        self._adamw.step(rate, self.updates)
         self.forget_gradients()
-        return learning_rate
+        return rate
+
+    def moments(self) -> list[torch.Tensor]:
+        """The tensors of the moments."""
+        return [tensor for part in self._adamw.state().values() for tensor in part.values() if tensor.ndim]
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint keeps, in place: shards of master weights and moments, and the number of
         updates."""
-        states = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
         return {
             # The model's own file may have a coarser format than the master weights.
             "master_weights": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            **{key: {name: state[key] for name, state in states.items()} for key in ("step", *MOMENTS)},
+            **self._adamw.state(),
             "updates": torch.tensor(self.updates),
         }
 

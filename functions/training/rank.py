@@ -150,11 +150,11 @@ class TrainingRank:
         self._optimizer.set_restored(state)
         torch.set_rng_state(state["random_state"])
 
-    def _updates(self, parts: Iterable[PackedBatch]) -> dict[str, float]:
-        """An optimiser step on each mini-batch. Returns `skipped_updates`, the updates whose gradient was not finite,
-        and for the other updates means over their response tokens (`*_max` are maxima), including `gradient_norm`
-        before clipping and `learning_rate`. *Collective.*"""
-        updates = [(part.denominators.tokens, self._update(part)) for part in parts]
+    def _updates(self, parts: Iterable[PackedBatch], planned: int) -> dict[str, float]:
+        """An optimiser step on each mini-batch, of `planned` in the whole run. Returns `skipped_updates`, the updates
+        whose gradient was not finite, and for the other updates means over their response tokens (`*_max` are maxima),
+        including `gradient_norm` before clipping and `learning_rate`. *Collective.*"""
+        updates = [(part.denominators.tokens, self._update(part, planned)) for part in parts]
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
@@ -172,7 +172,7 @@ class TrainingRank:
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         return cut(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)
 
-    def _update(self, batch: PackedBatch) -> dict[str, float] | None:
+    def _update(self, batch: PackedBatch, planned: int) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
         share = select(batch, share_of(self._policy, batch, self._training.micro_batch_tokens))
         parts = self._cut(share)
@@ -194,7 +194,7 @@ class TrainingRank:
         if not np.isfinite(norm):
             self._optimizer.forget_gradients()
             return None
-        rate = self._optimizer.step(norm)
+        rate = self._optimizer.step(norm, planned)
         return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": rate}
 
 

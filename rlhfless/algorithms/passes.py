@@ -24,6 +24,8 @@ class Passes:
     epochs: int = 1
     seed: tuple[int, ...] = (0,)
     """Numbers of the run and of the step, from which the order of each pass is drawn."""
+    planned_updates: int = 0
+    """Optimiser steps of the whole run, over which the learning rate may fall."""
 
     def over(self, batch: PackedBatch) -> Iterator[PackedBatch]:
         """The mini-batches of all passes, one after the other, each the data of an optimiser step. Raises ValueError as

@@ -74,7 +74,8 @@ class Keepers:
         spec = self._spec
         # There are fewer mini-batches if dropped samples leave fewer groups.
         count = min(spec.mini_batches, batch.denominators.groups)
-        passes = Passes(count, spec.epochs_of(pool.function), (spec.seed, call.step))
+        epochs, planned = spec.epochs_of(pool.function), spec.planned_updates(pool.function)
+        passes = Passes(count, epochs, (spec.seed, call.step), planned)
         metrics: Mapping[str, float] = await self._work(
             self.replica(pool), Work.LEARN, "learn", call, batch, passes, sent=sent
         )

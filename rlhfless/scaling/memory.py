@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.spec import DType, TrainingSpec
+from rlhfless.spec import AdamWSpec, DType, TrainingSpec
 
 GIB = 2**30
 
@@ -161,6 +161,8 @@ class Sharded:
     """Sets of so many ranks (HSDP)."""
     values: bool = False
     """Its head gives one value, as a critic's: no logits, and no gradient of a head."""
+    moment_bits: int = 32
+    """Bits of each moment of the optimiser."""
 
     @property
     def alone(self) -> bool:
@@ -168,8 +170,8 @@ class Sharded:
         return self.ranks * self.copies == 1 and not self.offload
 
 
-def sharded(training: TrainingSpec) -> Sharded:
-    """How a trained model is split, by its section of the spec."""
+def sharded(training: TrainingSpec, optimizer: AdamWSpec) -> Sharded:
+    """How a trained model is split, by its section of the spec, and how it is optimised."""
     return Sharded(
         training.split_over(training.world_size),
         training.dtype,
@@ -177,15 +179,26 @@ def sharded(training: TrainingSpec) -> Sharded:
         training.offload,
         sharing=training.share_prefixes,
         copies=training.copies,
+        moment_bits=optimizer.moment_bits,
     )
 
 
-def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[MemoryPart, ...]:
+SCALED_NUMBERS = 256
+"""Numbers in 8 bits that share a scale in float32 (functions/training/block_quantised.py)."""
+
+
+def moment_bytes(parameters: int, moment_bits: int) -> int:
+    """AdamW's two moments of so many parameters: 8 bytes each in float32, 2 (1 + 4 / 256) in 8 bits."""
+    return 8 * parameters if moment_bits == 32 else 2 * (parameters + 4 * math.ceil(parameters / SCALED_NUMBERS))
+
+
+def learner_states_bytes(shape: ModelShape, ranks: int = 1, moment_bits: int = 32) -> tuple[MemoryPart, ...]:
     """The states of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N
     (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its
-    stage 3)."""
+    stage 3); less with moments in 8 bits (moment_bytes)."""
     p = math.ceil(shape.parameters / ranks)
-    return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), MemoryPart("AdamW", 8 * p)
+    moments = MemoryPart("AdamW", moment_bytes(p, moment_bits))
+    return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -216,7 +229,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare and
     benchmarks/memory_plan.py.
     """
-    states = learner_states_bytes(shape, how.ranks) if not how.offload else ()
+    states = learner_states_bytes(shape, how.ranks, how.moment_bits) if not how.offload else ()
     resting = tuple(part for part in states if part.name != "gradients")
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
     layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head

@@ -28,10 +28,20 @@ class AdamWSpec(SpecModel):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Of matrices and embeddings; norms and biases have none (the convention of nanoGPT, Megatron-LM and the Hugging
+    Face Trainer)."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm; `null` for no clipping."""
     warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """The learning rate grows linearly over this many optimiser steps."""
+    rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The course of the learning rate from there to the run's last planned optimiser step: `linear` falls in a line to
+    `rate_floor`, `cosine` by half a cosine."""
+    rate_floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What `linear` and `cosine` fall to, as a share of `learning_rate`."""
+    moment_bits: Literal[32, 8] = 32
+    """Bits of each of the optimiser's two moments. 8: block-wise quantised (arXiv 2110.02861), 6 bytes per parameter
+    less, for matrices and embeddings."""
 
 
 class TrainingSpec(SpecModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -118,6 +119,10 @@ class LoggingSpec(SpecModel):
 
     record_tokens: bool = False
     """Keep the token ids and logprobs of every rollout in the trace."""
+
+
+OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.optimizer"})
+"""The sections of `RunSpec.optimizers`."""
 
 
 class RunSpec(SpecModel):
@@ -241,6 +246,11 @@ class RunSpec(SpecModel):
         """The sections of the functions whose models are trained, by key, which is the function's name."""
         return {"learner": self.learner, **({} if self.critic is None else {"critic": self.critic})}
 
+    @property
+    def optimizers(self) -> Mapping[str, AdamWSpec]:
+        """The settings of the optimisers of trained models, by function."""
+        return {"learner": self.optimizer, **({} if self.critic is None else {"critic": self.critic.optimizer})}
+
     def epochs_of(self, function: str) -> int:
         """Passes of a function with a trained model over the batch of a training step."""
         own = self.critic.epochs if self.critic is not None and function == "critic" else None
@@ -250,6 +260,24 @@ class RunSpec(SpecModel):
     def updates_per_step(self) -> int:
         """Optimiser steps of the policy in a training step."""
         return self.mini_batches * self.epochs
+
+    def planned_updates(self, function: str) -> int:
+        """Optimiser steps of a function with a trained model in the whole run, if no step has too few groups for its
+        mini-batches."""
+        without = 0 if self.critic is None or function == "critic" else self.critic.warm_up_steps
+        return (self.steps - without) * self.mini_batches * self.epochs_of(function)
+
+    @model_validator(mode="after")
+    def _rates_have_steps_to_fall_in(self) -> RunSpec:
+        for function, optimizer in self.optimizers.items():
+            planned, where = self.planned_updates(function), OPTIMIZER_KEYS[function]
+            if optimizer.rate_schedule != "constant" and optimizer.warmup_steps >= planned:
+                raise ValueError(
+                    f"{where}.warmup_steps is {optimizer.warmup_steps}, and the run plans {planned} optimiser steps: "
+                    f"none is left for rate_schedule {optimizer.rate_schedule}; set warmup_steps below {planned}, or "
+                    "rate_schedule to constant"
+                )
+        return self
 
     def updates_policy(self, step: int) -> bool:
         """Whether the policy learns in a training step: not while the critic warms up."""

@@ -108,6 +108,14 @@ def with_values(batch: PackedBatch) -> PackedBatch:
     return batch.with_columns(values=values, returns=returns)
 
 
+def plain_adamw(model: torch.nn.Module, spec: AdamWSpec) -> torch.optim.AdamW:
+    """torch's AdamW with weight decay for matrices alone."""
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, spec.learning_rate, spec.betas, spec.eps)
+
+
 def make_critic(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> CriticRank:
     """A critic in float32 with one thread that starts from `model`, with its head unless `new_head`; `changes` are
     specs, or fields of CriticSpec."""

@@ -57,7 +57,7 @@ def unbounded(node: dict[str, Any], path: str, shared: dict[str, Any], seen: fro
             yield from unbounded(shared[name], path, shared, seen | {name})
         return
     number = node.get("type") == "integer" or (node.get("type") == "number" and path.endswith("_s"))
-    if number and not {"maximum", "exclusiveMaximum"} & node.keys():
+    if number and not {"maximum", "exclusiveMaximum", "enum"} & node.keys():
         yield path
     if node.get("type") == "array" and "maxItems" not in node:
         yield path

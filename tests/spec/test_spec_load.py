@@ -194,6 +194,11 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("logging: {console: line}", ["did you mean `lines`?"]),
         ("algorithm: {type: a2c}", ["algorithm.type", "'a2c'", "'grpo'"]),
         ("samples_per_prompt: 1", ["samples_per_prompt is 1", "set it to 2 or more"]),
+        (
+            "optimizer: {rate_schedule: linear, warmup_steps: 200}\nsteps: 100\nmini_batches: 2",
+            ["optimizer.warmup_steps is 200", "plans 200 optimiser steps", "set warmup_steps below 200"],
+        ),
+        ("optimizer: {moment_bits: 16}", ["optimizer.moment_bits", "16", "32 or 8"]),
         ("epochs: 0", ["epochs (line 7)", "0", "1"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
         (

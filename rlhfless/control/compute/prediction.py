@@ -19,6 +19,7 @@ import numpy as np
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.rows import Totals
@@ -175,7 +176,12 @@ def _scenario(
         "seeds": SEEDS,
         "placement": {"mode": spec.placement.mode}
         | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
-        "learner": {"mini_batches": spec.mini_batches, "epochs": spec.epochs} | measured.get("learner", {}),
+        "learner": {
+            "mini_batches": spec.mini_batches,
+            "epochs": spec.epochs,
+            "state_bytes_per_parameter": _state_bytes(asked),
+        }
+        | measured.get("learner", {}),
         # On CPU cores scoring shares the cores of the other functions.
         "scoring": {"cores": 1 if asked.sheet.kind == CPU_KIND else spec.scoring.workers} | measured.get("scoring", {}),
         "contract": spec.scaling.contract.model_dump(mode="json"),
@@ -190,6 +196,12 @@ def _scenario(
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)
+
+
+def _state_bytes(asked: Question) -> float:
+    """Bytes per parameter of the learner's states."""
+    parts = learner_states_bytes(asked.shape, moment_bits=asked.spec.optimizer.moment_bits)
+    return sum(part.size_bytes for part in parts) / asked.shape.parameters
 
 
 def _cluster(asked: Question) -> dict[str, Any]:

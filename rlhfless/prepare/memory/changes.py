@@ -13,6 +13,7 @@ from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
 from rlhfless.spec import RunSpec
+from rlhfless.spec.run import OPTIMIZER_KEYS
 
 TENSOR_PARALLEL = (2, 4, 8)
 """Sizes that vLLM's kernels and most models' numbers of heads take, inside one machine."""
@@ -113,6 +114,7 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
             text += f" and placement.learner_devices: {ranks}"
         yield text, shared, None, None
     yield from _of_frozen(spec, asked.count if colocated else spec.placement.learner_devices)
+    yield from _of_moments(spec)
     yield from _of_memory(spec)
 
 
@@ -127,6 +129,14 @@ def _of_memory(spec: RunSpec) -> Iterator[Edit]:
     for key, is_on in (("placement.turns", spec.placement.in_turns), *offload):
         if not is_on:
             yield f"{key}: true", {key: True}, None, None
+
+
+def _of_moments(spec: RunSpec) -> Iterator[Edit]:
+    """Optimiser moments in 8 bits: no time, and rounding."""
+    for name, optimizer in spec.optimizers.items():
+        if optimizer.moment_bits == 32:
+            key = f"{OPTIMIZER_KEYS[name]}.moment_bits"
+            yield f"{key}: 8", {key: 8}, None, None
 
 
 def _of_frozen(spec: RunSpec, devices: int) -> Iterator[Edit]:

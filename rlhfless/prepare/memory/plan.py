@@ -23,6 +23,7 @@ from rlhfless.scaling.memory import (
     PROCESS,
     PROCESS_BYTES,
     MemoryPhase,
+    moment_bytes,
     stored_versions,
     version_bytes,
     without_head,
@@ -157,11 +158,13 @@ def memory_plan(
         )
     store = version_bytes(shape, spec.model.dtype)
     sizes = {name: (shape if name == "learner" else without_head(shape)).parameters for name in spec.trained}
-    trained = [(part, sizes[name] * part.copies) for name, part in spec.trained.items()]
-    offloaded = sum(16 * parameters for part, parameters in trained if part.offload)
-    on_devices = sum(parameters for part, parameters in trained if not part.offload)
-    # They are loaded by way of the host; in turns, master weights and both moments wait there.
-    held = offloaded + (12 if spec.placement.in_turns else 4) * on_devices + _frozen_bytes(spec, shape, rewards)
+    weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
+    # What a checkpoint copies, and what waits in the host's memory in turns: master weights and both moments.
+    kept = {name: size + moment_bytes(size // 4, spec.optimizers[name].moment_bits) for name, size in weights.items()}
+    offloaded = sum(weights[name] + kept[name] for name, part in spec.trained.items() if part.offload)
+    waiting = kept if spec.placement.in_turns else weights  # all are loaded by way of the host
+    on_devices = sum(waiting[name] for name, part in spec.trained.items() if not part.offload)
+    held = offloaded + on_devices + _frozen_bytes(spec, shape, rewards)
     if sheet.kind == CPU_KIND:
         held = sum(plan.count * plan.size_bytes for plan in plans) + offloaded
     return MemoryPlan(
@@ -172,7 +175,7 @@ def memory_plan(
         host_bytes=held,
         shared_bytes=stored_versions(spec.schedule.max_staleness) * store,
         cache_bytes=CACHED_VERSIONS * store,
-        checkpoint_bytes=sum(12 * parameters for _, parameters in trained) if spec.checkpoint.background else 0,
+        checkpoint_bytes=sum(kept.values()) if spec.checkpoint.background else 0,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fakes.ranks import run_critic
-from fakes.tiny_learner import make_critic, save_tiny_critic, with_values
+from fakes.tiny_learner import make_critic, plain_adamw, save_tiny_critic, with_values
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.critic.rank import CriticRank
@@ -98,7 +98,7 @@ def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(critic, tiny_critic,
         metrics = rank.learn(given, Passes(2))
         ours = rank.weights()
     model = AutoModelForSequenceClassification.from_pretrained(tiny_critic, dtype=torch.float32)
-    adamw = torch.optim.AdamW(model.parameters(), LARGE.learning_rate, LARGE.betas, LARGE.eps, LARGE.weight_decay)
+    adamw = plain_adamw(model, LARGE)
     clip, losses, norms = PPOSpec().value_clip, [], []
     for part in Passes(2).over(given):
         loss = torch.zeros(())

@@ -10,7 +10,8 @@ from fakes.pretended_cuda import pretended_cuda
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.policy import load_policy, response_logprobs
 from rlhfless.functions.sharding import local
-from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
+from rlhfless.functions.training.adamw import MOMENTS
+from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.spec import AdamWSpec, ModelSpec
 
 

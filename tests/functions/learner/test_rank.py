@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from fakes.tiny_learner import plain_adamw
 from rlhfless.algorithms.batch import select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.training.rank import default_threads
@@ -27,9 +28,7 @@ def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec
     """Weights after one training step by the obvious code (a sequence at a time, one formula, torch's AdamW), and the
     norm of each gradient."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    adamw = torch.optim.AdamW(
-        model.parameters(), optimizer.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
-    )
+    adamw = plain_adamw(model, optimizer)
     norms = []
     for part in passes.over(batch):
         loss = torch.zeros(())
@@ -159,6 +158,21 @@ def test_warmup_grows_the_learning_rate_linearly(learner, batch):
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_falls_over_the_planned_updates_and_is_resumed(learner, batch, tmp_path, schedule):
+    optimizer = AdamWSpec(learning_rate=1e-3, warmup_steps=2, rate_schedule=schedule, rate_floor=0.1)
+    passes = Passes(2, planned_updates=6)
+    with learner(optimizer=optimizer) as rank:
+        first = rank.learn(batch, passes)
+        rank.save(tmp_path / "step-000001")
+        later = [rank.learn(batch, passes) for _ in range(2)]
+    with learner(optimizer=optimizer) as rank:
+        rank.restore(tmp_path / "step-000001")
+        assert [rank.learn(batch, passes) for _ in range(2)] == later
+    assert first["learning_rate"] <= 1e-3
+    assert later[0]["learning_rate"] > later[1]["learning_rate"] > 1e-4
+
+
 def test_learning_raises_the_reward_that_the_advantages_stand_for(learner, batch):
     def objective(rank):
         return float((batch.advantages * rank.evaluate(batch)).sum())
@@ -275,19 +289,35 @@ def test_the_memory_plan_knows_the_learners_states(learner, batch, tiny_model):
     with learner() as rank:
         rank._loss(batch)[0].backward()
         rank._policy.settle()
-        moments = [
-            value
-            for state in rank._optimizer._optimizer.state.values()
-            for name, value in state.items()
-            if name in ("exp_avg", "exp_avg_sq")
-        ]
         held = {
             "master weights": sum(parameter.nbytes for parameter in rank._model.parameters()),
             "gradients": sum(parameter.grad.nbytes for parameter in rank._model.parameters()),
-            "AdamW": sum(value.nbytes for value in moments),
+            "AdamW": sum(moment.nbytes for moment in rank._optimizer.moments()),
         }
     assert planned == pytest.approx(held, rel=0.1)
     assert sum(planned.values()) == 16 * shape.parameters
+
+
+def test_moments_in_8_bits_learn_as_exact_ones_in_a_quarter_of_their_memory(learner, batch, tmp_path):
+    """Losses and policies of 20 updates, and the resumed run bit for bit."""
+    results = {}
+    for bits in (32, 8):
+        with learner(optimizer=AdamWSpec(learning_rate=1e-3, moment_bits=bits)) as rank:
+            losses = [rank.learn(batch, Passes(2, seed=(0, step)))["loss"] for step in range(8)]
+            rank.save(tmp_path / f"step-{bits}")
+            losses += [rank.learn(batch, Passes(2, seed=(0, step)))["loss"] for step in range(8, 10)]
+            held = sum(moment.nbytes for moment in rank._optimizer.moments())
+            results[bits] = np.array(losses), held, rank.evaluate(batch)
+    moved = np.abs(results[32][2] - batch.rollout_logprobs).mean()
+    assert np.abs(results[8][2] - results[32][2]).mean() < 0.02 * moved
+    np.testing.assert_allclose(results[8][0], results[32][0], atol=0.02 * np.ptp(results[32][0]))
+    with learner(optimizer=AdamWSpec(learning_rate=1e-3, moment_bits=8)) as rank:
+        rank.restore(tmp_path / "step-8")
+        again = [rank.learn(batch, Passes(2, seed=(0, step)))["loss"] for step in range(8, 10)]
+        with pytest.raises(CheckpointError, match="exp_avg"):
+            rank.restore(tmp_path / "step-32")
+    assert again == results[8][0][8:].tolist()
+    assert results[8][1] < 0.4 * results[32][1], "rows of 32 numbers have a scale each: 1/8 byte per number"
 
 
 def test_a_checkpoint_in_an_object_store(learner, batch, tmp_path):
