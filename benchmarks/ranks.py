@@ -1,6 +1,6 @@
-"""What the ranks of a learner hold, beside the memory plan: while a model is loaded, and in a step.
+"""What the ranks of a learner or a critic hold, beside the memory plan: while a model is loaded, and in a step.
 
-    python benchmarks/ranks.py [--ranks 1,2,4] [--smoke]
+    python benchmarks/ranks.py [--functions learner,critic] [--ranks 1,2,4] [--smoke]
 
 A random model of about 100 M parameters in float32; each rank is a process on CPU cores and works on sequences of its
 own. Measured is anonymous memory above what the process held before it loaded: without the libraries, and without the
@@ -12,6 +12,7 @@ while they loaded (RssAnon of /proc, sampled from outside every 2 ms), beside th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,12 +32,13 @@ from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
+from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, Sharded, learn_phases
-from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, Sharded, learn_phases, value_phases
+from rlhfless.spec import AdamWSpec, CriticSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
 
 WIDTH = 128
 """Tokens of a sequence."""
@@ -92,16 +94,42 @@ def batch_of(sequences: int) -> PackedBatch:
     return batch.with_columns(advantages=batch.spread(generator.standard_normal(batch.sequences).astype(np.float32)))
 
 
-def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: Any, most: Any) -> None:
+def learner_settings(**learner: Any) -> tuple[Any, ...]:
+    """What the constructor of its rank takes after the model."""
+    return LearnerSpec(**learner), AdamWSpec(), GRPOSpec(), TEMPERATURE
+
+
+def critic_settings(**critic: Any) -> tuple[Any, ...]:
+    """What the constructor of its rank takes after the model."""
+    return CriticSpec(**critic), AdamWSpec(), PPOSpec()
+
+
+FUNCTIONS: dict[str, tuple[Any, Any]] = {
+    "learner": (LearnerRank, learner_settings),
+    "critic": (CriticRank, critic_settings),
+}
+
+
+def planned_bytes(function: str, shape: ModelShape, tokens: int, ranks: int) -> int:
+    """The plan's figure of the phase `learn`."""
+    if function == "critic":
+        return value_phases(shape, tokens, Sharded(ranks))[0].size_bytes
+    return learn_phases(shape, tokens, Sharded(ranks), LOGITS_CHUNK_ELEMENTS)[0].size_bytes
+
+
+def work(function: str, model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: Any, most: Any) -> None:
     """One rank; it says in `phase` what it does, and in `most` what it held in its steps."""
     batch = batch_of(MICRO_BATCHES * rows * ranks)
+    batch = batch.with_columns(values=0 * batch.advantages, returns=batch.advantages)
 
-    class Told(LearnerRank):
+    rank_class, settings = FUNCTIONS[function]
+
+    class Told(rank_class):  # type: ignore[misc,valid-type]  # of whichever function
         def _load(self, device: torch.device) -> PolicyNetwork:
             phase.value = PHASES.index("before")
             time.sleep(20 * SAMPLE_S)
             phase.value = PHASES.index("loading")
-            policy = super()._load(device)
+            policy: PolicyNetwork = super()._load(device)
             dist.barrier()
             time.sleep(20 * SAMPLE_S)
             phase.value = PHASES.index("loaded")
@@ -109,10 +137,7 @@ def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: A
 
     learner = Told(
         ModelSpec(path=model),
-        LearnerSpec(ranks=ranks, threads=1, micro_batch_tokens=rows * WIDTH, share_prefixes=False),
-        AdamWSpec(),
-        GRPOSpec(),
-        TEMPERATURE,
+        *settings(ranks=ranks, threads=1, micro_batch_tokens=rows * WIDTH, share_prefixes=False),
         rank=rank,
         world_size=ranks,
         init_method=rendezvous,
@@ -154,13 +179,13 @@ def samples(processes: list[Any], phases: list[Any]) -> Iterator[list[tuple[str,
         raise RuntimeError(f"ranks ended with {failed}")
 
 
-def measured(model: str, shape: ModelShape, ranks: int, rows: int) -> dict[str, Any]:
+def measured(function: str, model: str, shape: ModelShape, ranks: int, rows: int) -> dict[str, Any]:
     """The ranks of one learner."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         phases = [context.Value("i", -1, lock=False) for _ in range(ranks)]
         peaks = [context.Value("q", 0, lock=False) for _ in range(ranks)]
-        common = (model, f"file://{folder}/rendezvous")
+        common = (function, model, f"file://{folder}/rendezvous")
         given = [(*common, rank, ranks, rows, phases[rank], peaks[rank]) for rank in range(ranks)]
         processes = [context.Process(target=work, args=arguments) for arguments in given]
         for process in processes:
@@ -177,7 +202,7 @@ def measured(model: str, shape: ModelShape, ranks: int, rows: int) -> dict[str, 
             for process in processes:
                 process.kill()
     most = [peak.value - held for peak, held in zip(peaks, before, strict=True)]
-    plan = learn_phases(shape, rows * WIDTH, Sharded(ranks), LOGITS_CHUNK_ELEMENTS)[0].size_bytes
+    plan = planned_bytes(function, shape, rows * WIDTH, ranks)
     whole = 4 * shape.parameters
     return {
         "step_mib": [round(size / MIB) for size in most],
@@ -190,6 +215,7 @@ def measured(model: str, shape: ModelShape, ranks: int, rows: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", default=",".join(FUNCTIONS))
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--rows", type=int, default=4, help=f"sequences of {WIDTH} tokens of a micro-batch")
     parser.add_argument("--layers", type=int, default=12)
@@ -198,9 +224,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, shape = random_model(Path(folder), arguments.layers)
         result: dict[str, Any] = {"machine": machine(), "parameters": shape.parameters}
-        for ranks in map(int, arguments.ranks.split(",")):
-            found = result[f"{ranks} rank(s)"] = measured(model, shape, ranks, arguments.rows)
-            print(f"{ranks} rank(s): {found}", file=sys.stderr, flush=True)
+        for function, ranks in itertools.product(arguments.functions.split(","), arguments.ranks.split(",")):
+            of = f"{function}, {ranks} rank(s)"
+            result[of] = measured(function, model, shape, int(ranks), arguments.rows)
+            print(f"{of}: {result[of]}", file=sys.stderr, flush=True)
     print(json.dumps(result, indent=2))
 
 
