@@ -29,9 +29,16 @@ def plan(
     spec: SpecFile,
     overrides: Overrides = None,
     devices: Annotated[
-        str | None,
-        typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default this machine's."),
+        list[str] | None,
+        typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default this machine's, or all kinds."),
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare devices and placements: these, or all kinds of the price book.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write run.yaml and values.yaml of a compared row here.")
+    ] = None,
+    row: Annotated[int, typer.Option(min=1, help="The row that is written, by its number in the table.")] = 1,
     lengths_of: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Take response lengths and latencies of this recorded run."),
@@ -44,9 +51,9 @@ def plan(
 ) -> None:
     """Memory per device and phase, the nearest change that fits, and the time and cost of the run.
 
-    `rlhfless runs plan` asks a service, and compares other devices.
+    `--compare` shows where it would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
-    from rlhfless.control.compute.planning import planned_on
+    from rlhfless.control.compute.planning import Planner
     from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
     from rlhfless.prepare.memory.changes import nearest_change
     from rlhfless.prepare.memory.settled import plan_problems
@@ -55,7 +62,13 @@ def plan(
 
     loaded = load_spec(spec, overrides or ())
     trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
-    asked = question_of(loaded, *(parsed_devices(devices) if devices is not None else local_devices(loaded)))
+    if compare:
+        from rlhfless.cli.plan_compare import compare_devices
+
+        compare_devices(Planner(loaded, trace), devices or (), out, row, as_json=as_json)
+        return
+    _refuse_without_compare(devices, out)
+    asked = question_of(loaded, *(parsed_devices(devices[0]) if devices else local_devices(loaded)))
     latency = None
     if measured is not None:
         from rlhfless.selftest.report import measured_latency
@@ -64,18 +77,25 @@ def plan(
     planned = asked.plan()
     problems = plan_problems(asked, planned)
     change = None if planned.fits else nearest_change(asked)
+    planner = Planner(asked.spec, trace, latency)
     if as_json:
-        row, lengths = planned_on(asked, trace, latency)
-        cost = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
+        found = planner.row(asked)
+        cost = {"predicted": found["predicted"], "reason": found["reason"], "lengths": planner.lengths.source}
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
         _show(asked, planned, problems, change)
         if not problems:
-            _show_cost(
-                *planned_on(asked, trace, latency), "" if trace else "; --lengths-of takes them from a recorded run"
-            )
+            hint = "" if trace else "; --lengths-of takes them from a recorded run"
+            _show_cost(planner.row(asked), planner.lengths.source, hint)
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _refuse_without_compare(devices: list[str] | None, out: Path | None) -> None:
+    if devices is not None and len(devices) > 1:
+        raise typer.BadParameter("several devices are for --compare", param_hint="--devices")
+    if out is not None:
+        raise typer.BadParameter("it needs --compare", param_hint="--out")
 
 
 def _as_json(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> dict[str, Any]:

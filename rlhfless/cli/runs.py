@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the service; by default RLHFLESS_URL.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LengthsOf = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Take response lengths and latencies of this earlier run.")
+]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; `last` is the newest.")]
 
 LAST = "last"
@@ -34,7 +37,21 @@ T = TypeVar("T")
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     runs = typer.Typer(help="Start, watch and steer the runs of a service.", no_args_is_help=True)
-    for command in (create, plan, show, watch, cancel, pause, resume, delete, logs, usage, events, checkpoints):
+    for command in (
+        create,
+        plan,
+        compare,
+        show,
+        watch,
+        cancel,
+        pause,
+        resume,
+        delete,
+        logs,
+        usage,
+        events,
+        checkpoints,
+    ):
         runs.command()(command)
     runs.command("list")(list_runs)
     app.add_typer(runs, name="runs")
@@ -67,20 +84,11 @@ def create(
 def plan(
     spec: SpecFile,
     overrides: Overrides = None,
-    devices: Annotated[
-        list[str] | None,
-        typer.Option("--devices", metavar="NxKIND", help="Other devices, such as 8xh100; by default the price book's."),
-    ] = None,
-    lengths_of: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Take response lengths and latencies of this earlier run.")
-    ] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
-    ] = None,
+    lengths_of: LengthsOf = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """What a run would need, take and cost, here and on other devices. Starts nothing."""
+    """What a run would need, take and cost on the service's devices. Starts nothing."""
     from rlhfless.cli.runs_tables import plan_lines
     from rlhfless.control.objects.costs import PlanObject
     from rlhfless.spec.load import load_values
@@ -88,8 +96,34 @@ def plan(
     values = load_values(spec, overrides or ())
     with _client(url) as client:
         earlier = None if lengths_of is None else _id(client, lengths_of)
-        answer = client.plan(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
+        answer = client.plan(values, lengths_of=earlier)
     _print(PlanObject.model_validate(answer), as_json, plan_lines)
+
+
+def compare(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option("--devices", metavar="NxKIND", help="Devices, such as 8xh100; by default the price book's."),
+    ] = None,
+    lengths_of: LengthsOf = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """On which devices, and how placed, a run would be faster or cheaper. Starts nothing."""
+    from rlhfless.cli.runs_tables import comparison_lines
+    from rlhfless.control.objects.costs import ComparisonObject
+    from rlhfless.spec.load import load_values
+
+    values = load_values(spec, overrides or ())
+    with _client(url) as client:
+        earlier = None if lengths_of is None else _id(client, lengths_of)
+        answer = client.compare(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
+    _print(ComparisonObject.model_validate(answer), as_json, comparison_lines)
 
 
 def list_runs(

@@ -26,8 +26,11 @@ class Estimates:
     The pace is counted from the end of the first step, because that step also has the starts of processes.
     """
 
-    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic, what: str = "steps"
+    ) -> None:
         self._say = say
+        self._what = what
         self._now = now
         self._began_s = now()
         self._first: tuple[float, int] | None = None
@@ -48,7 +51,7 @@ class Estimates:
         """Show the estimate if there is a new one; called after FIRST_S."""
         with self._lock:
             left_s = self._left_s()
-            done = f"{count(self._done)} of {count(self._total)} steps in {clock(self._now() - self._began_s)}"
+            done = f"{count(self._done)} of {count(self._total)} {self._what} in {clock(self._now() - self._began_s)}"
             if left_s is None:
                 if not self._said_too_few:
                     self._said_too_few = True

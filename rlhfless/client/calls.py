@@ -29,7 +29,7 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 TIMEOUT_S = 30.0
 """Longest wait for an answer, in seconds."""
 
-COMPUTE_S = 130.0
+COMPUTE_S = 250.0
 """Longest wait for a computation of the service, which takes 120 s at most."""
 
 STREAM_S = 60.0
@@ -211,9 +211,16 @@ def functions() -> ClientCall[ListObject[ReplicaObject]]:
 
 
 def plan(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
-    """The memory, time and cost of a run, before it is started. `question`: devices, lengths_of, deadline_s."""
+    """The memory, time and cost of a run, before it is started. `question`: lengths_of."""
     body = {"spec": dict(spec)} | question
     return ClientCall("POST", "/v1/runs:plan", dict[str, Any], body=body, timeout_s=COMPUTE_S)
+
+
+def compare(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
+    """The time and cost of a run on other devices and in other placements. `question`: devices, lengths_of,
+    deadline_s."""
+    body = {"spec": dict(spec)} | question
+    return ClientCall("POST", "/v1/runs:compare", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 
 
 def test_rewards(

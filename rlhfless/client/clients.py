@@ -63,6 +63,7 @@ class _Requests:
     logs = _Method(calls.logs)
     functions = _Method(calls.functions)
     plan = _Method(calls.plan)
+    compare = _Method(calls.compare)
     test_rewards = _Method(calls.test_rewards)
     simulate = _Method(calls.simulate)
     get_simulation = _Method(calls.get_simulation)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfless import __version__
 from rlhfless.autoscaling.engine_starts import EngineStarts
-from rlhfless.control.compute.planning import planned_on
+from rlhfless.control.compute.planning import Planner
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
@@ -76,7 +76,8 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
             if subject.model != BUNDLED:  # the next run of this model plans with it
                 EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, subject.results["start"])
             report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.results["ranks"]}
-            row, lengths = planned_on(subject.asked, None, latency)
+            planner = Planner(subject.asked.spec, measured=latency)
+            row, lengths = planner.row(subject.asked), planner.lengths.source
             report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
         return report
 

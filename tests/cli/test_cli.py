@@ -257,7 +257,7 @@ def test_a_plan_shows_time_and_cost_as_the_service_does_and_no_line_twice(sized)
     asked = [sized, "--devices", "2xcpu-core"]
     found = json.loads(invoke("plan", *asked, "--json").stdout)
     spec = load_spec(sized).model_dump(mode="json")
-    service_plan = planned({"spec": spec, "present": {"cpu-core": 2}, "alone": True})
+    service_plan = planned({"spec": spec, "present": {"cpu-core": 2}})
     assert found["predicted"] == service_plan["chosen"]["predicted"]
     assert found["lengths"] == service_plan["lengths"]
     text = invoke("plan", *asked).stdout
@@ -333,3 +333,40 @@ def test_code_that_is_not_there_is_refused_when_the_service_starts(tmp_path, mon
         assert not started
     if package == "mien":
         assert invoke("up", "--detach", "--code", package, "--ray-address", "http://head:8265").exit_code == 0
+
+
+def test_devices_are_compared_and_the_chosen_ones_written(sized, tmp_path):
+    asked = ["--compare", "--devices", "8xh100", "--devices", "1xl40s"]
+    result = invoke("plan", sized, *asked, "--out", tmp_path / "chosen")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(invoke("plan", sized, *asked, "--json").stdout)["rows"]
+    assert f"1 * {rows[0]['count']} x {rows[0]['kind']}" in result.stdout
+    spec = load_spec(tmp_path / "chosen" / "run.yaml")
+    assert (spec.placement.kind, spec.placement.devices) == (rows[0]["kind"], rows[0]["count"])
+    (group,) = yaml.safe_load((tmp_path / "chosen" / "values.yaml").read_text())["ray"]["gpuGroups"]
+    assert (group["kind"], group["gpus"] * group["maxNodes"]) == (rows[0]["kind"], rows[0]["count"])
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["--devices", "8xh100", "--devices", "1xl40s"], "several devices are for --compare"),
+        (["--devices", "8xh100", "--out", "there"], "it needs --compare"),
+        (["--compare", "--devices", "8xh100", "--out", "there", "--row", "9"], "9 is no row that fits"),
+    ],
+)
+def test_what_only_a_comparison_takes_is_refused_elsewhere(sized, told, said):
+    result = invoke("plan", sized, *told)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_devices_are_listed_with_sources(tmp_path):
+    rows = {row["kind"]: row for row in json.loads(invoke("devices", "--json").stdout)}
+    assert rows["h100"]["flops_per_s"]["value"] == 989e12
+    assert all(row["price"] is None or row["price"]["source"] for row in rows.values())
+    book = tmp_path / "prices.yaml"
+    price = {"source": "ours", "as_of": "2026-11-01"}
+    kinds = [{"kind": "h100", "usd_per_hour": 1.5, **price}, {"kind": "cpu-core", "usd_per_hour": 0.01, **price}]
+    book.write_text(yaml.safe_dump({"cpu_kind": "cpu-core", "devices": kinds}))
+    assert " 1.50 2026-11-01" in invoke("devices", "--prices", book).stdout

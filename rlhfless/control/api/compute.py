@@ -19,7 +19,7 @@ from rlhfless.control.api.views import object_of
 from rlhfless.control.database.tables import SimulationRow
 from rlhfless.control.errors import ApiError, not_found, refused
 from rlhfless.control.objects.common import ListObject
-from rlhfless.control.objects.costs import PlanObject, RewardTrialObject, SimulationObject
+from rlhfless.control.objects.costs import ComparisonObject, PlanObject, RewardTrialObject, SimulationObject
 from rlhfless.control.objects.fleet import TimelineObject
 from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
@@ -30,8 +30,8 @@ from rlhfless.spec.errors import InputError, Problem
 
 router = APIRouter(tags=["compute"])
 
-PLAN_S, REWARDS_S, TIMELINE_S, CHECK_S = 120.0, 120.0, 60.0, 60.0
-"""Longest times of jobs. A plan for all kinds of the price book takes some ten seconds."""
+PLAN_S, COMPARE_S, REWARDS_S, TIMELINE_S, CHECK_S = 120.0, 240.0, 120.0, 60.0, 60.0
+"""Longest times of jobs. A comparison over all kinds of the price book takes up to a minute."""
 
 
 class _Question(BaseModel):
@@ -39,17 +39,20 @@ class _Question(BaseModel):
 
 
 class PlanQuestion(_Question):
-    """A run, and the devices to plan it for."""
+    """A run to plan."""
 
     spec: dict[str, Any]
-    devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
-    """Devices such as `8xh100`; by default kinds and counts of the price book."""
     lengths_of: str | None = None
     """Id of an earlier run, for its response lengths and, on the same devices, its latencies."""
+
+
+class CompareQuestion(PlanQuestion):
+    """A run, and the devices to compare for it."""
+
+    devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
+    """Devices such as `8xh100`; by default kinds and counts of the price book."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
-    """The deadline of the whole run: plans that keep it come first."""
-    alone: bool = False
-    """Plan only for the run's own devices, which takes a moment; other devices take ten seconds."""
+    """The deadline of the whole run: what keeps it comes first."""
 
 
 @router.post("/runs:plan", summary="What a run would need, take and cost")
@@ -58,12 +61,24 @@ async def plan_run(
     question: Annotated[PlanQuestion, Body(openapi_examples={"small": {"value": {"spec": EXAMPLE}}})],
 ) -> PlanObject:
     """Answers without starting anything: memory per device and phase, time and cost of a step and of the run with a
-    band, the same for other devices, and what is missing for a better answer."""
+    band, on the devices that the spec names or that the service has, and what is missing for a better answer."""
+    await accepted_spec(question.spec, service.settings)
+    answer = await service.runner.run("plan", await plan_question(service, question), PLAN_S)
+    return PlanObject.model_validate(answer)
+
+
+@router.post("/runs:compare", summary="On which devices, and how placed, a run would be faster or cheaper")
+async def compare_run(
+    service: OfService,
+    question: Annotated[CompareQuestion, Body(openapi_examples={"small": {"value": {"spec": EXAMPLE}}})],
+) -> ComparisonObject:
+    """Answers without starting anything: kinds and numbers of devices and placements, each with time, cost, energy and
+    what takes the time, and why those that do not fit do not."""
     await accepted_spec(question.spec, service.settings)
     if problems := list(_device_problems(question.devices)):
         raise refused("the devices", problems)
-    answer = await service.runner.run("plan", await plan_question(service, question), PLAN_S)
-    return PlanObject.model_validate(answer)
+    answer = await service.runner.run("compare", await plan_question(service, question), COMPARE_S)
+    return ComparisonObject.model_validate(answer)
 
 
 def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:

@@ -52,8 +52,7 @@ class Forecasts(PeriodicTask):
     async def _plan(self, run: RunRow) -> None:
         trace = await self._database.read(lambda session: _similar_trace(session, run))
         devices = dict(self._devices()) or {"cpu-core": 1}
-        # Only the run's own devices: other kinds are for `runs:plan`.
-        question: dict[str, Any] = {"spec": run.spec, "present": devices, "trace": trace, "devices": [], "alone": True}
+        question: dict[str, Any] = {"spec": run.spec, "present": devices, "trace": trace}
         plan = await self._answer("plan", question, PLAN_S)
         predicted = (plan.get("chosen") or {}).get("predicted") or NOTHING
         await self._database.write(lambda session: _set(session, RunRow, run.id, plan=predicted))

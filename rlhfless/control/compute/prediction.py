@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,17 +21,19 @@ import numpy as np
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.intervals import Interval, length, union
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import RunSpec
 from rlhfless.spec.learner import evaluated_share
 
-STEPS = 6
+STEPS, STEPS_QUICK = 6, 3
 """Steps that are simulated; the first is left out, because it has the starts."""
 
 SEEDS = 3
@@ -90,28 +94,44 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     )
 
 
-def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, latency: LatencyFile | None) -> PlannedCost:
-    """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured.
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A prediction, and what it was made of: means of a step."""
+
+    cost: PlannedCost
+    busy_device_s: float
+    response_tokens: float
+    shares: Mapping[str, float]
+    """By function: the share of the time in which it works."""
+
+
+def predicted(
+    asked: Question, config: dict[str, Any], lengths: Lengths, latency: LatencyFile | None, *, quick: bool = False
+) -> Predicted:
+    """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured;
+    `quick`: at the expected lengths and with one seed, so that the band is that of the data sheets alone.
 
     Raises InputError if the simulator cannot run it.
     """
-    factors = (1.0,) if lengths.known else (1.0, 0.5, 2.0)
+    factors = (1.0,) if lengths.known or quick else (1.0, 0.5, 2.0)
     with tempfile.TemporaryDirectory() as folder:
         measured: dict[str, Any] = {}
         if latency is not None:
             file = Path(folder) / "latency.yaml"
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
-        by_factor = [_totals(_scenario(asked, config, lengths, factor, measured)) for factor in factors]
+        size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
+        by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
     steps, sure = asked.spec.steps, 1.0
     if latency is None:
         sure = SHEET_FACTOR_CPU if asked.sheet.kind == CPU_KIND else SHEET_FACTOR
-    step_s = [totals.time_s / totals.steps for totals in by_factor[0]]
-    step_usd = [totals.usd / totals.steps for totals in by_factor[0]]
-    all_s = [totals.time_s / totals.steps for many in by_factor for totals in many]
-    all_usd = [totals.usd / totals.steps for many in by_factor for totals in many]
-    mean_s, mean_usd = math.fsum(step_s) / len(step_s), math.fsum(step_usd) / len(step_usd)
-    return PlannedCost(
+    totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
+    step_s = [of.time_s / of.steps for of in totals[0]]
+    step_usd = [of.usd / of.steps for of in totals[0]]
+    all_s = [of.time_s / of.steps for many in totals for of in many]
+    all_usd = [of.usd / of.steps for many in totals for of in many]
+    mean_s, mean_usd = fmean(step_s), fmean(step_usd)
+    cost = PlannedCost(
         steps=steps,
         step_s=mean_s,
         wall_s=steps * mean_s,
@@ -121,6 +141,22 @@ def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, latency
         cost_low_usd=steps * min(all_usd) / sure,
         cost_high_usd=steps * max(all_usd) * sure,
     )
+    busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
+    tokens = fmean(of.response_tokens / of.steps for of in totals[0])
+    return Predicted(cost, busy_s, tokens, _shares(by_factor[0][0]))
+
+
+def _shares(result: RunResult) -> dict[str, float]:
+    """The share of the time after the first step in which each function works."""
+    trace = result.trace
+    assert trace is not None, "the run of the first seed is traced"
+    records = trace.steps[1:] or trace.steps
+    since_s, until_s = records[0].start_s, records[-1].end_s
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    for call in trace.invocations:
+        if call.end_s > since_s and call.start_s < until_s:
+            spans[call.function].append((max(call.start_s, since_s), min(call.end_s, until_s)))
+    return {function: length(union(of)) / (until_s - since_s) for function, of in sorted(spans.items())}
 
 
 def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str) -> dict[str, Any]:
@@ -152,14 +188,18 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths, t
     return {"mfu": mfu, "expert_mfu": mfu, "fixed_s": fixed_s}
 
 
-def _totals(scenario: Scenario) -> Sequence[Totals]:
-    comparison = compare(scenario)
-    label = scenario.policies[0].shown
-    return [Totals.of(run.steps[1:] or run.steps) for run in comparison.results[label]]
+def _results(scenario: Scenario) -> Sequence[RunResult]:
+    return compare(scenario).results[scenario.policies[0].shown]
 
 
 def _scenario(
-    asked: Question, config: dict[str, Any], lengths: Lengths, factor: float, measured: dict[str, Any]
+    asked: Question,
+    config: dict[str, Any],
+    lengths: Lengths,
+    factor: float,
+    measured: dict[str, Any],
+    steps: int,
+    seeds: int,
 ) -> Scenario:
     spec = asked.spec
     policy = spec.scaling.policy.type
@@ -172,8 +212,8 @@ def _scenario(
         "prompts_per_step": spec.prompts_per_step,
         "samples_per_prompt": spec.samples_per_prompt,
         "max_tokens": spec.generation.max_tokens,
-        "steps": STEPS,
-        "seeds": SEEDS,
+        "steps": steps,
+        "seeds": seeds,
         "placement": {"mode": spec.placement.mode}
         | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
         "learner": {

@@ -84,12 +84,38 @@ class PlanObject(ApiObject):
     """The plan on the devices that the spec names, or that the service has."""
     memory: dict[str, Any]
     """The memory of the chosen devices, by function and phase, in bytes."""
-    alternatives: list[PlannedDevices]
-    """Other devices: the cheapest that keeps the deadline first."""
     lengths: str
     """The source of the response lengths."""
     missing: list[str]
     """The missing inputs of a better plan."""
+
+
+class ComparedDevices(PlannedDevices):
+    """The plan of a run on a number of devices of a kind, in a placement, beside others."""
+
+    changes: dict[str, Any]
+    """The keys of the spec that say so, by dotted name, beside `placement.kind` and `placement.devices`."""
+    on_front: bool
+    """Whether no other one is both faster and cheaper."""
+    step_usd: float | None
+    usd_per_million_tokens: float | None
+    """Per million response tokens."""
+    energy_kwh: float | None
+    """Of a step, at most: busy devices at the power that they are built for."""
+    shares: dict[str, float]
+    """By function: the share of the time in which it works. The largest is the bottleneck."""
+
+
+class ComparisonObject(ApiObject):
+    """A run on kinds and numbers of devices, and in placements, side by side."""
+
+    object: Literal["comparison"] = "comparison"
+    steps: int
+    rows: list[ComparedDevices]
+    """The front first, the fastest before; then what fits, by cost; then what does not fit. With a deadline, what keeps
+    it comes before what does not."""
+    lengths: str
+    """The source of the response lengths."""
 
 
 class UsageObject(ApiObject):

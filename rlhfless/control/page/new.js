@@ -1,11 +1,12 @@
 // A new run: a spec is pasted, planned, and started when its memory, time and cost are as they should be.
 
 import { get, post } from "./api.js";
+import { comparisonOf, othersPanel } from "./devices.js";
 import { confirmed, onceKey, problemList } from "./dialogs.js";
 import { cell, figureCell, fill, h, note, panel, table } from "./dom.js";
 import { bytes, duration, number, percent, usd } from "./format.js";
 
-const PLAN_MS = 130_000; // a plan for all devices of the price book takes some ten seconds
+const PLAN_MS = 130_000, COMPARE_MS = 250_000; // a comparison of all devices of the price book takes up to a minute
 
 const EXAMPLE = `name: demo
 model:
@@ -24,7 +25,7 @@ export function newView(root) {
   const plan = h("button", { class: "primary" }, "Plan");
   const start = h("button", { type: "button", disabled: true, onclick: () => begin().catch(refused) }, "Start the run");
   const problems = h("ul", { class: "problems" }), answer = h("div", { class: "content plan", role: "status", "aria-label": "Plan" });
-  const form = h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); planFor(true); } },
+  const form = h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); planRun(); } },
     h("label", { for: "spec" }, "Spec, as YAML or JSON"), text,
     h("div", { class: "tools" }, h("label", { for: "earlier", class: "check" }, "Response lengths of", earlier), h("span", { class: "buttons" }, plan, start)), h("div", { role: "alert" }, problems));
   root.append(h("div", { class: "head" }, h("h1", {}, "New run")), h("div", { class: "planner" }, form, answer));
@@ -53,22 +54,30 @@ export function newView(root) {
     return found;
   }
 
-  /** First on the run's own devices, which takes a moment; on all others when they are asked for. */
-  async function planFor(alone) {
+  /** On the run's own devices, which takes a moment; others are compared when they are asked for. */
+  function planRun() {
+    fill(answer);
+    return computed("planning", async () => {
+      const asked = await spec();
+      const found = await ask("/v1/runs:plan", asked, PLAN_MS);
+      planned = { spec: asked, fits: found.chosen.fits, key: onceKey() };
+      start.disabled = false;
+      const others = h("div");
+      fill(answer, planOf(found), othersPanel(others, () => computed("comparing", async () => fill(others, comparisonOf((await ask("/v1/runs:compare", asked, COMPARE_MS)).rows)))));
+    });
+  }
+
+  const ask = (path, asked, timeout) => post(path, { spec: asked, lengths_of: earlier.value || null }, { timeout, signal: closed.signal });
+
+  async function computed(what, work) {
     plan.disabled = true;
     fill(problems);
     const began = Date.now(), waits = h("p", { class: "muted", "aria-live": "off" });
-    const timer = setInterval(() => { waits.textContent = `planning for ${duration((Date.now() - began) / 1000)}`; }, 200);
-    if (alone) fill(answer, waits);
-    else answer.append(waits);
+    const timer = setInterval(() => { waits.textContent = `${what} for ${duration((Date.now() - began) / 1000)}`; }, 200);
+    answer.append(waits);
     try {
-      const asked = await spec();
-      const found = await post("/v1/runs:plan", { spec: asked, alone, lengths_of: earlier.value || null }, { timeout: PLAN_MS, signal: closed.signal });
-      planned = { spec: asked, fits: found.chosen.fits, key: onceKey() };
-      start.disabled = false;
-      fill(answer, planOf(found, alone ? () => planFor(false) : null));
+      await work();
     } catch (error) {
-      fill(answer);
       refused(error);
     } finally {
       clearInterval(timer);
@@ -100,7 +109,7 @@ export function newView(root) {
 
 const band = (text, low, high) => `${text(low)} to ${text(high)}`;
 
-function planOf(found, others) {
+function planOf(found) {
   const { chosen } = found, cost = chosen.predicted;
   const tiles = [
     ["Devices", `${chosen.count} × ${chosen.kind}`, chosen.fits ? `fits, ${chosen.placement}` : "does not fit"],
@@ -113,7 +122,7 @@ function planOf(found, others) {
   return [
     h("dl", { class: "tiles" }, tiles.map(([name, value, more]) => h("div", { class: value ? "" : "none" }, h("dt", {}, name), h("dd", {}, h("b", {}, value ?? "–"), h("span", {}, more ?? ""))))),
     why.length ? h("div", { class: "failure" }, h("h2", {}, chosen.fits ? "What is not known" : "Why it does not fit"), h("ul", {}, why.map((one) => h("li", {}, one)))) : null,
-    memoryPanel(found.memory), othersPanel(found.alternatives, others),
+    memoryPanel(found.memory),
     panel("What this rests on", {}, h("ul", { class: "basis" }, h("li", {}, `Response lengths: ${found.lengths}`), found.missing.map((one) => h("li", {}, `Better with ${one}`)))),
   ];
 }
@@ -126,13 +135,4 @@ function memoryPanel({ devices, host_bytes: host }) {
   const columns = [{ title: "Devices", sort: "ascending" }, { title: "Function", sort: "ascending" }, { title: "Phase", sort: "ascending" }, { title: "Memory", class: "num", sort: "descending" },
     { title: "Of the device", class: "num", sort: "descending" }, { title: "Largest parts", class: "wide" }];
   return panel("Memory per device and phase", { class: "flush", actions: h("span", { class: "muted small" }, `and ${bytes(host)} of the host`) }, table("Memory per device and phase", columns, rows, { class: "cards" }));
-}
-
-function othersPanel(rows, more) {
-  const button = more && h("button", { type: "button", onclick: (event) => { event.currentTarget.disabled = true; more(); } }, "Compare other devices");
-  const body = rows.map(({ kind, count, predicted, problems, reason }) => h("tr", { role: "row" },
-    cell("Devices", { class: "name", "data-value": `${kind} ${count}` }, `${count} × ${kind}`), figureCell("Run time", predicted?.wall_s ?? null, duration), figureCell("Run cost", predicted?.cost_usd ?? null, usd),
-    cell("Band", { class: "num muted" }, predicted ? band(usd, predicted.cost_low_usd, predicted.cost_high_usd) : "–"), cell("Remarks", { class: "muted wide" }, problems[0] ?? reason ?? "fits")));
-  const columns = [{ title: "Devices", sort: "ascending" }, { title: "Run time", class: "num", sort: "ascending" }, { title: "Run cost", class: "num", sort: "ascending" }, { title: "Band", class: "num" }, { title: "Remarks", class: "wide" }];
-  return panel("Other devices", { class: "flush", actions: button }, rows.length ? table("Other devices", columns, body, { class: "cards" }) : h("p", { class: "muted hint" }, more ? "For all devices of the price book it takes some ten seconds." : "None."));
 }

@@ -68,6 +68,8 @@ class DeviceSheet(SpecModel):
     all_reduce_bytes_per_s: GroupRates
     """Rate at which each device of a group sends and receives in a large all-reduce. Without NVLink they share a
     bus."""
+    power_w: Figure | None = None
+    """Power that it is built for, with its memory."""
     price: DeviceTerms | None = None
     """In a price book of its own, a kind's entry there counts."""
     unpriced: Annotated[str, Field(min_length=1)] | None = None

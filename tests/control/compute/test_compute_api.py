@@ -30,8 +30,8 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_plan_says_memory_time_and_cost_here_and_elsewhere(client: httpx.Client, spec: dict[str, Any]) -> None:
-    answer = client.post("/v1/runs:plan", json={"spec": spec, "devices": ["2xh100", "1xl40s"]}, timeout=120)
+def test_a_plan_says_memory_time_and_cost(client: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = client.post("/v1/runs:plan", json={"spec": spec}, timeout=120)
     assert answer.status_code == 200, answer.text
     plan = answer.json()
     assert (plan["chosen"]["kind"], plan["chosen"]["count"], plan["chosen"]["fits"]) == ("cpu-core", 2, True)
@@ -41,30 +41,42 @@ def test_a_plan_says_memory_time_and_cost_here_and_elsewhere(client: httpx.Clien
     assert predicted["cost_low_usd"] < predicted["cost_usd"] < predicted["cost_high_usd"]
     assert plan["memory"]["devices"][0]["size_bytes"] > 0
     assert plan["spec"]["placement"]["mode"] == "colocated"
-    assert {(row["kind"], row["count"]) for row in plan["alternatives"]} == {("h100", 2), ("l40s", 1)}
-    costs = [row["predicted"]["cost_usd"] for row in plan["alternatives"]]
-    assert costs == sorted(costs)
     assert any("lengths_of" in text for text in plan["missing"])
     assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
 
 
-def test_a_plan_for_the_runs_own_devices_alone(client: httpx.Client, spec: dict[str, Any]) -> None:
-    plan = client.post("/v1/runs:plan", json={"spec": spec, "alone": True}, timeout=120).json()
-    assert (plan["chosen"]["fits"], plan["alternatives"]) == (True, [])
-
-
-def test_a_deadline_puts_what_keeps_it_first(client: httpx.Client, spec: dict[str, Any]) -> None:
-    asked = {"spec": spec, "devices": ["2xh100", "1xl40s"], "deadline_s": 1e-6}
-    rows = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
-    walls = [row["predicted"]["wall_s"] for row in rows]
-    assert walls == sorted(walls), "none keeps it: the fastest first"
+def test_devices_and_placements_are_compared(client: httpx.Client, spec: dict[str, Any]) -> None:
+    asked = {"spec": spec, "devices": ["4xh100", "1xl40s"]}
+    answer = client.post("/v1/runs:compare", json=asked, timeout=240)
+    assert answer.status_code == 200, answer.text
+    rows = answer.json()["rows"]
+    assert {(row["kind"], row["count"], row["placement"]) for row in rows} == {
+        ("h100", 4, "co-located"),
+        ("h100", 4, "1 learn"),
+        ("h100", 4, "2 learn"),
+        ("l40s", 1, "co-located"),
+    }
+    best = [row["predicted"] for row in rows if row["on_front"]]
+    assert [row["on_front"] for row in rows] == [True] * len(best) + [False] * (len(rows) - len(best))
+    for row in rows:
+        cost = row["predicted"]
+        assert row["step_usd"] == pytest.approx(cost["cost_usd"] / cost["steps"])
+        assert row["energy_kwh"] > 0
+        assert max(row["shares"].values()) <= 1.0
+        no_worse = [each for each in best if each["wall_s"] <= cost["wall_s"] and each["cost_usd"] <= cost["cost_usd"]]
+        assert no_worse, "what is not on the front is slower and dearer than one that is"
+    late = client.post("/v1/runs:compare", json=asked | {"deadline_s": best[0]["wall_s"]}, timeout=240).json()["rows"]
+    kept = [row["predicted"]["wall_s"] <= best[0]["wall_s"] for row in late]
+    assert kept == sorted(kept, reverse=True), "what keeps the deadline comes first"
+    assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
 
 
 def test_devices_that_refuse_the_number_format_have_no_price(client: httpx.Client, spec: dict[str, Any]) -> None:
     asked = {"spec": spec | {"learner": {"dtype": "float32"}}, "devices": ["2xh100"]}
-    (row,) = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
-    assert (row["fits"], row["predicted"], row["nearest_change"]) == (False, None, None)
-    assert "placement.float32_on_gpus: true" in row["problems"][0]
+    rows = client.post("/v1/runs:compare", json=asked, timeout=120).json()["rows"]
+    for row in rows:
+        assert (row["fits"], row["predicted"], row["nearest_change"]) == (False, None, None)
+        assert "placement.float32_on_gpus: true" in row["problems"][0]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +95,7 @@ def test_a_wrong_question_is_refused(client: httpx.Client, question: dict[str, A
 
 def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[str, Any]) -> None:
     devices = ["8xh100", "8xh1000", "/etc", f"{10**30}xh100"]
-    answer = client.post("/v1/runs:plan", json={"spec": spec, "devices": devices}, timeout=60)
+    answer = client.post("/v1/runs:compare", json={"spec": spec, "devices": devices}, timeout=60)
     assert answer.status_code == 422
     problems = answer.json()["error"]["problems"]
     assert [problem["param"] for problem in problems] == ["devices.1", "devices.2", "devices.3"]
@@ -103,9 +115,9 @@ def test_devices_that_were_asked_for_and_cannot_be_have_a_row_that_says_why(
 ) -> None:
     two = spec | {"scaling": {"generation": {"min_actors": 2, "max_actors": 2}}}
     asked = {"spec": two, "devices": ["1xh100"]}
-    (row,) = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
-    assert (row["kind"], row["count"], row["fits"]) == ("h100", 1, False)
-    assert "scaling.generation.max_actors is 2" in row["problems"][0]
+    rows = client.post("/v1/runs:compare", json=asked, timeout=120).json()["rows"]
+    assert [(row["kind"], row["count"], row["fits"]) for row in rows] == [("h100", 1, False)]
+    assert "scaling.generation.max_actors is 2" in rows[0]["problems"][0]
 
 
 def test_rewards_are_tried(client: httpx.Client) -> None:

@@ -12,6 +12,9 @@ from fakes import filled
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
 
+COMPARE_MS = 240_000
+"""As the page waits."""
+
 COMPARED = f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}"
 
 
@@ -94,6 +97,11 @@ def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -
     for shown in ("Run time", "Run cost", "$", "Memory per device and phase", "learner", "Response lengths: assumed"):
         expect(plan).to_contain_text(shown, timeout=60_000)
     expect(page.get_by_role("alert")).to_be_empty()
+    page.get_by_role("button", name="Compare other devices").click()
+    front = page.get_by_role("img", name="Run time and cost")
+    expect(front).to_be_visible(timeout=COMPARE_MS)
+    assert front.locator("circle.best").count() >= 1
+    expect(page.get_by_role("table", name="Other devices")).to_contain_text("on the front")
     assert Axe().run(page).response["violations"] == []
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") == 390

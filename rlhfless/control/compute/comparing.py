@@ -1,0 +1,223 @@
+"""A run on kinds and numbers of devices and in placements, side by side: where it fits, and what it takes and costs.
+
+Each choice is a spec of its own on devices of its own. The memory plan says whether it fits, and the simulator, with
+the run's own policy, what a step takes: for all choices with one seed at the expected lengths, and for those on the
+front (no other is both faster and cheaper) with the seeds and the band that a plan has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhfless.control.compute.planning import Planner, planner_of
+from rlhfless.control.compute.prediction import Predicted
+from rlhfless.control.objects.costs import PlannedCost
+from rlhfless.prepare.memory.assumed import parsed_devices, question_of
+from rlhfless.prepare.memory.changes import nearest_change
+from rlhfless.prepare.memory.settled import plan_problems
+from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
+from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.experiment.rows import MILLION
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
+from rlhfless.spec.explain import explain
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of devices of each kind of the price book that are tried."""
+
+LEARNER_SHARES = (4, 2)
+"""Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
+
+TURNS = "placement.turns"
+
+OnChoice = Callable[[int, int], None]
+"""Called with the number of choices that are done, and of all."""
+
+JOULES_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Devices, and what the spec says of its placement on them."""
+
+    kind: str
+    count: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Values by dotted key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A choice, and what was found of it."""
+
+    choice: Choice
+    placement: str
+    problems: tuple[str, ...] = ()
+    nearest_change: str | None = None
+    predicted: Predicted | None = None
+    reason: str | None = None
+
+
+def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
+    """ComparisonObject, as JSON. Raises InputError.
+
+    `question`: spec, devices (of the user's choice), trace (folder of an earlier run), deadline_s."""
+    planner = planner_of(question)
+    tried = compared(planner, question.get("devices") or ())
+    return as_json(planner, tried, question.get("deadline_s"))
+
+
+def compared(planner: Planner, devices: Sequence[str], jobs: int = 1, on_choice: OnChoice | None = None) -> list[Tried]:
+    """All choices for devices such as `8xh100`, or for the price book's. Raises InputError for devices that do not
+    exist."""
+    choices = choices_of(planner.spec, devices)
+    tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
+    best = front(tried)
+    return [try_choice(planner, each.choice) if each in best else each for each in tried]
+
+
+def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
+    """The kinds and numbers of devices, each in the placements that are possible on them."""
+    if devices:
+        found = [parsed_devices(text) for text in devices]
+    else:
+        known = load_price_book(spec.scaling.prices).kinds
+        kinds = [kind for kind in load_devices() if kind in known and kind != CPU_KIND]
+        found = [(kind, count) for kind in kinds for count in COUNTS]
+    return [Choice(kind, count, changes) for kind, count in found for changes in _placements(kind, count)]
+
+
+def _placements(kind: str, count: int) -> Iterator[dict[str, Any]]:
+    """Changes of the spec, by dotted key."""
+    yield {"placement.mode": "colocated"}
+    for learner in sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ():
+        yield {"placement.mode": "disaggregated", "placement.learner_devices": learner}
+
+
+def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
+    """The choices in order, worked out in `jobs` processes; with one job, in this one."""
+    if jobs == 1:
+        for number, choice in enumerate(choices, start=1):
+            yield try_choice(planner, choice)
+            on_choice(number, len(choices))
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:  # a fork would copy this process without its threads
+        for number, tried in enumerate(pool.map(try_choice, [planner] * len(choices), choices, chunksize=4), start=1):
+            yield tried
+            on_choice(number, len(choices))
+
+
+def try_choice(planner: Planner, choice: Choice) -> Tried:
+    """Whether the run fits, and its time and cost if it does. Functions that do not fit side by side take turns if they
+    fit so."""
+    tried = _tried(planner, choice)
+    if tried.problems and choice.changes["placement.mode"] == "colocated" and not choice.changes.get(TURNS):
+        in_turns = _tried(planner, replace(choice, changes={**choice.changes, TURNS: True}))
+        if not in_turns.problems:
+            return in_turns
+    return tried
+
+
+def _tried(planner: Planner, choice: Choice) -> Tried:
+    placement = placement_of(choice)
+    try:
+        asked = question_of(spec_of(planner.spec, choice), choice.kind, choice.count)
+        plan = asked.plan()
+    except (InputError, PlacementError) as error:
+        return Tried(choice, placement, (str(error),))
+    if problems := plan_problems(asked, plan):
+        change = None if plan.fits else nearest_change(asked)
+        return Tried(choice, placement, tuple(problems), None if change is None else change.text)
+    predicted, reason = planner.predicted(asked)
+    return Tried(choice, placement, (), None, predicted, reason)
+
+
+def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
+    """The spec of a choice, with nothing decided that its user has left open. Raises InputError."""
+    values = spec.model_dump(mode="json", exclude_unset=True)
+    for key, value in {"placement.kind": choice.kind, "placement.devices": choice.count, **choice.changes}.items():
+        *sections, name = key.split(".")
+        section = values
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[name] = value
+    try:
+        return RunSpec.model_validate(values)
+    except ValidationError as error:
+        raise InputError("the spec", explain(error, RunSpec, values)) from error
+
+
+def placement_of(choice: Choice) -> str:
+    """The placement in a few words, for a table."""
+    if choice.changes.get(TURNS):
+        return "in turns"
+    if choice.changes.get("placement.mode") == "disaggregated":
+        return f"{choice.changes['placement.learner_devices']} learn"
+    return "co-located"
+
+
+def front(tried: Sequence[Tried]) -> list[Tried]:
+    """Those than which no other is both faster and cheaper, the fastest first."""
+    known = [each for each in tried if each.predicted is not None]
+    kept: list[Tried] = []
+    for each in sorted(known, key=lambda one: (_cost(one).wall_s, _cost(one).cost_usd)):
+        if not kept or _cost(each).cost_usd < _cost(kept[-1]).cost_usd:
+            kept.append(each)
+    return kept
+
+
+def energy_kwh(predicted: Predicted, sheet: DeviceSheet) -> float | None:
+    """Of a step, at most: the busy time of the devices at the power that they are built for. None if it is not
+    known."""
+    return None if sheet.power_w is None else predicted.busy_device_s * sheet.power_w.value / JOULES_PER_KWH
+
+
+def as_json(planner: Planner, tried: Sequence[Tried], deadline_s: float | None = None) -> dict[str, Any]:
+    """ComparisonObject."""
+    best = front(tried)
+
+    def order(each: Tried) -> tuple[bool, int, float]:
+        if each.predicted is None:
+            return True, 3 if each.problems else 2, each.choice.count
+        late = deadline_s is not None and _cost(each).wall_s > deadline_s
+        return (late, 0, _cost(each).wall_s) if each in best else (late, 1, _cost(each).cost_usd)
+
+    rows = [_row(each, on_front=each in best) for each in sorted(tried, key=order)]
+    return {"steps": planner.spec.steps, "rows": rows, "lengths": planner.lengths.source}
+
+
+def _row(tried: Tried, *, on_front: bool) -> dict[str, Any]:
+    choice, found = tried.choice, tried.predicted
+    figures: dict[str, Any] = dict.fromkeys(("predicted", "step_usd", "usd_per_million_tokens", "energy_kwh"))
+    if found is not None:
+        step_usd = found.cost.cost_usd / found.cost.steps
+        figures = {
+            "predicted": found.cost.model_dump(),
+            "step_usd": step_usd,
+            "usd_per_million_tokens": MILLION * step_usd / found.response_tokens,
+            "energy_kwh": energy_kwh(found, device_of(choice.kind)),
+        }
+    return figures | {
+        "kind": choice.kind,
+        "count": choice.count,
+        "placement": tried.placement,
+        "fits": not tried.problems,
+        "problems": list(tried.problems),
+        "nearest_change": tried.nearest_change,
+        "reason": tried.reason,
+        "changes": dict(choice.changes),
+        "on_front": on_front,
+        "shares": {} if found is None else dict(found.shares),
+    }
+
+
+def _cost(tried: Tried) -> PlannedCost:
+    assert tried.predicted is not None
+    return tried.predicted.cost

@@ -1,0 +1,42 @@
+// Devices and placements of a planned run, side by side.
+
+import { cell, figureCell, fill, h, panel, s, table } from "./dom.js";
+import { duration, percent, usd } from "./format.js";
+
+export function othersPanel(body, compare) {
+  const button = h("button", { type: "button", onclick: (event) => { event.currentTarget.disabled = true; compare(); } }, "Compare other devices");
+  fill(body, h("p", { class: "muted hint" }, "Kinds and numbers of devices of the price book, and placements on them: up to a minute."));
+  return panel("Other devices", { class: "flush", actions: button }, body);
+}
+
+export function comparisonOf(rows) {
+  const known = rows.filter((row) => row.predicted);
+  const body = rows.map(({ kind, count, placement, predicted, on_front: best, usd_per_million_tokens: tokens, shares, nearest_change: change, problems, reason }) => {
+    const [busiest, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0] ?? [];
+    const remark = predicted ? [best && "on the front", `${busiest} works ${percent(share)} of the time`].filter(Boolean).join("; ") : change ? `fits with ${change}` : problems[0] ?? reason;
+    return h("tr", { role: "row", class: best ? "chosen" : "" },
+      cell("Devices", { class: "name", "data-value": `${kind} ${count}` }, `${count} × ${kind}`), cell("Placement", {}, placement), figureCell("Run time", predicted?.wall_s ?? null, duration), figureCell("Run cost", predicted?.cost_usd ?? null, usd),
+      figureCell("Per M tokens", tokens, usd), cell("Remarks", { class: "muted wide" }, remark));
+  });
+  const columns = [{ title: "Devices", sort: "ascending" }, { title: "Placement", sort: "ascending" }, { title: "Run time", class: "num", sort: "ascending" }, { title: "Run cost", class: "num", sort: "ascending" }, { title: "Per M tokens", class: "num", sort: "ascending" }, { title: "Remarks", class: "wide" }];
+  return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" })];
+}
+
+/** Time and cost of all that fit, on logarithmic axes; the front is a line. */
+function frontPlot(rows) {
+  const width = 640, height = 240, left = 64, bottom = 28;
+  const times = rows.map((row) => row.predicted.wall_s), costs = rows.map((row) => row.predicted.cost_usd);
+  const scale = (values, from, to) => {
+    const [low, high] = [Math.log(Math.min(...values)), Math.log(Math.max(...values))];
+    return (value) => from + (high > low ? (Math.log(value) - low) / (high - low) : 0.5) * (to - from);
+  };
+  const x = scale(times, left, width - 12), y = scale(costs, height - bottom, 12);
+  const at = ({ predicted }) => `${x(predicted.wall_s).toFixed(1)},${y(predicted.cost_usd).toFixed(1)}`;
+  const best = rows.filter((row) => row.on_front).sort((a, b) => a.predicted.wall_s - b.predicted.wall_s);
+  const label = (row) => `${row.count} × ${row.kind}, ${row.placement}: ${duration(row.predicted.wall_s)}, ${usd(row.predicted.cost_usd)}`;
+  return s("svg", { viewBox: `0 0 ${width} ${height}`, class: "front", role: "img", "aria-label": `Run time and cost; on the front: ${best.map(label).join("; ")}` },
+    s("polyline", { class: "line", points: best.map(at).join(" ") }),
+    ...rows.map((row) => s("circle", { cx: x(row.predicted.wall_s), cy: y(row.predicted.cost_usd), r: row.on_front ? 5 : 3, class: row.on_front ? "best" : "other" }, s("title", {}, label(row)))),
+    s("text", { x: left, y: height - 8 }, duration(Math.min(...times))), s("text", { x: width - 12, y: height - 8, "text-anchor": "end" }, duration(Math.max(...times))),
+    s("text", { x: left - 8, y: height - bottom, "text-anchor": "end" }, usd(Math.min(...costs))), s("text", { x: left - 8, y: 18, "text-anchor": "end" }, usd(Math.max(...costs))));
+}

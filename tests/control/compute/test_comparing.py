@@ -1,0 +1,74 @@
+"""Which choices a comparison makes of a spec, and which of them are on the front."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhfless.control.compute.comparing import Choice, Tried, as_json, choices_of, front, spec_of
+from rlhfless.control.compute.planning import Planner
+from rlhfless.control.compute.prediction import Predicted
+from rlhfless.control.objects.costs import PlannedCost
+from rlhfless.spec import RunSpec
+
+SPEC = RunSpec.model_validate(
+    {
+        "model": {"path": "m"},
+        "prompts": {"path": "p.jsonl"},
+        "rewards": [{"type": "exact_match"}],
+        "steps": 10,
+        "placement": {"mode": "colocated", "turns": False},
+    }
+)
+
+
+def tried(wall_s: float | None, cost_usd: float = 0.0, count: int = 1, problems: tuple[str, ...] = ()) -> Tried:
+    choice = Choice("h100", count, {"placement.mode": "colocated"})
+    if wall_s is None:
+        return Tried(choice, "co-located", problems)
+    cost = PlannedCost(
+        steps=10,
+        step_s=wall_s / 10,
+        wall_s=wall_s,
+        wall_low_s=wall_s,
+        wall_high_s=wall_s,
+        cost_usd=cost_usd,
+        cost_low_usd=cost_usd,
+        cost_high_usd=cost_usd,
+    )
+    found = Predicted(cost, busy_device_s=36.0, response_tokens=5e5, shares={"generation": 0.75, "learner": 0.25})
+    return Tried(choice, "co-located", predicted=found)
+
+
+def test_on_the_front_is_what_no_other_beats_in_both() -> None:
+    fast, between, cheap = tried(100.0, 9.0, 8), tried(200.0, 5.0, 4), tried(400.0, 2.0, 1)
+    beaten = tried(250.0, 6.0, 2), tried(400.0, 3.0, 3), tried(100.0, 10.0, 16)
+    assert front([beaten[0], cheap, *beaten[1:], fast, between, tried(None)]) == [fast, between, cheap]
+
+
+def test_rows_have_an_order_and_figures_by_hand() -> None:
+    every = [tried(None, count=2, problems=("too large",)), tried(250.0, 6.0, 2), tried(400.0, 2.0), tried(100.0, 9.0)]
+    answer = as_json(Planner(SPEC), every, deadline_s=300.0)
+    walls = [row["predicted"] and row["predicted"]["wall_s"] for row in answer["rows"]]
+    assert walls == [100.0, 250.0, 400.0, None], "on the front, beaten, late, too large"
+    first = answer["rows"][0]
+    assert first["step_usd"] == 0.9
+    assert first["usd_per_million_tokens"] == pytest.approx(1.8)
+    assert first["energy_kwh"] == pytest.approx(36.0 * 700 / 3.6e6)
+    assert answer["rows"][3]["problems"] == ["too large"]
+
+
+def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:
+    learners = {
+        text: [choice.changes.get("placement.learner_devices") for choice in choices_of(SPEC, [text])]
+        for text in ("1xh100", "2xh100", "8xh100", "4xcpu-core")
+    }
+    assert learners == {"1xh100": [None], "2xh100": [None, 1], "8xh100": [None, 2, 4], "4xcpu-core": [None]}
+
+
+def test_a_choice_changes_the_spec_and_leaves_open_what_was() -> None:
+    choice = Choice("b200", 8, {"placement.mode": "disaggregated", "placement.learner_devices": 2})
+    changed = spec_of(SPEC, choice)
+    assert (changed.placement.kind, changed.placement.devices, changed.placement.learner_devices) == ("b200", 8, 2)
+    assert "learner" not in changed.model_fields_set
+    added = changed.placement.model_fields_set - SPEC.placement.model_fields_set
+    assert added == {"kind", "devices", "learner_devices"}
