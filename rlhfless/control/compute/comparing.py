@@ -151,7 +151,7 @@ def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
     try:
         return RunSpec.model_validate(values)
     except ValidationError as error:
-        raise InputError("the spec", explain(error, RunSpec, values)) from error
+        raise InputError("the spec", explain(error, RunSpec, {})) from error
 
 
 def placement_of(choice: Choice) -> str:
