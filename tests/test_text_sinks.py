@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
+from fakes.rollouts import drawn
 from fakes.texts import ANY_TEXT
-from rlhfless.records import Decision, FinishReason, Rollout, VersionSpan
+from rlhfless.records import Decision, Rollout, VersionSpan
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.rewards import Failed, RewardError, combined
@@ -43,19 +43,7 @@ def _no_log_may_fail() -> Iterator[None]:
 
 
 def rollout(text: str, prompt_id: str = "p") -> Rollout:
-    return Rollout(
-        prompt_id,
-        0,
-        1,
-        np.array([1, 2], np.int64),
-        np.zeros(2, np.float32),
-        text,
-        FinishReason.STOP,
-        (VersionSpan("v", 0, 2),),
-        "actor",
-        0.0,
-        1.0,
-    )
+    return drawn(prompt_id, 0, [1, 2], text=text, spans=(VersionSpan("v", 0, 2),))
 
 
 @given(ANY_TEXT, ANY_TEXT)

@@ -46,10 +46,30 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     windows = _windows(spec, generation, actors.devices, actors.replicas, kind)
     learner = [device for node in learning for device in node.devices]
     used = windows[: actors.replicas] if spec.mode == "disaggregated" else []
+    chosen = _chosen(functions, windows, learner, kind, nodes)
     groups = [
         *(DeviceGroup(f"{actors.function}-{i}", window.devices, window.name) for i, window in enumerate(used)),
         *(DeviceGroup(f"learner-{i}", node.devices, node.name) for i, node in enumerate(learning)),
+        *(DeviceGroup(f"{w.function}-0", chosen[w.function][0]) for w in functions if _has_own_cores(w, kind)),
     ]
+    if spec.tenants > 1:
+        return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
+    return Placement(_with_shares(chosen), tuple(groups))
+
+
+def _has_own_cores(wanted: Wanted, kind: str) -> bool:
+    """Whether a function works on CPU cores where the run's devices are GPUs."""
+    return wanted.site is Site.CORES and kind != CPU_KIND
+
+
+def _chosen(
+    functions: Sequence[Wanted],
+    windows: Sequence[_NodeDevices],
+    learner: Sequence[Device],
+    kind: str,
+    nodes: Sequence[Node],
+) -> dict[str, list[tuple[Device, ...]]]:
+    """The devices of each replica of each function."""
     chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken = 0
     for wanted in functions:
@@ -57,10 +77,9 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
             chosen[wanted.function] = [windows[i % len(windows)].devices for i in range(wanted.replicas)]
         elif wanted.site is Site.SIDE:
             chosen[wanted.function] = [tuple(learner)]
-        elif wanted.site is Site.CORES and kind != CPU_KIND:
-            cores = tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(_own_cores(wanted.devices, nodes)))
-            chosen[wanted.function] = [cores]
-            groups.append(DeviceGroup(f"{wanted.function}-0", cores))
+        elif _has_own_cores(wanted, kind):
+            count = _own_cores(wanted.devices, nodes)
+            chosen[wanted.function] = [tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(count))]
         else:
             count = min(wanted.ranks, len(learner))
             places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
@@ -68,9 +87,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
             taken += count
         if wanted.site in (Site.SIDE, Site.BESIDE) and wanted.ranks > len(learner) and kind != CPU_KIND:
             raise PlacementError(f"{wanted.ranks_key} is {wanted.ranks}, but the learner has {len(learner)} device(s)")
-    if spec.tenants > 1:
-        return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
-    return Placement(_with_shares(chosen), tuple(groups))
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)

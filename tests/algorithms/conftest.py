@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from fakes.rollouts import drawn
+from rlhfless.records import Group, Prompt
 
 MakeGroup = Callable[[str, tuple[int, ...], list[list[int]]], Group]
 
@@ -18,19 +19,7 @@ def make_group() -> MakeGroup:
 
     def make(prompt_id: str, prompt_tokens: tuple[int, ...], responses: list[list[int]]) -> Group:
         rollouts = tuple(
-            Rollout(
-                prompt_id=prompt_id,
-                sample_index=index,
-                seed=index,
-                token_ids=np.array(tokens, dtype=np.int64),
-                logprobs=-np.array(tokens, dtype=np.float32) / 100,
-                text="",
-                finish_reason=FinishReason.STOP,
-                version_spans=(),
-                actor="a",
-                started_s=0.0,
-                finished_s=1.0,
-            )
+            drawn(prompt_id, index, tokens, -np.array(tokens, np.float32) / 100, seed=index)
             for index, tokens in enumerate(responses)
         )
         return Group.of(Prompt(prompt_id, prompt_tokens, ""), rollouts)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from fakes.rollouts import drawn
 from rlhfless.autoscaling.sample_table import Redrawn, SampleTable
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.records import FinishReason, Rollout
@@ -11,8 +10,7 @@ from rlhfless.telemetry.metrics import METRICS
 
 
 def rollout(tokens: list[int], logprob: float, reason: FinishReason) -> Rollout:
-    logprobs = np.full(len(tokens), logprob, np.float32)
-    return Rollout("p", 0, 1, np.array(tokens), logprobs, "", reason, (), "a", 0.0, 1.0)
+    return drawn("p", 0, tokens, [logprob] * len(tokens), seed=1, reason=reason)
 
 
 def table() -> SampleTable:

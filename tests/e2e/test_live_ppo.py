@@ -85,6 +85,7 @@ def test_what_a_step_of_ppo_does(uninterrupted: Session) -> None:
     assert len(drawn_with) == 1, "nothing is published while the critic warms up"
 
 
+@pytest.mark.long
 def test_a_run_that_is_resumed_ends_with_the_same_bits(assets: Path, uninterrupted: Session, tmp_path: Path) -> None:
     first = fault_opening(assets, tmp_path, actors=1, **PPO)
     with pytest.raises(RunPaused):

@@ -17,7 +17,7 @@ from rlhfless.loop.session import Session, open_session
 from rlhfless.records import WeightVersion, Work
 from rlhfless.records.traces import Trace, read_trace
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS = 4
 

@@ -1,4 +1,4 @@
-"""A run whose functions take turns on one core: the same samples and weights, and never two of them awake."""
+"""A run whose functions take turns on one core, and in which they die: the same samples and weights."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from pathlib import Path
 import pytest
 
 from fakes import saboteur
-from fakes.live_runs import FAULT_STEPS, Whole, check_one_awake, fault_opening, tokens_of
-from rlhfless.loop.driver import execute
+from fakes.live_runs import FAULT_STEPS, Whole, fault_opening, tokens_of
 from rlhfless.loop.run import Run
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
-
-
-def test_functions_that_take_turns_do_what_they_did_side_by_side(assets: Path, whole: Whole, tmp_path: Path) -> None:
-    start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1})
-    asyncio.run(execute(start))
-    newest, trace = start.checkpoints.newest(), read_trace(tmp_path / "trace")
-    assert newest is not None
-    assert newest.notes.digest == whole.digest
-    assert tokens_of(trace) == tokens_of(whole.trace)
-    for function in (FunctionName.GENERATION, FunctionName.LEARNER):
-        asleep = [h for h in trace.holdings if h.function == function and h.state is ReplicaState.SLEEPING]
-        assert len(asleep) >= FAULT_STEPS, function
-    check_one_awake(trace)
 
 
 async def sabotage(run: Run) -> None:
@@ -44,4 +30,8 @@ def test_a_learner_that_dies_asleep_and_an_actor_that_dies_awake_change_nothing(
     recovered, digest = asyncio.run(saboteur.drive(start, sabotage))
     assert digest == whole.digest
     assert recovered.replicas_lost >= 2
-    assert tokens_of(read_trace(tmp_path / "trace")) == tokens_of(whole.trace)
+    trace = read_trace(tmp_path / "trace")
+    assert tokens_of(trace) == tokens_of(whole.trace)
+    for function in (FunctionName.GENERATION, FunctionName.LEARNER):
+        asleep = [h for h in trace.holdings if h.function == function and h.state is ReplicaState.SLEEPING]
+        assert len(asleep) >= FAULT_STEPS - 2, function  # each one that dies does so once

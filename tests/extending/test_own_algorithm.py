@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fakes.rollouts import drawn
 from fakes.tiny_learner import make_batch, make_rank, save_tiny_model
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
-from rlhfless.records import FinishReason, FunctionName, Group, Prompt, Rollout, Score
+from rlhfless.records import FunctionName, Group, Prompt, Score
 from rlhfless.scaling.function_kinds import kinds_of
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import load_spec
@@ -26,10 +27,7 @@ TEMPERATURE = 0.8
 
 def group(name: str, rewards: list[float]) -> Group:
     """A prompt of one token and responses of two."""
-    rollouts = [
-        Rollout(name, index, 0, np.array([1, 2]), np.full(2, -1, np.float32), "", FinishReason.STOP, (), "a", 0.0, 1.0)
-        for index in range(len(rewards))
-    ]
+    rollouts = [drawn(name, index, [1, 2], [-1, -1]) for index in range(len(rewards))]
     return Group.of(Prompt(name, (3,), ""), rollouts).adding(score=[Score(reward, {}) for reward in rewards])
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fakes.rollouts import drawn
 from rlhfless.autoscaling.policy_runner import EvenSplit, PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
@@ -48,19 +49,8 @@ def rollout(item: SampleItem, actor: str, tokens: int, reason: FinishReason = Fi
     """A rollout of `tokens` tokens in all; those that the item brought along are kept."""
     prior = [] if item.prior is None else list(item.prior.token_ids)
     token_ids = np.array(prior + [7] * (tokens - len(prior)), dtype=np.int64)
-    return Rollout(
-        item.prompt_id,
-        item.sample_index,
-        item.seed,
-        token_ids,
-        np.zeros(len(token_ids), np.float32),
-        "text",
-        reason,
-        (),
-        actor,
-        0.0,
-        1.0,
-    )
+    given = (item.prompt_id, item.sample_index, token_ids)
+    return drawn(*given, text="text", seed=item.seed, reason=reason, actor=actor)
 
 
 def group(name: str, samples: int = 1) -> Group:

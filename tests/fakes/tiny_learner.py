@@ -17,10 +17,11 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from fakes.rollouts import drawn
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from rlhfless.records import Group, Prompt
 from rlhfless.spec import AdamWSpec, CriticSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
 
 VOCABULARY = 40
@@ -71,18 +72,11 @@ def _drawn(prompts: Sequence[tuple[int, ...]], samples: int, generator: np.rando
         lengths = generator.integers(1, 25, samples)
         lengths[number % samples] = 0 if number == 2 else lengths[number % samples]
         rollouts = tuple(
-            Rollout(
-                prompt_id=prompt.prompt_id,
-                sample_index=index,
-                seed=0,
-                token_ids=generator.integers(0, VOCABULARY, length),
-                logprobs=-4 - generator.random(length, dtype=np.float32),
-                text="",
-                finish_reason=FinishReason.STOP,
-                version_spans=(),
-                actor="a",
-                started_s=0.0,
-                finished_s=1.0,
+            drawn(
+                prompt.prompt_id,
+                index,
+                generator.integers(0, VOCABULARY, length),
+                -4 - generator.random(length, dtype=np.float32),
             )
             for index, length in enumerate(lengths)
         )

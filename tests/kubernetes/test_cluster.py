@@ -189,8 +189,10 @@ def on_gpus(steps: int) -> dict[str, Any]:
     )
 
 
-def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> None:
-    steps = 12
+def test_worker_pods_follow_a_run_over_a_lost_pod_and_a_cordoned_node_and_go(release: Release, tmp_path: Path) -> None:
+    """There is one node that executes anything: once it is cordoned, the run waits until it may be used again."""
+    steps = 16
+    release.upgrade("--set", "controlPlane.watchNodes=true")
     assert release.pods(GPU_GROUP) == []
     with TimeLine(release) as line:
         run = release.call("POST", "/v1/runs", on_gpus(steps))["id"]
@@ -200,29 +202,20 @@ def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> No
         pods = release.pods(GPU_GROUP)
         assert len(pods) == 3
         release.kubectl("delete", "pod", pods[0], "--wait=false")
+        release.until(run, lambda found: found["step"] >= 6, 420)
+        assert max(pods for _, pods in line.rows) == 3
+        nodes = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
+        kubectl("cordon", *nodes)
+        try:
+            said = release.until(run, lambda found: "unschedulable" in found["status_reason"], 240)["status_reason"]
+            assert said.startswith("waiting for devices"), said
+        finally:
+            kubectl("uncordon", *nodes)
         release.until(run, lambda found: found["status"] == "succeeded", 420)
         end_s = time.monotonic() + 240
         while release.pods(GPU_GROUP):
             assert time.monotonic() < end_s, "worker pods stay, though no run is there"
             time.sleep(2)
-    whole(release, run, steps, tmp_path)
-    assert max(pods for _, pods in line.rows) == 3
-
-
-def test_a_cordoned_node_is_left_and_the_run_goes_on(release: Release, tmp_path: Path) -> None:
-    """There is one node that executes anything: the run waits until it may be used again."""
-    steps = 12
-    release.upgrade("--set", "controlPlane.watchNodes=true")
-    run = release.call("POST", "/v1/runs", on_gpus(steps))["id"]
-    release.until(run, lambda found: found["step"] >= 2, 420)
-    nodes = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
-    kubectl("cordon", *nodes)
-    try:
-        said = release.until(run, lambda found: "unschedulable" in found["status_reason"], 240)["status_reason"]
-        assert said.startswith("waiting for devices"), said
-    finally:
-        kubectl("uncordon", *nodes)
-    release.until(run, lambda found: found["status"] == "succeeded", 420)
     whole(release, run, steps, tmp_path)
     release.upgrade()
 

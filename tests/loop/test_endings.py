@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fakes.rollouts import drawn
 from rlhfless.cli import main
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.ray_session import NoCluster
@@ -23,7 +23,7 @@ from rlhfless.loop import driver
 from rlhfless.loop.endings import hint
 from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare import preflight
-from rlhfless.records import FinishReason, Rollout, WeightVersion
+from rlhfless.records import WeightVersion
 from rlhfless.records.checkpoints import (
     CHECKPOINTS_FOLDER,
     NOTES_FILE,
@@ -42,12 +42,9 @@ WRONG = WeightCheckFailed("probe", WeightVersion("run", 1, 3, "ab"), "the logpro
 
 def journalled(folder: Path) -> None:
     """As a run leaves its folder that was stopped while it drew."""
-    rollout = Rollout(
-        "p", 0, 1, np.array([1]), np.array([-1.0], np.float32), "a", FinishReason.STOP, (), "actor", 0.0, 1.0, 0
-    )
     journal = Journal(folder / JOURNAL_FILE)
     journal.begin_attempt()
-    journal.add(1, [rollout])
+    journal.add(1, [drawn("p", 0, [1], [-1.0], text="a", seed=1)])
     journal.close()
 
 

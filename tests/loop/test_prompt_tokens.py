@@ -1,18 +1,14 @@
 """Prompt tokens that functions computed, and how many there are, worked by hand."""
 
-import numpy as np
 import pytest
 
+from fakes.rollouts import drawn
 from rlhfless.loop.summary import prompt_token_metrics
-from rlhfless.records import Experience, FinishReason, FunctionName, Group, Invocation, Prompt, Rollout, Work
+from rlhfless.records import Experience, FunctionName, Group, Invocation, Prompt, Work
 
 
 def group(name: str, prompt: tuple[int, ...], responses: tuple[int, ...]) -> Group:
-    rollouts = [
-        Rollout(name, i, 0, np.arange(n), np.zeros(n, np.float32), "", FinishReason.STOP, (), "a", 0.0, 1.0)
-        for i, n in enumerate(responses)
-    ]
-    return Group.of(Prompt(name, prompt, ""), rollouts)
+    return Group.of(Prompt(name, prompt, ""), [drawn(name, i, range(n)) for i, n in enumerate(responses)])
 
 
 def call(function: FunctionName, work: Work, given: int, cached: int, evicted: int = 0) -> Invocation:

@@ -152,12 +152,17 @@ def test_16_bytes_a_parameter_are_shared_by_all_ranks() -> None:
 
 CASES = [
     (1, LearnerSpec(), 2),
-    (1, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
-    (4, LearnerSpec(), 2),
-    (8, LearnerSpec(dtype="bfloat16"), 4),
-    (8, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
     (8, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, head_dtype="float32"), 4),
     (32, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, shard_ranks=8), 4),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)  # seconds each; benchmarks/memory_plan.py has more
+        for case in (
+            (1, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
+            (4, LearnerSpec(), 2),
+            (8, LearnerSpec(dtype="bfloat16"), 4),
+            (8, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
+        )
+    ),
 ]
 
 

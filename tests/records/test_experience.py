@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fakes.rollouts import drawn
 from rlhfless.functions.scoring.deployment import samples_of
 from rlhfless.records import Experience, FinishReason, GivenSegment, Group, Prompt, Rollout, Sample, Score, Source
 
 
 def rollout(index: int, text: str, reason: FinishReason = FinishReason.STOP) -> Rollout:
     tokens = np.arange(len(text))
-    return Rollout("p", index, 0, tokens, -tokens.astype(np.float32), text, reason, (), "actor", 0.0, 1.0)
+    return drawn("p", index, tokens, -tokens, text=text, reason=reason)
 
 
 def two_turns() -> Sample:

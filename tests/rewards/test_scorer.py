@@ -1,32 +1,17 @@
 """The scoring function: groups in, scores in the same shape out."""
 
-import numpy as np
 import pytest
 
+from fakes.rollouts import drawn
 from rlhfless.functions.scoring.deployment import score_groups
-from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from rlhfless.records import Group, Prompt
 from rlhfless.rewards import RewardError, Rewards
 from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, PythonRewardSpec, ScoringSpec
 
 
 def group(prompt_id, answer, *responses):
     prompt = Prompt(prompt_id, (1, 2), f"prompt {prompt_id}", {"answer": answer})
-    rollouts = [
-        Rollout(
-            prompt_id=prompt_id,
-            sample_index=index,
-            seed=0,
-            token_ids=np.arange(len(text)),
-            logprobs=np.zeros(len(text), dtype=np.float32),
-            text=text,
-            finish_reason=FinishReason.STOP,
-            version_spans=(),
-            actor="a",
-            started_s=0.0,
-            finished_s=1.0,
-        )
-        for index, text in enumerate(responses)
-    ]
+    rollouts = (drawn(prompt_id, index, range(len(text)), text=text) for index, text in enumerate(responses))
     return Group.of(prompt, tuple(rollouts))
 
 

@@ -62,7 +62,11 @@ def written() -> Iterator[tuple[str, dict[str, Any]]]:
     for name in RunSpec.model_fields:
         for value in HOSTILE:
             yield name, spec() | {name: value}
+    tried = set[type[BaseModel]]()
     for path, (model, section) in sections(RunSpec, ()):
+        if model in tried:  # algorithms have sections in common
+            continue
+        tried.add(model)
         for name in model.model_fields:
             for value in HOSTILE:
                 whole = spec()

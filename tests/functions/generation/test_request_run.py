@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
+from fakes.rollouts import drawn
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import GenerationFunction
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
@@ -22,7 +21,7 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import FinishReason, Rollout, VersionSpan
+from rlhfless.records import FinishReason, VersionSpan
 
 
 class FakeEngine:
@@ -128,8 +127,7 @@ async def test_groups_that_are_aborted_together_come_in_one_message() -> None:
 
 
 async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_siblings() -> None:
-    tokens = np.full(10, 7)
-    prior = Rollout("p", 1, 1, tokens, np.zeros(10, np.float32), "", FinishReason.ABORT, (), "b", 0.0, 1.0)
+    prior = drawn("p", 1, [7] * 10, seed=1, reason=FinishReason.ABORT, actor="b")
     items = [ITEMS[0], SampleItem("p", 1, (1,), seed=1, prior=prior), ITEMS[2]]
     engine = FakeEngine()
     events = RequestRun(engine, request(items, interval_s=0.01), "i").events()
@@ -142,8 +140,7 @@ async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_s
 
 async def test_a_moved_sample_keeps_its_tokens_and_draws_the_last_one_again() -> None:
     spans = (VersionSpan("v", 0, 10),)
-    tokens, logprobs = np.arange(10), np.full(10, -2.0, np.float32)
-    prior = Rollout("p", 0, 1, tokens, logprobs, "", FinishReason.ABORT, spans, "b", 0.0, 1.0)
+    prior = drawn("p", 0, range(10), [-2.0] * 10, seed=1, reason=FinishReason.ABORT, spans=spans, actor="b")
     engine = FakeEngine()
     events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), "i").events()
     await asyncio.sleep(0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from fakes.leases import LONG
+from fakes.rollouts import drawn
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from rlhfless.records import FinishReason, Group, Prompt
 from rlhfless.rewards import Failed, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
 
@@ -137,10 +137,7 @@ async def test_the_function_scores_groups(path: str, in_process: Any) -> None:
     )
     function = await in_process(RewardModelFunction, settings)
     prompt = Prompt("p", (6,), "w1 ")
-    rollouts = tuple(
-        Rollout("p", i, 0, np.array([7]), np.zeros(1, np.float32), text, FinishReason.STOP, (), "a", 0.0, 1.0)
-        for i, text in enumerate(["w2", "w3 w4"])
-    )
+    rollouts = tuple(drawn("p", i, [7], text=text) for i, text in enumerate(["w2", "w3 w4"]))
     reply = await function.score(Call("run", 1, 1), [Group.of(prompt, rollouts)])
     ((first, second),) = reply.value
     assert first.parts["reward_model"] == pytest.approx(plain(path, ids("w1 w2")), abs=1e-5)

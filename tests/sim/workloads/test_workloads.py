@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfless.records import FinishReason, Rollout, Score
+from fakes.rollouts import drawn
+from rlhfless.records import Score
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.workloads.azure import read_azure
@@ -81,16 +82,11 @@ def test_public_traces() -> None:
     assert len(mooncake) == 12_031
 
 
-def rollout(prompt_id: str, sample_index: int, tokens: int) -> Rollout:
-    ids, logprobs = np.zeros(tokens, dtype=np.int64), np.zeros(tokens, dtype=np.float32)
-    return Rollout(prompt_id, sample_index, 0, ids, logprobs, "", FinishReason.STOP, (), "a", 0.0, 1.0)
-
-
 def trace_of(folder: Path, rows: list[tuple[int, str, int, int, int]]) -> Path:
     """A trace from rows of step, prompt, sample, response tokens, prompt tokens."""
     with TraceWriter(folder, TraceMeta("demo", 1, {}, {}, {}), record_tokens=False) as writer:
         for step, prompt_id, sample_index, response, prompt in rows:
-            writer.add_rollout(step, rollout(prompt_id, sample_index, response), Score(0.0, {}), prompt)
+            writer.add_rollout(step, drawn(prompt_id, sample_index, [0] * response), Score(0.0, {}), prompt)
     return folder
 
 
