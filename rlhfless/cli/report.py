@@ -34,6 +34,7 @@ def run_report(title: str, outcome: Outcome, folder: Path) -> RenderableType:
         outcome.after,
         {
             "checkpoint": outcome.checkpoint,
+            "best checkpoint": outcome.best_checkpoint,
             "trace": folder / TRACE_FOLDER,
             "metrics": folder / "metrics.jsonl",
             "log": folder / "run.log",

@@ -249,7 +249,8 @@ def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
         _print_json(page)
         return
     for checkpoint in page.data:
-        typer.echo(f"{checkpoint.id}  {'best  ' if checkpoint.best else '      '}{checkpoint.location}")
+        score = "-" if checkpoint.score is None else f"{checkpoint.score:.4g}"
+        typer.echo(f"{checkpoint.id}  {'best' if checkpoint.best else '':4}  {score:>8}  {checkpoint.location}")
 
 
 def _client(url: str | None) -> Client:

@@ -54,6 +54,9 @@ def run_lines(run: RunObject) -> RenderableType:
     parts.append(Text(figures + cost + left))
     if run.latest_checkpoint is not None:
         parts.append(Text(f"checkpoint {run.latest_checkpoint.location}"))
+    if run.best_checkpoint is not None:
+        score = "" if run.best_checkpoint.score is None else f" ({decimal(run.best_checkpoint.score)})"
+        parts.append(Text(f"best checkpoint{score} {run.best_checkpoint.location}"))
     if run.error is not None:
         parts.append(Text(legible(f"{run.error.code}: {run.error.message}"), style="red"))
     return Group(*parts)

@@ -104,6 +104,7 @@ def _report(client: Client, run: RunObject, before: dict[str, float]) -> Rendera
         {name.removeprefix(EVAL): value for name, value in run.latest.items() if name.startswith(EVAL)},
         {
             "checkpoint": run.latest_checkpoint.location if run.latest_checkpoint is not None else "",
+            "best checkpoint": run.best_checkpoint.location if run.best_checkpoint is not None else "",
             "page": f"{client.url}/#/runs/{run.id}",
         },
     )

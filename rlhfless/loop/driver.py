@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
+from rlhfless.loop.evaluation import evaluate_held_out
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.limits import reached
 from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import schedule_of
 from rlhfless.loop.session import Session, open_session
-from rlhfless.loop.step import evaluate_held_out, rollout, train
+from rlhfless.loop.step import rollout, train
 from rlhfless.records import Experience
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class Outcome:
     """Duration of this attempt."""
     checkpoint: str
     """Where the last checkpoint is."""
+    best_checkpoint: str
+    """Where the best one is, by `checkpoint.best`."""
     recovered: Recovered
     """Faults and losses of this attempt."""
 
@@ -52,7 +55,10 @@ async def execute(session: Session) -> Outcome:
         recovered = await drive_steps(session, run, first)
     steps = session.spec.steps
     after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
-    return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.location(steps), recovered)
+    best = run.checkpoints.best(run.checkpoints.all())
+    last = run.checkpoints.location(steps)
+    wall_s = time.time() - began_s
+    return Outcome(run.before, after, steps, wall_s, last, best.location if best else last, recovered)
 
 
 async def drive_steps(session: Session, run: Run, first: int) -> Recovered:

@@ -259,7 +259,7 @@ class Run:
             attempt=self.attempt,
             step=step,
             digest=self.published.version.digest,
-            score=self.latest.get(self.spec.checkpoint.best_by),
+            score=self.latest.get(self.spec.checkpoint.best.metric),
             before=self.before,
             kl_coefficient=self.algorithms.coefficient_after(step),
             parts=self.keepers.parts,

@@ -1,5 +1,4 @@
-"""One training step (plan, sync, generate, score, reference, evaluate, advantages, learn, publish, ledger), and one
-evaluation on held-out prompts."""
+"""One training step: plan, sync, generate, score, reference, evaluate, advantages, learn, publish, ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from rlhfless.algorithms.base import ActorCritic
 from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
-from rlhfless.loop.failures import log_failures, without_failures
+from rlhfless.loop.failures import without_failures
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_request
 from rlhfless.loop.redraws import redrawn, with_signal
@@ -22,7 +21,7 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.stages import ComputeColumn, collect, with_columns
 from rlhfless.loop.staleness import staleness_of
 from rlhfless.loop.step_context import StepContext
-from rlhfless.loop.summary import drawn_metrics, mean_parts, step_metrics
+from rlhfless.loop.summary import drawn_metrics, step_metrics
 from rlhfless.records import Experience, FinishReason, StepRecord
 from rlhfless.spec import Needs
 from rlhfless.tasks import gather_or_cancel
@@ -140,19 +139,3 @@ async def taken(
         await sent.wait()
     run.take(context.step, experience)
     return drawn_metrics(experience, kept, len(context.request.prompts))
-
-
-async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
-    """Mean of every reward part on the held-out prompts, of which there is at least one: `<part>` sampled and
-    `<part>_greedy`.
-
-    All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
-    """
-    run.clock.interrupt()
-    requests = [run.held_out_request(step, greedy=greedy) for greedy in (False, True)]
-    # Both at once: more sequences per iteration of the engine.
-    experiences = await drawn(run, {run.generate(request): {} for request in requests}, run.published.version.step)
-    for experience in experiences:
-        log_failures(experience, step)
-    sampled, greedy = (mean_parts(experience.scores) for experience in experiences)
-    return {**sampled, **{f"{part}_greedy": value for part, value in greedy.items()}}

@@ -28,6 +28,8 @@ from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
+from rlhfless.spec.explain import nearest
+from rlhfless.telemetry.metrics import METRICS
 
 T = TypeVar("T")
 
@@ -130,6 +132,7 @@ def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:
         seed=spec.seed,
         sizes=spec.sizes,
         read=columns_read(spec.rewards),
+        named_sets=spec.evaluation.sets,
     )
 
 
@@ -259,7 +262,27 @@ def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
     if spec.evaluation.every_steps is not None and not prompts.held_out:
         what = "set, but there are no held-out prompts to evaluate on"
         problems.append(Problem("evaluation.every_steps", what, "give prompts.held_out, or leave it out"))
-    return problems
+    return [*problems, *_best_problems(spec, prompts.held_out)]
+
+
+def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
+    """A metric of the best checkpoint that the run will not have, as far as its name can tell."""
+    metric = spec.checkpoint.best.metric
+    family, slash, _ = metric.partition("/")
+    figures = ("", "_greedy", *(f"_pass@{k}" for k in spec.evaluation.pass_at))
+    sets = dict.fromkeys(f"eval/{prompt.source}/" if prompt.source else "eval/" for prompt in held_out)
+    labels = [part.label for part in spec.rewards]
+    known = {
+        *(name for name, declared in METRICS.items() if declared.label is None),
+        *(f"reward/{label}" for label in labels),
+        *(f"{each}{label}{figure}" for each in sets for label in labels for figure in figures),
+    }
+    if metric in known or (slash and family in METRICS.keys() - {"reward", "eval"}):
+        return []
+    hint = (
+        f"{nearest(metric, known)}Metrics are listed in docs/metrics.md; figures of evaluations need held-out prompts"
+    )
+    return [Problem("checkpoint.best.metric", f"{metric!r} is no metric of this run", hint)]
 
 
 def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> list[str]:

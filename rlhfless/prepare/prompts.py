@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
-from rlhfless.spec import PromptsSpec, SizesSpec
+from rlhfless.spec import NamedSetSpec, PromptsSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.text import storable, storable_values
@@ -48,32 +48,43 @@ def load_prompts(
     seed: int,
     sizes: SizesSpec,
     read: frozenset[str] | None = None,
+    named_sets: Sequence[NamedSetSpec] = (),
 ) -> PromptSets:
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
-    `read`: the columns that rewards read, None for all; NaN in one of them gives a warning. Raises InputError with the
-    problems of both sets.
+    `named_sets`: further held-out prompts. `read`: the columns that rewards read, None for all; NaN in one of them
+    gives a warning. Raises InputError with the problems of all sets.
     """
-    sources = [("prompts.path", spec.path, spec.split)]
     wanted = spec.held_out
+    sources = {"prompts.path": (spec.path, spec.split)}
     if wanted is not None and wanted.path is not None:
-        sources.append(("prompts.held_out.path", wanted.path, wanted.split))
+        sources["prompts.held_out.path"] = (wanted.path, wanted.split)
+    sources |= {f"evaluation.sets.{i}.path": (each.path, each.split) for i, each in enumerate(named_sets)}
     problems: list[Problem] = []
     warnings: list[str] = []
-    sets: list[list[Prompt]] = []
-    for source in sources:
-        rows, prompts = _load(*source, spec, sizes, tokenizer, max_context_tokens, problems)
-        sets.append(prompts)
+    sets: dict[str, list[Prompt]] = {}
+    for field, source in sources.items():
+        rows, sets[field] = _load(field, *source, spec, sizes, tokenizer, max_context_tokens, problems)
         if not problems:
-            warnings += prompt_warnings(source[0], rows, prompts, tokenizer, read)
+            warnings += prompt_warnings(field, rows, sets[field], tokenizer, read)
     if problems:
         raise InputError("prompts", problems)
-    train, held_out = sets[0], sets[1] if len(sets) > 1 else []
+    train, held_out = sets["prompts.path"], sets.get("prompts.held_out.path", [])
     if wanted is not None and wanted.fraction is not None:
         train, held_out = _split(train, wanted.fraction, seed)
-    train = _without(train, held_out, warnings)
+    named = [
+        [_of_source(prompt, each.name) for prompt in sets[f"evaluation.sets.{i}.path"]]
+        for i, each in enumerate(named_sets)
+    ]
+    train = _without(train, [*held_out, *chain(*named)], warnings)
     kept = held_out[: wanted.max_prompts] if wanted is not None else []
-    return PromptSets(tuple(train), tuple(kept), tuple(warnings))
+    further = chain.from_iterable(prompts[: each.max_prompts] for prompts, each in zip(named, named_sets, strict=True))
+    return PromptSets(tuple(train), (*kept, *further), tuple(warnings))
+
+
+def _of_source(prompt: Prompt, name: str) -> Prompt:
+    """A prompt of a named set. Its id names the set, too: two sets may have the same prompt."""
+    return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name)
 
 
 class PromptOrder:

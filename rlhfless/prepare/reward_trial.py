@@ -74,7 +74,12 @@ class _Reader:
     @cached_property
     def _prompts(self) -> Mapping[str, Prompt]:
         sets = load_prompts(
-            self._spec.prompts, self._tokenizer, max_context_tokens=None, seed=self._spec.seed, sizes=self._spec.sizes
+            self._spec.prompts,
+            self._tokenizer,
+            max_context_tokens=None,
+            seed=self._spec.seed,
+            sizes=self._spec.sizes,
+            named_sets=self._spec.evaluation.sets,
         )
         return {prompt.prompt_id: prompt for prompt in (*sets.train, *sets.held_out)}
 

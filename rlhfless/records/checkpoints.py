@@ -23,7 +23,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from rlhfless.spec import CheckpointSpec
+from rlhfless.spec import BestSpec, CheckpointSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.text import parsed_json
 
@@ -79,14 +79,15 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, where: str | Path, keep_last: int) -> None:
-        """`where` is a folder, or the URL of one in an object store.
+    def __init__(self, where: str | Path, keep_last: int, best: BestSpec | None = None) -> None:
+        """`where` is a folder, or the URL of one in an object store; `best` says which is the best.
 
         Raises CheckpointError if nothing that is installed can read such a URL.
         """
         self._where = str(where)
         self._files, self._root = files_of(self._where)
         self._keep_last = keep_last
+        self._best = best or BestSpec()
 
     def location(self, step: int, part: str = "") -> str:
         """The folder or URL of the checkpoint of a step, or of a part of it."""
@@ -113,11 +114,26 @@ class Checkpoints:
         """The checkpoint to resume from; None if there is none."""
         return next(reversed(self.all()), None)
 
+    def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        """The best of these by its score, one without a score last; among equal scores the later."""
+        sign = 1 if self._best.mode == "max" else -1
+
+        def rank(checkpoint: Checkpoint) -> tuple[float, int]:
+            score = checkpoint.notes.score
+            return -math.inf if score is None else sign * score, checkpoint.notes.step
+
+        return max(checkpoints, key=rank, default=None)
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> set[int]:
+        """The steps of those to keep: the last few, and the best."""
+        steps, best = sorted(checkpoint.notes.step for checkpoint in checkpoints), self.best(checkpoints)
+        return {*steps[-self._keep_last :], *([best.notes.step] if best else [])}
+
     def prune(self) -> list[str]:
         """Delete all checkpoints except the last few and the best, and what is left of others; returns the locations of
         those deleted. No checkpoint is being written meanwhile."""
         checkpoints = self.all()
-        keep = kept([checkpoint.notes for checkpoint in checkpoints], self._keep_last)
+        keep = self.kept(checkpoints)
         gone = [checkpoint.location for checkpoint in checkpoints if checkpoint.notes.step not in keep]
         for location in gone:
             remove(location)
@@ -214,16 +230,7 @@ def export_model(location: str, folder: Path) -> CheckpointNotes:
 def checkpoints_of(run_folder: Path, spec: CheckpointSpec) -> Checkpoints:
     """The checkpoints of a run: in its folder, or in one of its name at `checkpoint.url`. Raises CheckpointError."""
     where = f"{spec.url.rstrip('/')}/{run_folder.name}" if spec.url else str(run_folder / CHECKPOINTS_FOLDER)
-    return Checkpoints(where, spec.keep_last)
-
-
-def kept(notes: Sequence[CheckpointNotes], keep_last: int) -> set[int]:
-    """The steps to keep: the last `keep_last`, and the best by score; among equal scores the later."""
-    if not notes:
-        return set()
-    steps = sorted(note.step for note in notes)
-    best = max(notes, key=lambda note: (-math.inf if note.score is None else note.score, note.step))
-    return {*steps[-keep_last:], best.step}
+    return Checkpoints(where, spec.keep_last, spec.best)
 
 
 def read_notes(location: str | Path) -> CheckpointNotes:

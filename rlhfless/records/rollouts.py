@@ -35,6 +35,8 @@ class Prompt:
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, for rewards."""
+    source: str = ""
+    """The name of the set that it is from, if that has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rlhfless.spec.algorithm import (
     RLOOSpec,
     SAPOSpec,
 )
-from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, PromptsSpec
+from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, NamedSetSpec, PromptsSpec
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
     CheapestSpec,
@@ -55,7 +55,7 @@ from rlhfless.spec.rewards import (
     RewardModelSpec,
     RewardSpec,
 )
-from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
+from rlhfless.spec.run import BestSpec, CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import AsyncSpec, OneStepOffSpec, OwnScheduleSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec

@@ -57,6 +57,22 @@ class HeldOutSpec(SpecModel):
         return self
 
 
+class NamedSetSpec(SpecModel):
+    """A named set of held-out prompts, with the same fields as the training prompts."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,38}$")]
+    """Short name, in lower case; part of the names of its figures."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """JSONL or Parquet file, or hub data set."""
+
+    split: str = "test"
+    """Split of a hub data set."""
+
+    max_prompts: Annotated[int, Field(ge=1)] = 256
+    """Evaluate on at most this many prompts, the first in the file."""
+
+
 class PromptsSpec(SpecModel):
     """The training prompts. All other columns are passed to the rewards."""
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, OwnAlgorithmSpec
 from rlhfless.spec.base import Duration, SpecModel, Steps, without_user
-from rlhfless.spec.data import ModelSpec, PromptsSpec
+from rlhfless.spec.data import ModelSpec, NamedSetSpec, PromptsSpec
 from rlhfless.spec.explain import several
 from rlhfless.spec.extension import OwnSpec, Seam
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
@@ -53,7 +53,42 @@ class EvaluationSpec(SpecModel):
     """Also evaluate each time this many steps are done."""
 
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Samples at the training temperature; a greedy sample is always drawn in addition."""
+    """Samples at the training temperature, whose mean is mean@k (`eval/<reward>`); a greedy sample is always drawn in
+    addition."""
+
+    pass_at: Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(max_length=16)] = ()
+    """Also the chance that one of k samples passes, for these k (`eval/<reward>_pass@<k>`): the unbiased estimator from
+    `samples_per_prompt` samples (Chen et al., arXiv 2107.03374). Twice k samples or more make it steady."""
+
+    pass_from: float = 1.0
+    """A sample passes a reward if it gets at least this, before the weight."""
+
+    sets: Annotated[tuple[NamedSetSpec, ...], Field(max_length=16)] = ()
+    """Further held-out prompts, each set with figures of its own (`eval/<set>/<reward>`)."""
+
+    @model_validator(mode="after")
+    def _enough_samples_to_pass(self) -> EvaluationSpec:
+        most = max(self.pass_at, default=0)
+        if most > self.samples_per_prompt:
+            raise ValueError(
+                f"pass_at has {most}, but samples_per_prompt is {self.samples_per_prompt}: of a prompt at least {most} "
+                f"samples are needed; set samples_per_prompt to {most} or more"
+            )
+        names = [each.name for each in self.sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sets are called {twice[0]!r}; give one of them another `name`")
+        return self
+
+
+class BestSpec(SpecModel):
+    """Which checkpoint is the best: it is kept when others are deleted, and marked where checkpoints are listed."""
+
+    metric: Annotated[str, Field(min_length=1)] = "reward_mean"
+    """A metric of steps or evaluations, such as `eval/exact_match_pass@4`; between evaluations its last value
+    counts."""
+
+    mode: Literal["max", "min"] = "max"
+    """Whether its largest or its smallest value is the best."""
 
 
 class CheckpointSpec(SpecModel):
@@ -75,9 +110,7 @@ class CheckpointSpec(SpecModel):
     keep_last: Steps = 2
     """The number of newest checkpoints that are kept, in addition to the best."""
 
-    best_by: str = "reward_mean"
-    """Metric that decides which checkpoint is the best, such as `eval/exact_match`; between evaluations its last value
-    counts."""
+    best: BestSpec = BestSpec()
 
     @field_validator("url")
     @classmethod
@@ -298,11 +331,17 @@ class RunSpec(SpecModel):
         yield Size("step_samples", where, prompts * samples, made)
         made = f"{made} x generation.max_tokens ({tokens:,})"
         yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)
-        if self.prompts.held_out is None:
+        sets, samples = (
+            [*filter(None, [self.prompts.held_out]), *self.evaluation.sets],
+            self.evaluation.samples_per_prompt,
+        )
+        if not sets:
             return
-        prompts, samples = self.prompts.held_out.max_prompts, self.evaluation.samples_per_prompt
-        made = f"prompts.held_out.max_prompts ({prompts:,}) x evaluation.samples_per_prompt ({samples:,})"
-        where = "evaluation.samples_per_prompt" if samples > prompts else "prompts.held_out.max_prompts"
+        prompts = sum(each.max_prompts for each in sets)
+        key = "prompts.held_out.max_prompts" if self.prompts.held_out else "evaluation.sets.0.max_prompts"
+        more = " and those of evaluation.sets" if len(sets) > 1 else ""
+        made = f"{key}{more} ({prompts:,}) x evaluation.samples_per_prompt ({samples:,})"
+        where = "evaluation.samples_per_prompt" if samples > prompts else key
         yield Size("held_out_samples", where, prompts * samples, made)
         made = f"{made} x generation.max_tokens ({tokens:,})"
         yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)

@@ -500,3 +500,24 @@ def test_a_folder_without_room_for_the_weights_is_found(check, fault, monkeypatc
     message = fault()
     assert "weights.folder: '/dev/shm' has 0.0156 MiB free, and up to 4 versions of the weights of " in message
     assert "--shm-size" in message
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        ("eval/exact_mach", ["'eval/exact_mach' is no metric of this run", "did you mean `eval/exact_match`?"]),
+        ("eval/exact_match_pass@4", ["no metric of this run", "did you mean `eval/exact_match_pass@2`?"]),
+        ("reward/length_penalty", ["no metric of this run"]),
+        ("loss_mean", ["no metric of this run"]),
+    ],
+)
+def test_the_metric_of_the_best_checkpoint_is_one_of_the_run(fault, check, write_rows, metric, told):
+    held_out = write_rows([{"prompt": "w20", "answer": 1}], "test.jsonl")
+    parts = {"evaluation": {"samples_per_prompt": 4, "pass_at": [2], "sets": [{"name": "a", "path": str(held_out)}]}}
+    check(**parts, checkpoint={"best": {"metric": "eval/a/exact_match_pass@2"}})
+    parts["prompts"] = {"path": str(write_rows([{"prompt": f"w{i}", "answer": i} for i in range(8)], "t.jsonl"))}
+    parts["prompts"]["held_out"] = {"path": str(held_out)}
+    check(**parts, checkpoint={"best": {"metric": "eval/exact_match_greedy", "mode": "max"}})
+    message = fault(**parts, checkpoint={"best": {"metric": metric}})
+    for text in ("checkpoint.best.metric", *told):
+        assert text in message

@@ -9,15 +9,16 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhfless.prepare.prompts import load_prompts
-from rlhfless.spec import PromptsSpec, SizesSpec
+from rlhfless.spec import NamedSetSpec, PromptsSpec, SizesSpec
 from rlhfless.spec.errors import InputError
 
 
 @pytest.fixture
 def load(tokenizer):
-    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, **options):
-        spec = PromptsSpec(path=str(path), **options)
-        return load_prompts(spec, tokenizer, max_context_tokens=context, seed=seed, sizes=sizes or SizesSpec())
+    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, named_sets=(), **options):
+        spec, sizes = PromptsSpec(path=str(path), **options), sizes or SizesSpec()
+        given = {"max_context_tokens": context, "seed": seed, "sizes": sizes, "named_sets": named_sets}
+        return load_prompts(spec, tokenizer, **given)
 
     return load_with
 
@@ -302,6 +303,24 @@ def test_no_name_is_looked_for_in_the_working_directory(fault, tmp_path, write_r
 
 
 # -- held-out prompts
+
+
+def test_named_sets_have_names_in_their_ids_and_are_not_trained_on(load, write_rows):
+    train, held_out = write_rows(rows(5)), write_rows([{"prompt": "w9"}], "test.jsonl")
+    first = write_rows([{"prompt": "w9"}, {"prompt": "w0 w1"}], "first.jsonl")
+    second = write_rows([{"prompt": "w9"}, {"prompt": "w8"}, {"prompt": "w7"}], "second.jsonl")
+    named = [NamedSetSpec(name="a", path=str(first)), NamedSetSpec(name="b", path=str(second), max_prompts=2)]
+    sets = load(train, held_out={"path": str(held_out)}, named_sets=named)
+    assert [prompt.text for prompt in sets.train] == ["w0 w0", "w0 w2", "w0 w3", "w0 w4"]
+    told = [(prompt.source, prompt.text) for prompt in sets.held_out]
+    assert told == [("", "w9"), ("a", "w9"), ("a", "w0 w1"), ("b", "w9"), ("b", "w8")]
+    assert len({prompt.prompt_id for prompt in sets.held_out}) == 5
+    assert sets.held_out[1].prompt_id == f"a/{sets.held_out[0].prompt_id}"
+
+
+def test_a_fault_of_a_named_set_names_its_field(fault, write_rows, tmp_path):
+    named = [NamedSetSpec(name="a", path=str(tmp_path / "none.jsonl"))]
+    assert "evaluation.sets.0.path" in fault(write_rows(rows(3)), named_sets=named)
 
 
 def test_a_held_out_file_keeps_its_prompts_out_of_training(load, write_rows):

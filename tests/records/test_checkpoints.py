@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -15,14 +17,14 @@ from rlhfless.records.checkpoints import (
     CHECKPOINTS_FOLDER,
     NOTES_FILE,
     STATE_FOLDER,
+    Checkpoint,
     CheckpointError,
     CheckpointNotes,
     Checkpoints,
     checkpoints_of,
     export_model,
-    kept,
 )
-from rlhfless.spec import CheckpointSpec
+from rlhfless.spec import BestSpec, CheckpointSpec
 
 
 def notes(step: int, score: float | None = 0.0) -> CheckpointNotes:
@@ -47,15 +49,32 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert newest.notes == notes(50, 0.1)
 
 
+def kept(scores: Iterable[tuple[int, float | None]], keep_last: int, mode: Literal["max", "min"] = "max") -> set[int]:
+    checkpoints = [Checkpoint("", notes(step, score)) for step, score in scores]
+    return Checkpoints("/nowhere", keep_last, BestSpec(mode=mode)).kept(checkpoints)
+
+
 def test_of_equals_the_later_is_the_best_and_an_unmeasured_one_is_the_worst() -> None:
-    assert kept([notes(1, 0.5), notes(2, 0.5), notes(3, None)], 1) == {2, 3}
-    assert kept([notes(1, None), notes(2, None)], 1) == {2}
+    assert kept([(1, 0.5), (2, 0.5), (3, None)], 1) == {2, 3}
+    assert kept([(1, None), (2, None)], 1) == {2}
     assert kept([], 3) == set()
 
 
-@given(st.dictionaries(st.integers(1, 99), st.none() | st.floats(-1, 1)), st.integers(1, 5))
-def test_as_many_as_asked_for_and_at_most_one_more(scores: dict[int, float | None], keep_last: int) -> None:
-    keep = kept([notes(step, score) for step, score in scores.items()], keep_last)
+def test_the_best_may_be_the_smallest() -> None:
+    scores = [(1, 0.5), (2, 0.1), (3, 0.1), (4, 0.9), (5, None)]
+    assert kept(scores, 1, "min") == {3, 5}
+    assert kept(scores, 1, "max") == {4, 5}
+
+
+@given(
+    st.dictionaries(st.integers(1, 99), st.none() | st.floats(-1, 1)),
+    st.integers(1, 5),
+    st.sampled_from(["max", "min"]),
+)
+def test_as_many_as_asked_for_and_at_most_one_more(
+    scores: dict[int, float | None], keep_last: int, mode: Literal["max", "min"]
+) -> None:
+    keep = kept(scores.items(), keep_last, mode)
     last = set(sorted(scores)[-keep_last:])
     assert last <= keep <= set(scores)
     assert len(keep - last) <= 1

@@ -37,6 +37,7 @@ MOST_DEFAULT_BYTES = 41 * GIB
 
 BY_THEIR_PRODUCT = {
     ".prompts.held_out.max_prompts",
+    ".evaluation.sets[].max_prompts",
     ".prompts_per_step",
     ".samples_per_prompt",
     ".evaluation.samples_per_prompt",

@@ -199,6 +199,12 @@ def test_a_wrong_override_is_explained(fault, override, parts):
             ["optimizer.warmup_steps is 200", "plans 200 optimiser steps", "set warmup_steps below 200"],
         ),
         ("optimizer: {moment_bits: 16}", ["optimizer.moment_bits", "16", "32 or 8"]),
+        (
+            "evaluation: {pass_at: [1, 8], samples_per_prompt: 4}",
+            ["evaluation", "pass_at has 8", "samples_per_prompt is 4", "set samples_per_prompt to 8"],
+        ),
+        ("evaluation: {sets: [{name: a, path: /x}, {name: a, path: /y}]}", ["two sets are called 'a'"]),
+        ("checkpoint: {best: {mode: most}}", ["checkpoint.best.mode", "'most'", "'max' or 'min'"]),
         ("epochs: 0", ["epochs (line 7)", "0", "1"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
         (

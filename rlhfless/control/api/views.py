@@ -29,6 +29,7 @@ def run_object(row: RunRow) -> RunObject:
         device_hours=row.device_s / SECONDS_PER_HOUR,
         metadata=row.run_metadata,
         latest_checkpoint=checkpoints[0] if checkpoints else None,
+        best_checkpoint=next((each for each in checkpoints if each.best), None),
         error=redacted(row.error or None),
         spec=redacted(row.resolved or row.spec),
     )

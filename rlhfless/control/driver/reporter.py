@@ -166,9 +166,7 @@ class Reporter(Host):
 
     def saved(self, checkpoints: Checkpoints) -> None:
         kept = checkpoints.all()
-        best = max(
-            kept, key=lambda each: (-math.inf if each.notes.score is None else each.notes.score, each.notes.step)
-        )
+        best = checkpoints.best(kept)
         entries = [
             {
                 "id": f"step-{each.notes.step:06d}",

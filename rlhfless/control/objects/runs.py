@@ -20,8 +20,9 @@ class CheckpointObject(ApiObject):
     location: str
     """Folder or URL of the checkpoint."""
     best: bool
-    """Whether the checkpoint is the best by `checkpoint.best_by`."""
+    """Whether the checkpoint is the best by `checkpoint.best`."""
     score: float | None
+    """The value of `checkpoint.best.metric` then; null if it was not measured yet."""
     created_at: float
 
 
@@ -53,6 +54,7 @@ class RunObject(ApiObject):
     metadata: dict[str, str]
     owner: str
     latest_checkpoint: CheckpointObject | None
+    best_checkpoint: CheckpointObject | None = None
     last_event: int
     """Id of the run's newest event; 0 before the first."""
     error: ErrorObject | None

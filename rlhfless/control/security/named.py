@@ -26,6 +26,7 @@ FILES = (
     "model.tokenizer",
     "prompts.path",
     "prompts.held_out.path",
+    "evaluation.sets.*.path",
     "rewards.*.path",
     "scaling.prices",
     "checkpoint.url",
@@ -33,7 +34,7 @@ FILES = (
 )
 """Fields that name files or folders."""
 
-FROM_HUB = frozenset({"model.path", "model.tokenizer", "prompts.path", "prompts.held_out.path", "rewards.*.path"})
+FROM_HUB = frozenset(FILES) - {"scaling.prices", "checkpoint.url", "weights.folder"}
 """Fields that may name a repository of the hub instead."""
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",

@@ -1,0 +1,61 @@
+"""One evaluation on held-out prompts: for each set the mean of every reward part, and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rlhfless.loop.failures import log_failures
+from rlhfless.loop.run import Run
+from rlhfless.loop.step import drawn
+from rlhfless.loop.summary import mean_parts
+from rlhfless.records import Experience, Group
+from rlhfless.spec import EvaluationSpec
+
+
+async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
+    """The figures of the held-out prompts, of which there is at least one; of a set that has a name below
+    `<set>/`: see `figures_of`.
+
+    All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
+    """
+    run.clock.interrupt()
+    requests = [run.held_out_request(step, greedy=greedy) for greedy in (False, True)]
+    # Both at once: more sequences per iteration of the engine.
+    sampled, greedy = await drawn(run, {run.generate(request): {} for request in requests}, run.published.version.step)
+    for experience in (sampled, greedy):
+        log_failures(experience, step)
+    sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
+    return {
+        f"{name}/{figure}" if name else figure: value
+        for name in sets
+        for figure, value in figures_of(_of(sampled, name), _of(greedy, name), run.spec.evaluation).items()
+    }
+
+
+def figures_of(sampled: Experience, greedy: Experience, spec: EvaluationSpec) -> dict[str, float]:
+    """Of every reward part: `<part>`, its mean over the samples, which is mean@k for any k; `<part>_greedy`, its mean
+    over the greedy responses; and `<part>_pass@<k>` for each k that the spec asks for."""
+    greedy_means = {f"{part}_greedy": value for part, value in mean_parts(greedy.scores).items()}
+    passed: dict[str, float] = {}
+    for part in mean_parts(sampled.scores):
+        counts = [_counts(group, part, spec.pass_from) for group in sampled.groups]
+        passed |= {f"{part}_pass@{k}": pass_at(k, counts) for k in spec.pass_at}
+    return mean_parts(sampled.scores) | passed | greedy_means
+
+
+def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float:
+    """The chance that at least one of k samples of a prompt passes, mean over prompts of which (n samples, c that
+    passed) are known, n >= k: 1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al., arXiv 2107.03374, eq. 1)."""
+    return math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
+
+
+def _counts(group: Group, part: str, pass_from: float) -> tuple[int, int]:
+    """Samples of a prompt, and those whose reward part is high enough; a sample whose reward failed has not passed."""
+    values = [sample.scored.parts.get(part, -math.inf) for sample in group.samples]
+    return len(values), sum(value >= pass_from for value in values)
+
+
+def _of(experience: Experience, source: str) -> Experience:
+    """The groups whose prompts are of a set."""
+    return Experience(tuple(group for group in experience.groups if group.prompt.source == source))
