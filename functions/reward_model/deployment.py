@@ -88,7 +88,7 @@ class RewardModelFunction(RankedFunction):
         rewards = self._settings.rewards
         # By rank and reward model, the outcomes of the rank's share by the index of their sample.
         shares: list[list[Mapping[int, Outcome]]] = await self._group.all("score", ray.put(samples))
-        columns = [_in_order(of_ranks) for of_ranks in zip(*shares, strict=True)]
+        columns = [_in_order(of_ranks, len(samples)) for of_ranks in zip(*shares, strict=True)]
         weights = {spec.label: spec.weight for spec in rewards}
         scores = combined(weights, columns, len(samples), self._settings.on_failure)
         tokens = sum(sample.tokens for group in groups for sample in group.samples)
@@ -96,6 +96,6 @@ class RewardModelFunction(RankedFunction):
         return self.reply(by_group(scores, groups), start_s, usage)
 
 
-def _in_order(of_ranks: Sequence[Mapping[int, Outcome]]) -> list[Outcome]:
+def _in_order(of_ranks: Sequence[Mapping[int, Outcome]], samples: int) -> list[Outcome | None]:
     together = {index: outcome for outcomes in of_ranks for index, outcome in outcomes.items()}
-    return [together[index] for index in sorted(together)]
+    return [together.get(index) for index in range(samples)]

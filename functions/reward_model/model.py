@@ -71,10 +71,10 @@ class RewardModel:
         self._positions = min((table.num_embeddings for table in tables), default=math.inf)
         """Tokens that it can take, where it has learned a table of them."""
 
-    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        """One outcome per sample, in their order; of a model that is not split."""
+    def score(self, samples: Sequence[RewardSample]) -> list[Outcome | None]:
+        """One outcome per sample, in their order, None if it is not for it; of a model that is not split."""
         outcomes = self.share(samples)
-        return [outcomes[index] for index in range(len(samples))]
+        return [outcomes.get(index) for index in range(len(samples))]
 
     def kept_on_device(self) -> Iterator[torch.Tensor]:
         """Its parameters and buffers."""
@@ -86,6 +86,8 @@ class RewardModel:
         outcomes: dict[int, Outcome] = {}
         sequences: dict[int, list[int]] = {}
         for index, sample in enumerate(samples):
+            if not self._spec.scores(sample.source):
+                continue
             try:
                 sequences[index] = self._tokens(sample)
             except Exception as error:  # templates are programs of the model's author, and raise what they like

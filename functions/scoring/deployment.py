@@ -101,4 +101,5 @@ def _sample(prompt: Prompt, sample: Sample) -> RewardSample:
         columns=prompt.columns,
         prompt_id=prompt.prompt_id,
         sample_index=sample.sample_index,
+        source=prompt.source,
     )

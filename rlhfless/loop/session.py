@@ -29,8 +29,8 @@ from rlhfless.loop.ledger import NOTHING, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
+from rlhfless.prepare.mixture import order_of
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
@@ -161,7 +161,7 @@ async def _fleet(
         run_id=session.run_id,
         attempt=journal.attempt,
         spec=spec,
-        order=PromptOrder(session.prepared.train, spec.seed, spec.prompts.shuffle),
+        order=order_of(session.prepared.train, spec.prompts, spec.seed),
         held_out=session.prepared.held_out,
         pools=by_name,
         weights=ActorWeights(generation, spec),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,7 +76,8 @@ def _preflight(spec: RunSpec) -> Prepared:
         prompts = _try(lambda: _prompts(spec, policy), problems)
     else:
         prompts = None
-        _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split, spec.sizes), problems)
+        for field, path, split in spec.prompts.files:
+            _try(partial(read_rows, field, path, split, spec.sizes), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
     problems += weight_problems(
         "model.path",
@@ -259,10 +262,24 @@ def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
         what = f"{spec.prompts_per_step}, but there are {len(prompts.train)} training prompts"
         hint = f"set it to at most {len(prompts.train)}; no prompt may be twice in a step"
         problems.append(Problem("prompts_per_step", what, hint))
+    problems += _share_problems(spec, prompts)
     if spec.evaluation.every_steps is not None and not prompts.held_out:
         what = "set, but there are no held-out prompts to evaluate on"
         problems.append(Problem("evaluation.every_steps", what, "give prompts.held_out, or leave it out"))
     return [*problems, *_best_problems(spec, prompts.held_out)]
+
+
+def _share_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
+    """Sets of a mixture with fewer prompts than their share of a step."""
+    weights, problems = spec.prompts.weights, []
+    for index, (name, weight) in enumerate(weights.items()):
+        most = math.floor(spec.prompts_per_step * weight / sum(weights.values())) + (len(weights) > 1)
+        total = sum(prompt.source == name for prompt in prompts.train)
+        if most > total:
+            what = f"{weight:g}, so a step has up to {most} of its {spec.prompts_per_step} prompts, and it has {total}"
+            hint = "lower it, or prompts_per_step; no prompt may be twice in a step"
+            problems.append(Problem(f"prompts.mixture.{index}.weight", what, hint))
+    return problems
 
 
 def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:

@@ -19,7 +19,7 @@ import numpy as np
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
-from rlhfless.spec import NamedSetSpec, PromptsSpec, SizesSpec
+from rlhfless.spec import MixtureSetSpec, NamedSetSpec, PromptsSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.text import storable, storable_values
@@ -27,7 +27,7 @@ from rlhfless.text import storable, storable_values
 # 64 bits: a collision among 1e5 prompts has a chance of 3e-10.
 _ID_BYTES = 8
 
-_OTHERS = 1
+OTHERS = 1
 """Makes the order of `PromptOrder.others` another than any of an epoch."""
 
 
@@ -56,35 +56,64 @@ def load_prompts(
     gives a warning. Raises InputError with the problems of all sets.
     """
     wanted = spec.held_out
-    sources = {"prompts.path": (spec.path, spec.split)}
+    sources: dict[str, _Source] = {
+        f"prompts.mixture.{i}.path": _Source(each.name, each.path, each.split, _of_set(spec, each))
+        for i, each in enumerate(spec.mixture)
+    }
+    if spec.path is not None:
+        sources["prompts.path"] = _Source("", spec.path, spec.split, spec)
+    trained_on = tuple(sources)
     if wanted is not None and wanted.path is not None:
-        sources["prompts.held_out.path"] = (wanted.path, wanted.split)
-    sources |= {f"evaluation.sets.{i}.path": (each.path, each.split) for i, each in enumerate(named_sets)}
+        sources["prompts.held_out.path"] = _Source("", wanted.path, wanted.split, spec)
+    sources |= {
+        f"evaluation.sets.{i}.path": _Source(each.name, each.path, each.split, spec)
+        for i, each in enumerate(named_sets)
+    }
     problems: list[Problem] = []
     warnings: list[str] = []
     sets: dict[str, list[Prompt]] = {}
     for field, source in sources.items():
-        rows, sets[field] = _load(field, *source, spec, sizes, tokenizer, max_context_tokens, problems)
+        rows, prompts = _load(field, source, sizes, tokenizer, max_context_tokens, problems)
+        sets[field] = [source.named(prompt) for prompt in prompts]
         if not problems:
             warnings += prompt_warnings(field, rows, sets[field], tokenizer, read)
     if problems:
         raise InputError("prompts", problems)
-    train, held_out = sets["prompts.path"], sets.get("prompts.held_out.path", [])
+    train, held_out = list(chain(*(sets[field] for field in trained_on))), sets.get("prompts.held_out.path", [])
     if wanted is not None and wanted.fraction is not None:
         train, held_out = _split(train, wanted.fraction, seed)
-    named = [
-        [_of_source(prompt, each.name) for prompt in sets[f"evaluation.sets.{i}.path"]]
-        for i, each in enumerate(named_sets)
-    ]
+    named = [sets[f"evaluation.sets.{i}.path"] for i in range(len(named_sets))]
     train = _without(train, [*held_out, *chain(*named)], warnings)
-    kept = held_out[: wanted.max_prompts] if wanted is not None else []
+    kept = _first_of_each(held_out, wanted.max_prompts) if wanted is not None else []
     further = chain.from_iterable(prompts[: each.max_prompts] for prompts, each in zip(named, named_sets, strict=True))
     return PromptSets(tuple(train), (*kept, *further), tuple(warnings))
 
 
-def _of_source(prompt: Prompt, name: str) -> Prompt:
-    """A prompt of a named set. Its id names the set, too: two sets may have the same prompt."""
-    return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name)
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A data set, and how its rows are read."""
+
+    name: str
+    """Empty for one without a name."""
+    path: str
+    split: str
+    spec: PromptsSpec
+
+    def named(self, prompt: Prompt) -> Prompt:
+        """A prompt of it. Its id names the set, too: two sets may have the same prompt."""
+        return replace(prompt, prompt_id=f"{self.name}/{prompt.prompt_id}", source=self.name) if self.name else prompt
+
+
+def _of_set(spec: PromptsSpec, each: MixtureSetSpec) -> PromptsSpec:
+    """The spec with the fields of a set of its mixture."""
+    own = {key: value for key in ("prompt_field", "id_field") if (value := getattr(each, key)) is not None}
+    return spec.model_copy(update=own)
+
+
+def _first_of_each(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
+    """At most so many prompts, the first; of a mixture as many of each set."""
+    sets = {name: [prompt for prompt in prompts if prompt.source == name] for name in (p.source for p in prompts)}
+    return [prompt for of_set in sets.values() for prompt in of_set[: max(most // len(sets), 1)]][:most]
 
 
 class PromptOrder:
@@ -114,7 +143,7 @@ class PromptOrder:
 
     def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
         """Up to n prompts for a step, counted from 0, whose ids are not `used`, in an order of the step's own."""
-        order = np.random.default_rng([self._seed % 2**64, step, _OTHERS]).permutation(len(self._prompts))
+        order = np.random.default_rng([self._seed % 2**64, step, OTHERS]).permutation(len(self._prompts))
         unused = (self._prompts[i] for i in order if self._prompts[i].prompt_id not in used)
         return list(islice(unused, n))
 
@@ -141,17 +170,16 @@ class _Faults:
 
 def _load(
     field: str,
-    path: str,
-    split: str,
-    spec: PromptsSpec,
+    source: _Source,
     sizes: SizesSpec,
     tokenizer: Any,
     max_context_tokens: int | None,
     problems: list[Problem],
 ) -> tuple[list[Row], list[Prompt]]:
     """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
+    spec = source.spec
     try:
-        rows = read_rows(field, path, split, sizes)
+        rows = read_rows(field, source.path, source.split, sizes)
     except InputError as error:
         problems += error.problems
         return [], []

@@ -47,7 +47,7 @@ def try_rewards(spec: RunSpec, path: Path) -> Trial:
     rows = [Row(row.where, storable_values(row.values)) for row in read]
     reader = _Reader(spec)
     samples = reader.samples(rows)
-    prompts = [Prompt(sample.prompt_id, (), sample.prompt, sample.columns) for sample in samples]
+    prompts = [Prompt(sample.prompt_id, (), sample.prompt, sample.columns, sample.source) for sample in samples]
     if problems := reader.problems or reward_problems(spec, prompts):
         raise InputError("the samples cannot be scored", problems)
     scores, wall_s = asyncio.run(_score(spec, samples))
@@ -104,7 +104,8 @@ class _Reader:
             return
         index = self._counts[prompt.prompt_id]
         self._counts[prompt.prompt_id] += 1
-        yield RewardSample(prompt.text, response, tokens, FinishReason(reason), prompt.columns, prompt.prompt_id, index)
+        given = (prompt.columns, prompt.prompt_id, index, prompt.source)
+        yield RewardSample(prompt.text, response, tokens, FinishReason(reason), *given)
 
     def _prompt(self, row: Row) -> Prompt | None:
         """The prompt in the row, or the spec's prompt with the row's `prompt_id`; None, with a fault, if it has
@@ -124,7 +125,7 @@ class _Reader:
         if prompt is None:
             self._fault(row, f"no prompt of the spec has the id {shown(name)}")
             return None
-        return Prompt(prompt.prompt_id, (), prompt.text, {**prompt.columns, **columns})
+        return Prompt(prompt.prompt_id, (), prompt.text, {**prompt.columns, **columns}, prompt.source)
 
     def _fault(self, row: Row, what: str) -> None:
         self.problems.append(Problem("", what, origin=row.where))

@@ -36,7 +36,8 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
     """The reasons for which the rewards could not score samples of these prompts."""
     problems = []
     for index, reward in enumerate(spec.rewards):
-        for what in _faults(reward, prompts, spec.scoring.http_hosts):
+        own = [prompt for prompt in prompts if reward.scores(prompt.source)]
+        for what in _faults(reward, own, spec.scoring.http_hosts):
             problems.append(Problem(f"rewards.{index}", f"reward {reward.label!r}: {what}"))
     return problems
 
@@ -103,10 +104,11 @@ def trial_calls(spec: RunSpec, prompts: Sequence[Prompt]) -> tuple[list[Problem]
     """Problems that would stop the run at its first step, and warnings."""
     problems, warnings = [], []
     for index, reward in enumerate(spec.rewards):
-        if not isinstance(reward, PythonRewardSpec) or not prompts:
+        own = [prompt for prompt in prompts if reward.scores(prompt.source)]
+        if not isinstance(reward, PythonRewardSpec) or not own:
             continue
         where, name = f"rewards.{index}", f"reward {reward.label!r}"
-        samples = _samples(prompts, min(spec.samples_per_prompt, MOST_SIBLINGS) if reward.batch else 1)
+        samples = _samples(own, min(spec.samples_per_prompt, MOST_SIBLINGS) if reward.batch else 1)
         try:
             outcomes = asyncio.run(_outcomes(reward, samples))
         except RewardError as error:

@@ -44,7 +44,7 @@ class Rewards:
         self._scoring = scoring
         self._workers = Workers(isolated, scoring.workers) if isolated else None
         self._weights = {spec.label: spec.weight for spec in own}
-        self._rewards = [self._reward(spec, isolated) for spec in own]
+        self._rewards = [(spec, self._reward(spec, isolated)) for spec in own]
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -63,19 +63,24 @@ class Rewards:
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One Score per sample, in their order, within `scoring.timeout_s`."""
-        columns = await gather_or_cancel(*(self._column(reward, samples) for reward in self._rewards))
+        columns = await gather_or_cancel(*(self._column(*each, samples) for each in self._rewards))
         return combined(self._weights, columns, len(samples), self._scoring.on_failure)
 
-    async def _column(self, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome]:
+    async def _column(self, spec: RewardSpec, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome | None]:
+        """The outcome of each sample; None for those that the reward is not for."""
         outcomes: dict[int, Outcome] = {}
+        own = [index for index, sample in enumerate(samples) if spec.scores(sample.source)]
         limit_s = self._scoring.timeout_s
+        late = None
         try:
             async with asyncio.timeout(limit_s):
-                await reward(samples, outcomes.__setitem__)
+                await reward([samples[index] for index in own], outcomes.__setitem__)
         except TimeoutError:
             late = Failed(f"not scored within scoring.timeout_s ({limit_s:g} s)")
-            return [outcomes.get(index, late) for index in range(len(samples))]
-        return [outcomes[index] for index in range(len(samples))]
+        column: list[Outcome | None] = [None] * len(samples)
+        for place, index in enumerate(own):
+            column[index] = outcomes.get(place, late) if late else outcomes[place]
+        return column
 
     def _reward(self, spec: LocalSpec | VerifierSpec, isolated: Sequence[VerifierSpec]) -> Reward:
         if not isinstance(spec, VerifierSpec):
@@ -85,13 +90,15 @@ class Rewards:
 
 
 def combined(
-    weights: Mapping[str, float], columns: Sequence[Sequence[Outcome]], samples: int, on_failure: OnFailure
+    weights: Mapping[str, float], columns: Sequence[Sequence[Outcome | None]], samples: int, on_failure: OnFailure
 ) -> list[Score]:
-    """One Score per sample from a column of outcomes per part, in the order of `weights` (part to weight)."""
+    """One Score per sample from a column of outcomes per part, in the order of `weights` (part to weight); None where a
+    part is not for a sample."""
     scores = []
     for index in range(samples):
         own = dict(zip(weights, (column[index] for column in columns), strict=True))
-        outcomes = {name: within_range(name, weights[name], outcome) for name, outcome in own.items()}
+        asked = {name: outcome for name, outcome in own.items() if outcome is not None}
+        outcomes = {name: within_range(name, weights[name], outcome) for name, outcome in asked.items()}
         failures = {name: outcome.cause for name, outcome in outcomes.items() if isinstance(outcome, Failed)}
         parts = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failed)}
         total = sum(weights[name] * value for name, value in parts.items())

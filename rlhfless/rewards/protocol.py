@@ -34,12 +34,14 @@ class RewardSample:
     """The data set's other columns of this row."""
     prompt_id: str = ""
     sample_index: int = 0
+    source: str = ""
+    """The set of its prompt, which decides which rewards score it."""
 
     def __str__(self) -> str:
         return f"sample {self.sample_index} of prompt {self.prompt_id!r} (response {quote(self.response)})"
 
 
-ARGUMENTS = tuple(field.name for field in fields(RewardSample))
+ARGUMENTS = tuple(field.name for field in fields(RewardSample) if field.name != "source")
 """The arguments that every sample fills; a data set's column of the same name is reached through `columns`."""
 
 

@@ -7,6 +7,7 @@ under a name of the hub; so such a name is refused, and is only ever asked of th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -57,10 +58,19 @@ class HeldOutSpec(SpecModel):
         return self
 
 
+SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,38}$")]
+
+
+def require_different(names: Sequence[str]) -> None:
+    """Raises ValueError if two sets have the same name."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two sets are called {twice[0]!r}; give one of them another `name`")
+
+
 class NamedSetSpec(SpecModel):
     """A named set of held-out prompts, with the same fields as the training prompts."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,38}$")]
+    name: SetName
     """Short name, in lower case; part of the names of its figures."""
 
     path: Annotated[str, Field(min_length=1)]
@@ -73,11 +83,36 @@ class NamedSetSpec(SpecModel):
     """Evaluate on at most this many prompts, the first in the file."""
 
 
-class PromptsSpec(SpecModel):
-    """The training prompts. All other columns are passed to the rewards."""
+class MixtureSetSpec(SpecModel):
+    """A set of training prompts that are mixed with others."""
 
-    path: str
+    name: SetName
+    """Short name, in lower case: of the rewards that are for it alone (`rewards.*.sets`), and in figures."""
+
+    path: Annotated[str, Field(min_length=1)]
     """A JSONL or Parquet file, or a hub data set name."""
+
+    split: str = "train"
+    """Split of a hub data set; ignored for files."""
+
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Each step has as large a share of its prompts from this set as this is of all weights."""
+
+    prompt_field: str | None = None
+    """As `prompts.prompt_field`, which counts if this is left out."""
+
+    id_field: str | None = None
+    """As `prompts.id_field`, which counts if this is left out."""
+
+
+class PromptsSpec(SpecModel):
+    """The training prompts: those of `path`, or a `mixture`. All other columns are passed to the rewards."""
+
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """A JSONL or Parquet file, or a hub data set name."""
+
+    mixture: Annotated[tuple[MixtureSetSpec, ...], Field(max_length=64)] = ()
+    """Several sets, in place of `path`."""
 
     split: str = "train"
     """Split of a hub data set; ignored for files."""
@@ -96,6 +131,24 @@ class PromptsSpec(SpecModel):
 
     shuffle: bool = True
     """A new order for every epoch, drawn from the run's seed."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptsSpec:
+        if (self.path is None) == (not self.mixture):
+            raise ValueError("give exactly one of `path` and `mixture`")
+        require_different([each.name for each in self.mixture])
+        return self
+
+    @property
+    def files(self) -> list[tuple[str, str, str]]:
+        """Field, path and split of each source of training prompts."""
+        own = [("prompts.path", self.path, self.split)] if self.path is not None else []
+        return [*own, *((f"prompts.mixture.{i}.path", each.path, each.split) for i, each in enumerate(self.mixture))]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the sets of a mixture, by name."""
+        return {each.name: each.weight for each in self.mixture}
 
 
 NOT_HERE = "name it by its absolute path, or start rlhfless in another folder"

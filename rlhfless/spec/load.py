@@ -29,6 +29,7 @@ _PATH_FIELDS = frozenset(
         ("model", "tokenizer"),
         ("prompts", "path"),
         ("prompts", "held_out", "path"),
+        ("prompts", "mixture", "*", "path"),
         ("evaluation", "sets", "*", "path"),
         ("rewards", "*", "path"),
         ("scaling", "prices"),

@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, OwnAlgorithmSpec
 from rlhfless.spec.base import Duration, SpecModel, Steps, without_user
-from rlhfless.spec.data import ModelSpec, NamedSetSpec, PromptsSpec
-from rlhfless.spec.explain import several
+from rlhfless.spec.data import HeldOutSpec, ModelSpec, NamedSetSpec, PromptsSpec, require_different
+from rlhfless.spec.explain import nearest, several
 from rlhfless.spec.extension import OwnSpec, Seam
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
@@ -74,9 +74,7 @@ class EvaluationSpec(SpecModel):
                 f"pass_at has {most}, but samples_per_prompt is {self.samples_per_prompt}: of a prompt at least {most} "
                 f"samples are needed; set samples_per_prompt to {most} or more"
             )
-        names = [each.name for each in self.sets]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two sets are called {twice[0]!r}; give one of them another `name`")
+        require_different([each.name for each in self.sets])
         return self
 
 
@@ -331,10 +329,9 @@ class RunSpec(SpecModel):
         yield Size("step_samples", where, prompts * samples, made)
         made = f"{made} x generation.max_tokens ({tokens:,})"
         yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)
-        sets, samples = (
-            [*filter(None, [self.prompts.held_out]), *self.evaluation.sets],
-            self.evaluation.samples_per_prompt,
-        )
+        samples = self.evaluation.samples_per_prompt
+        own: list[HeldOutSpec | NamedSetSpec] = [self.prompts.held_out] if self.prompts.held_out else []
+        sets = [*own, *self.evaluation.sets]
         if not sets:
             return
         prompts = sum(each.max_prompts for each in sets)
@@ -412,6 +409,19 @@ class RunSpec(SpecModel):
                 f"mini_batches ({self.mini_batches}) is above prompts_per_step ({self.prompts_per_step}): "
                 "a mini-batch would be empty"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_set_has_a_reward(self) -> RunSpec:
+        sets = {*self.prompts.weights, *(each.name for each in self.evaluation.sets)}
+        for index, part in enumerate(self.rewards):
+            if unknown := sorted({*(part.sets or ())} - sets):
+                hint = nearest(unknown[0], sets) or "name sets of prompts.mixture or evaluation.sets, or leave it out"
+                raise ValueError(f"rewards.{index}.sets has {unknown[0]!r}, which no set is called; {hint}")
+        for name in sorted(sets) if self.prompts.mixture else ["", *sorted(sets)]:
+            if not any(part.scores(name) for part in self.rewards):
+                what = f"the set {name!r}" if name else "the training prompts, which have no set"
+                raise ValueError(f"no reward is for {what}; add one, or its name to the `sets` of one")
         return self
 
     @model_validator(mode="after")

@@ -18,6 +18,13 @@ class RewardPart(SpecModel):
     weight: float = 1.0
     """Factor in the weighted sum that the algorithm sees."""
 
+    sets: Annotated[tuple[str, ...], Field(min_length=1, max_length=64)] | None = None
+    """Only for prompts of these sets of `prompts.mixture` or `evaluation.sets`; by default for all."""
+
+    def scores(self, source: str) -> bool:
+        """Whether it is for prompts of a set."""
+        return self.sets is None or source in self.sets
+
     @property
     def label(self) -> str:
         return self.name or str(getattr(self, "type", "reward"))

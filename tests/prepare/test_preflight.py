@@ -521,3 +521,20 @@ def test_the_metric_of_the_best_checkpoint_is_one_of_the_run(fault, check, write
     message = fault(**parts, checkpoint={"best": {"metric": metric}})
     for text in ("checkpoint.best.metric", *told):
         assert text in message
+
+
+def test_a_set_with_fewer_prompts_than_its_share_of_a_step_is_refused(fault, write_rows):
+    few = write_rows([{"prompt": "w1", "answer": 1}], "few.jsonl")
+    many = write_rows([{"prompt": f"w{i}", "answer": i} for i in range(9)], "many.jsonl")
+    mixture = [{"name": "few", "path": str(few)}, {"name": "many", "path": str(many)}]
+    message = fault(prompts={"mixture": mixture})
+    assert "prompts.mixture.0.weight: 1, so a step has up to 3 of its 4 prompts, and it has 1" in message
+
+
+def test_a_reward_is_checked_with_the_prompts_of_its_sets(check, fault, write_rows):
+    plain = write_rows([{"prompt": f"w{i}"} for i in range(4)], "plain.jsonl")
+    answered = write_rows([{"prompt": f"w{i}", "answer": i} for i in range(4)], "answered.jsonl")
+    prompts = {"mixture": [{"name": "a", "path": str(answered)}, {"name": "b", "path": str(plain)}]}
+    penalty = {"type": "length_penalty", "free_tokens": 4, "max_tokens": 8}
+    check(prompts=prompts, rewards=[{"type": "exact_match", "sets": ["a"]}, penalty])
+    assert "answer" in fault(prompts=prompts, rewards=[{"type": "exact_match"}, penalty])

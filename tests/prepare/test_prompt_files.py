@@ -16,7 +16,7 @@ from rlhfless.spec.errors import InputError
 @pytest.fixture
 def load(tokenizer):
     def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, named_sets=(), **options):
-        spec, sizes = PromptsSpec(path=str(path), **options), sizes or SizesSpec()
+        spec, sizes = PromptsSpec(path=path and str(path), **options), sizes or SizesSpec()
         given = {"max_context_tokens": context, "seed": seed, "sizes": sizes, "named_sets": named_sets}
         return load_prompts(spec, tokenizer, **given)
 
@@ -318,9 +318,25 @@ def test_named_sets_have_names_in_their_ids_and_are_not_trained_on(load, write_r
     assert sets.held_out[1].prompt_id == f"a/{sets.held_out[0].prompt_id}"
 
 
+def test_a_mixture_has_the_prompts_of_all_its_sets(load, write_rows):
+    first = write_rows([{"prompt": "w1"}, {"prompt": "w2"}], "first.jsonl")
+    second = write_rows([{"question": "w1", "no": 7}, {"question": "w3", "no": 8}], "second.jsonl")
+    mixture = [{"name": "a", "path": str(first)}]
+    mixture += [{"name": "b", "path": str(second), "prompt_field": "question", "id_field": "no"}]
+    held_out = write_rows([{"prompt": "w2"}], "test.jsonl")
+    sets = load(None, mixture=mixture, held_out={"path": str(held_out)})
+    assert [(prompt.source, prompt.text) for prompt in sets.train] == [("a", "w1"), ("b", "w1"), ("b", "w3")]
+    assert [prompt.prompt_id for prompt in sets.train[1:]] == ["b/7", "b/8"]
+    halves = load(None, mixture=mixture, held_out={"fraction": 0.5, "max_prompts": 2})
+    assert {prompt.source for prompt in halves.held_out} <= {"a", "b"}
+    assert len(halves.train) + len(halves.held_out) >= 3
+
+
 def test_a_fault_of_a_named_set_names_its_field(fault, write_rows, tmp_path):
     named = [NamedSetSpec(name="a", path=str(tmp_path / "none.jsonl"))]
     assert "evaluation.sets.0.path" in fault(write_rows(rows(3)), named_sets=named)
+    mixture = [{"name": "a", "path": str(write_rows(rows(2)))}, {"name": "b", "path": str(tmp_path / "none.jsonl")}]
+    assert "prompts.mixture.1.path" in fault(None, mixture=mixture)
 
 
 def test_a_held_out_file_keeps_its_prompts_out_of_training(load, write_rows):

@@ -26,6 +26,7 @@ FILES = (
     "model.tokenizer",
     "prompts.path",
     "prompts.held_out.path",
+    "prompts.mixture.*.path",
     "evaluation.sets.*.path",
     "rewards.*.path",
     "scaling.prices",

@@ -1,0 +1,98 @@
+"""The order of prompts that are mixed from several sets by weight.
+
+Each step has its share of every set: the whole part of prompts_per_step times the set's weight, and what is left over
+goes to the sets that have got least of their weight so far. Within a set the order is as that of a run with this set
+alone: an order per epoch, from which no batch crosses into the next.
+
+Invariant: what a step has follows from the prompts, weights, seed and the number of the step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rlhfless.prepare.prompts import OTHERS, PromptOrder
+from rlhfless.records import IntArray, Prompt
+from rlhfless.spec import PromptsSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a step is in one set."""
+
+    epoch: int
+    first: int
+    count: int
+    given: int
+    """Prompts of the set that all steps had, this one among them."""
+
+
+def order_of(prompts: Sequence[Prompt], spec: PromptsSpec, seed: int) -> PromptOrder:
+    """The order of a run's training prompts."""
+    if spec.mixture:
+        return MixtureOrder(prompts, spec.weights, seed, spec.shuffle)
+    return PromptOrder(prompts, seed, spec.shuffle)
+
+
+class MixtureOrder(PromptOrder):
+    """The prompts of each step; see PromptOrder."""
+
+    def __init__(self, prompts: Sequence[Prompt], weights: Mapping[str, float], seed: int, shuffle: bool) -> None:
+        """`weights`: by the name of a set, which is its prompts' `source`; they need not add up to 1."""
+        super().__init__(prompts, seed, shuffle)
+        self._names = tuple(weights)
+        self._sets = [[prompt for prompt in prompts if prompt.source == name] for name in weights]
+        self._weights = np.array(list(weights.values())) / sum(weights.values())
+        self._places: dict[int, list[list[_Place]]] = {}
+        """By prompts per step, the places of the steps from 0 on, as far as they were asked for."""
+        self._set_order = lru_cache(maxsize=2 * len(self._sets))(self._draw_set)
+
+    def batch(self, step: int, n: int) -> list[Prompt]:
+        """The n prompts of a step, counted from 0. Raises ValueError if a set has fewer than its share of n."""
+        if n < 1 or step < 0:
+            raise ValueError(f"no batch of {n} for step {step}")
+        places = self._places.setdefault(n, [])
+        while len(places) <= step:
+            places.append(self._next(places, n))
+        return [prompt for number, place in enumerate(places[step]) for prompt in self._of_set(number, place)]
+
+    def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
+        """See PromptOrder: each set as often as its weight says (Efraimidis and Spirakis 2006: the order of exponential
+        times, each divided by its prompt's weight)."""
+        sets = zip(self._names, self._weights, self._sets, strict=True)
+        each = {name: weight / len(prompts) for name, weight, prompts in sets}
+        times = np.random.default_rng([self._seed % 2**64, step, OTHERS]).exponential(size=len(self._prompts))
+        order = np.argsort(times / np.array([each[prompt.source] for prompt in self._prompts]), kind="stable")
+        unused = [self._prompts[i] for i in order if self._prompts[i].prompt_id not in used]
+        return unused[:n]
+
+    def _next(self, places: Sequence[Sequence[_Place]], n: int) -> list[_Place]:
+        """The places of the step after these."""
+        before = places[-1] if places else [_Place(0, 0, 0, 0)] * len(self._sets)
+        given = np.array([place.given for place in before])
+        counts = np.floor(n * self._weights).astype(int)
+        lacking = n * (len(places) + 1) * self._weights - given - counts
+        counts[np.argsort(-lacking, kind="stable")[: n - counts.sum()]] += 1
+        return [self._after(number, place, int(counts[number])) for number, place in enumerate(before)]
+
+    def _after(self, number: int, before: _Place, count: int) -> _Place:
+        total, first, given = len(self._sets[number]), before.first + before.count, before.given + count
+        if count > total:
+            raise ValueError(f"no {count} prompts of a set for a step: it has {total}")
+        if first + count > total:
+            return _Place(before.epoch + 1, 0, count, given)
+        return _Place(before.epoch, first, count, given)
+
+    def _of_set(self, number: int, place: _Place) -> list[Prompt]:
+        order = self._set_order(number, place.epoch)
+        return [self._sets[number][i] for i in order[place.first : place.first + place.count]]
+
+    def _draw_set(self, number: int, epoch: int) -> IntArray:
+        total = len(self._sets[number])
+        if not self._shuffle:
+            return np.arange(total)
+        return np.random.default_rng([self._seed % 2**64, epoch, number, OTHERS]).permutation(total)
