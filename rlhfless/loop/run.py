@@ -20,6 +20,7 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.keepers import Keepers
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.one_version import OneVersion
+from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.loop.stages import ComputeColumn, ScoredGroups, ScoreGroups
 from rlhfless.loop.staleness import Staleness
@@ -84,6 +85,9 @@ class Run:
     algorithms: AlgorithmState = field(init=False)
     """The algorithm that the spec selects, as of each step."""
 
+    history: PromptHistory = field(init=False)
+    """What the steps drew, which decides how often prompts are drawn."""
+
     keepers: Keepers = field(init=False)
     versions: OneVersion = field(default_factory=OneVersion)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
@@ -91,6 +95,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.algorithms = AlgorithmState(self.spec.algorithm)
+        self.history = PromptHistory(self.spec.prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
         self.keepers = Keepers(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
 
     def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
@@ -145,7 +150,7 @@ class Run:
         spec = self.spec
         return RolloutRequest(
             call=self.call(step),
-            prompts=tuple(self.order.batch(step - 1, spec.prompts_per_step)),
+            prompts=tuple(self.history.prompts(self.order, step, spec.prompts_per_step)),
             samples_per_prompt=spec.samples_per_prompt,
             sampling=sampling_of(spec),
             work=Work.GENERATE,
@@ -263,6 +268,7 @@ class Run:
             before=self.before,
             kl_coefficient=self.algorithms.coefficient_after(step),
             parts=self.keepers.parts,
+            prompts=self.history.saved(step),
         )
         self.clock.interrupt()
         self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
@@ -281,6 +287,7 @@ class Run:
         await self.keepers.restore(self.call(step), self.checkpoints, newest)
         if newest is not None:
             self.before = newest.notes.before
+        self.history.restore(newest.notes.prompts if newest else {})
         self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
         return step
 
@@ -317,6 +324,7 @@ class Run:
     def close_step(self, record: StepRecord, experience: Experience) -> None:
         """Put the step into the ledger, and show its figures."""
         self.scaler.end_step(record)
+        self.history.add(record.step, experience)
         self.latest.update(record.metrics)
         others_since_s = self.clock.end(record.step, record.end_s)
         if not self.ledger.has_step(record.step):

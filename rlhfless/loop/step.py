@@ -85,7 +85,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     experience = await with_columns(experience, run.columns_of(call, learned=True))
     kept = without_failures(experience, run.spec.scoring, step)
     needs = run.spec.algorithm.needs
-    learned_from = with_signal(kept) if needs.redraws else kept
+    learned_from = with_signal(kept) if needs.signal_only or needs.redraws else kept
     batch = batch_of(learned_from, needs)
     if needs.greedy_baseline:
         batch = batch.with_columns(baselines=baselines(learned_from, experience.greedy))

@@ -130,6 +130,9 @@ class PromptOrder:
         self._shuffle = shuffle
         self._order = lru_cache(maxsize=2)(self._draw)
 
+    def __len__(self) -> int:
+        return len(self._prompts)
+
     def batch(self, step: int, n: int) -> list[Prompt]:
         """The n prompts of a step, counted from 0. Raises ValueError if there are fewer than n."""
         total = len(self._prompts)

@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class CheckpointNotes:
     """Held-out figures before the first step of the run."""
     kl_coefficient: float | None = None
     """Of the next step, if it follows a target."""
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    """What the steps drew, as far as later steps depend on it."""
     parts: tuple[str, ...] = ()
     """The functions beside the learner whose state it has."""
     version: int = CHECKPOINT_VERSION

@@ -15,7 +15,7 @@ from rlhfless.spec.algorithm import (
     RLOOSpec,
     SAPOSpec,
 )
-from rlhfless.spec.data import DType, HeldOutSpec, MixtureSetSpec, ModelSpec, NamedSetSpec, PromptsSpec
+from rlhfless.spec.data import DrawLessSpec, DType, HeldOutSpec, MixtureSetSpec, ModelSpec, NamedSetSpec, PromptsSpec
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
     CheapestSpec,

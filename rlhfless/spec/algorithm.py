@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhfless.spec.extension import OwnSpec, Seam
-from rlhfless.spec.losses import Aggregation, ClippedLossSpec, GroupRelativeSpec, Needs, RewardKLSpec
+from rlhfless.spec.losses import Aggregation, ClippedLossSpec, ComparedSpec, GroupRelativeSpec, Needs, RewardKLSpec
 
 
 class GRPOSpec(GroupRelativeSpec, ClippedLossSpec):
@@ -38,7 +38,7 @@ class DAPOSpec(GroupRelativeSpec, ClippedLossSpec):
     which has no bound; NeMo-RL draws at most 10 times in all). If that was not enough, the step has fewer."""
 
 
-class DrGRPOSpec(ClippedLossSpec):
+class DrGRPOSpec(ComparedSpec, ClippedLossSpec):
     """GRPO without its biases (Dr. GRPO, arXiv 2503.20783): no division by a group's standard deviation, which favours
     prompts that are too easy or too hard, nor by a response's length, which favours long wrong responses."""
 
@@ -48,7 +48,7 @@ class DrGRPOSpec(ClippedLossSpec):
     """As in every algorithm; `constant` is the published one."""
 
 
-class RLOOSpec(ClippedLossSpec):
+class RLOOSpec(ComparedSpec, ClippedLossSpec):
     """REINFORCE with the mean of a prompt's other samples as the baseline (arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"

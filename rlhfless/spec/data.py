@@ -105,6 +105,16 @@ class MixtureSetSpec(SpecModel):
     """As `prompts.id_field`, which counts if this is left out."""
 
 
+class DrawLessSpec(SpecModel):
+    """Prompts whose samples had all the same reward, always right or always wrong, are drawn less often."""
+
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """A prompt that was so k times in a row is drawn with factor^k of its chance."""
+
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """It keeps at least this share of its chance, so that it comes back."""
+
+
 class PromptsSpec(SpecModel):
     """The training prompts: those of `path`, or a `mixture`. All other columns are passed to the rewards."""
 
@@ -131,6 +141,9 @@ class PromptsSpec(SpecModel):
 
     shuffle: bool = True
     """A new order for every epoch, drawn from the run's seed."""
+
+    draw_less: DrawLessSpec | None = None
+    """Draw prompts less often from which the last samples taught nothing; by default all as often."""
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptsSpec:

@@ -48,6 +48,9 @@ class Needs:
     """How many times a step draws other prompts in place of those whose samples have all the same reward. With any,
     the latter are not learned from."""
 
+    signal_only: bool = False
+    """Prompts whose samples have all the same reward are left out before learning, unless all of them are."""
+
 
 class KLSpec(SpecModel):
     """KL divergence to the frozen reference policy. With `coefficient` 0 no reference is deployed at all."""
@@ -168,21 +171,30 @@ class PolicyLossSpec(SpecModel):
         )
 
 
-class GroupRelativeSpec(PolicyLossSpec):
+class ComparedSpec(PolicyLossSpec):
+    """Keys of the algorithms that compare a prompt's samples with each other: where all have the same reward, nothing
+    can be learned."""
+
+    leave_out_without_signal: bool = False
+    """Prompts whose samples have all the same reward are left out before learning: they take no time of the learner,
+    and count in no denominator, where otherwise they only have no gradient."""
+
+    max_redraws: Annotated[int, Field(ge=0, le=100)] = 0
+    """How many times a step draws other prompts in place of those whose samples have all the same reward (dynamic
+    sampling of DAPO, section 3.2). With any, those are left out before learning, too: the step learns from the others
+    alone, of which there are fewer than `prompts_per_step` if all redraws were not enough, and more if the last gave
+    more than was lacking."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, redraws=self.max_redraws, signal_only=self.leave_out_without_signal)
+
+
+class GroupRelativeSpec(ComparedSpec):
     """Keys of the algorithms with GRPO's advantages."""
 
     normalize_std: bool = True
     """Divide a group's advantages by its standard deviation. False: as in Dr. GRPO (arXiv 2503.20783)."""
-
-    max_redraws: Annotated[int, Field(ge=0, le=100)] = 0
-    """How many times a step draws other prompts in place of those whose samples have all the same reward, from which
-    nothing can be learned (dynamic sampling of DAPO, section 3.2). With any, the step learns from the others alone, of
-    which there are fewer than `prompts_per_step` if all redraws were not enough, and more if the last gave more than
-    was lacking; with 0 they only have no gradient."""
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, redraws=self.max_redraws)
 
 
 class ClippedLossSpec(PolicyLossSpec):

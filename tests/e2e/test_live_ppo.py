@@ -32,10 +32,25 @@ PPO: dict[str, Any] = {
         "lambda_critic": 1.0,
         "kl": {"coefficient": 0.01, "where": "reward"},
     },
-    "critic": {"warm_up_steps": WARM_UP, "optimizer": {"learning_rate": 1e-3}},
+    "critic": {"warm_up_steps": WARM_UP, "epochs": 3, "optimizer": {"learning_rate": 1e-3}},
+    "epochs": 2,
+    "optimizer": {"learning_rate": 1e-4, "moment_bits": 8, "rate_schedule": "cosine"},
     "steps": STEPS,
-    "checkpoint": {"every_steps": 2},
+    "checkpoint": {"every_steps": 2, "best": {"metric": "eval/test/has_seven_pass@2"}},
+    "evaluation": {"every_steps": 2, "samples_per_prompt": 3, "pass_at": [1, 2]},
+    "rewards": [
+        {"type": "regex", "name": "has_seven", "pattern": "7"},
+        {"type": "regex", "name": "has_eight", "pattern": "8", "sets": ["few"]},
+    ],
 }
+
+
+def ppo(assets: Path) -> dict[str, Any]:
+    """With two sets to train on, three prompts to one, and one to evaluate on."""
+    train, held_out = str(assets / "train.jsonl"), str(assets / "heldout.jsonl")
+    mixture = [{"name": "many", "path": train, "weight": 3}, {"name": "few", "path": train}]
+    sets = [{"name": "test", "path": held_out, "max_prompts": 4}]
+    return PPO | {"prompts": {"mixture": mixture}, "evaluation": PPO["evaluation"] | {"sets": sets}}
 
 
 class PausesAfter(Host):
@@ -59,8 +74,12 @@ def weights_of(start: Session) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
-    start = fault_opening(assets, tmp_path_factory.mktemp("ppo"), actors=1, **PPO)
-    asyncio.run(execute(start))
+    start = fault_opening(assets, tmp_path_factory.mktemp("ppo"), actors=1, **ppo(assets))
+    outcome = asyncio.run(execute(start))
+    figures = ("", "_greedy", "_pass@1", "_pass@2")
+    assert outcome.after.keys() == outcome.before.keys() == {f"test/has_seven{figure}" for figure in figures}
+    assert outcome.after["test/has_seven_pass@1"] == pytest.approx(outcome.after["test/has_seven"])
+    assert outcome.best_checkpoint in {start.checkpoints.location(2), start.checkpoints.location(STEPS)}
     return start
 
 
@@ -80,14 +99,18 @@ def test_what_a_step_of_ppo_does(uninterrupted: Session) -> None:
         assert all(call.end_s <= critic.start_s for call in values)
         if FunctionName.LEARNER in learned:
             assert critic.end_s <= learned[FunctionName.LEARNER].start_s
+            assert learned[FunctionName.LEARNER].sequences == 2 * 8, "two passes"
+        assert critic.sequences == 3 * 8
         assert np.isfinite([record.metrics["value_loss"], record.metrics["critic_gradient_norm"]]).all()
+        drawn = {row.prompt_id for row in trace.rollouts if row.step == record.step}
+        assert sorted(name.partition("/")[0] for name in drawn) == ["few", "many", "many", "many"]
     drawn_with = {row.version_spans[0].version for row in trace.rollouts if row.step <= WARM_UP + 1}
     assert len(drawn_with) == 1, "nothing is published while the critic warms up"
 
 
 @pytest.mark.long
 def test_a_run_that_is_resumed_ends_with_the_same_bits(assets: Path, uninterrupted: Session, tmp_path: Path) -> None:
-    first = fault_opening(assets, tmp_path, actors=1, **PPO)
+    first = fault_opening(assets, tmp_path, actors=1, **ppo(assets))
     with pytest.raises(RunPaused):
         asyncio.run(execute(dataclasses.replace(first, host=PausesAfter(3))))
     asyncio.run(execute(first))
@@ -110,7 +133,7 @@ async def kill_the_critic_at_random(run: Run) -> None:
 def test_a_critic_that_is_killed_at_random_changes_nothing(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:
-    start = fault_opening(assets, tmp_path, actors=1, recovery={"lease_s": 12, "beat_s": 6}, **PPO)
+    start = fault_opening(assets, tmp_path, actors=1, recovery={"lease_s": 12, "beat_s": 6}, **ppo(assets))
     recovered, _ = asyncio.run(saboteur.drive(start, kill_the_critic_at_random))
     assert recovered.replicas_lost >= 2
     broken, whole = read_trace(tmp_path / "trace"), read_trace(uninterrupted.folder / "trace")
@@ -125,7 +148,7 @@ def test_functions_that_take_turns_learn_what_they_learned_side_by_side(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:
     """Policy, critic, reference and engine on one device: never two of them are awake."""
-    start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1}, **PPO)
+    start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1}, **ppo(assets))
     asyncio.run(execute(start))
     trace = read_trace(tmp_path / "trace")
     assert tokens_of(trace) == tokens_of(read_trace(uninterrupted.folder / "trace"))

@@ -21,7 +21,7 @@ from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Experience, Group, Score, Work
-from rlhfless.spec import AlgorithmSpec, DAPOSpec
+from rlhfless.spec import AlgorithmSpec, DAPOSpec, RLOOSpec
 
 EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 
@@ -137,3 +137,30 @@ async def test_the_loop_learns_from_the_redrawn_prompts(tmp_path: Path, monkeypa
     # Done again, all of it comes from the journal: nothing runs on the actor.
     again = await rollout(scene.run, scene.run.begin(1))
     assert [sample.key for sample in again.samples] == [sample.key for sample in experience.samples]
+
+
+async def test_prompts_without_signal_are_left_out_of_any_group_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = scenes.scored
+
+    def equal_for_p(groups: list[Group]) -> list[list[Score]]:
+        return [[Score(1.0, {"r": 1.0})] * 2 if each.prompt.prompt_id == "p" else whole([each])[0] for each in groups]
+
+    monkeypatch.setattr(scenes, "scored", equal_for_p)
+    learned = {}
+    for leave_out in (True, False):
+        scene = Scene(tmp_path / str(leave_out), RLOOSpec(leave_out_without_signal=leave_out))
+        scene.run.spec = scene.run.spec.model_copy(update={"prompts_per_step": 2})
+        context = scene.run.begin(1)
+        drawing = asyncio.create_task(rollout(scene.run, context))
+        actor = scene.actors["a"]
+        for name in ("p", "q"):
+            await until(lambda actor=actor: bool(actor.running))
+            actor.finish(name, tokens=4)
+        record = await train(scene.run, context, await drawing)
+        assert record.metrics["groups_without_signal"] == 0.5
+        (learned[leave_out],) = scene.learner.learned
+    assert learned[True].denominators.groups == 1
+    assert learned[False].denominators.groups == 2
+    assert learned[True].denominators.tokens == learned[False].denominators.tokens / 2
