@@ -174,23 +174,7 @@ class Supervisor(PeriodicTask):
         begun = await self._database.write(begin)
         if begun is None:
             return
-        settings, folder = self._settings, Path(begun.folder)
-        order = DriverOrder(
-            run_id=run.id,
-            attempt=begun.attempt,
-            token=token,
-            service_file=str(settings.folder / SERVICE_FILE),
-            service_url=self._url if settings.elsewhere else None,
-            ray_address=self._ray_address(),
-            one_machine=settings.ray_address is None,
-            http_hosts=list(settings.http_hosts),
-            roots=list(settings.roots),
-            allow_hub=settings.allow_hub,
-            spec=begun.spec,
-            sizes=settings.sizes.model_dump(),
-            memory_gib=settings.driver_memory_gib,
-            priority=begun.priority,
-        )
+        folder, order = Path(begun.folder), self._order(begun, token)
 
         def start() -> dict[str, object]:
             folder.mkdir(parents=True, exist_ok=True)
@@ -204,6 +188,26 @@ class Supervisor(PeriodicTask):
                 row.driver = handle
 
         await self._database.write(note)
+
+    def _order(self, run: RunRow, token: str) -> DriverOrder:
+        """What a driver is told of its run and of the service."""
+        settings = self._settings
+        return DriverOrder(
+            run_id=run.id,
+            attempt=run.attempt,
+            token=token,
+            service_file=str(settings.folder / SERVICE_FILE),
+            service_url=self._url if settings.elsewhere else None,
+            ray_address=self._ray_address(),
+            one_machine=settings.ray_address is None,
+            http_hosts=list(settings.http_hosts),
+            roots=list(settings.roots),
+            allow_hub=settings.allow_hub,
+            spec=run.spec,
+            sizes=settings.sizes.model_dump(),
+            memory_gib=settings.driver_memory_gib,
+            priority=run.priority,
+        )
 
     async def stop_all(self) -> None:
         """Ask all drivers to stop in order: their runs go on when the service runs again."""

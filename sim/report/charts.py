@@ -159,16 +159,22 @@ def gantt(
                 bar = Rectangle(corner, end - begin, 2 * half, color=ink, linewidth=0, snap=False)
                 bar.set_gid(tip(f"{holding.replica} {what}: {begin - start_s:.1f} to {end - start_s:.1f} s"))
                 axes.add_patch(bar)
+    keys = _keys(deadline=deadline_s is not None)
+    figure.legend(handles=keys, loc="lower left", ncols=6, fontsize=7.5, handlelength=1.0, columnspacing=1.2)
+    return figure
+
+
+def _keys(deadline: bool) -> list[Patch | Line2D]:
+    """What the colours of `gantt` mean."""
     named = {"starting": STATE_COLOURS[ReplicaState.STARTING], "held, idle": STATE_COLOURS[ReplicaState.SERVING]}
     named |= {"without weights": STATE_COLOURS[ReplicaState.STALE], "asleep": STATE_COLOURS[ReplicaState.SLEEPING]}
     named |= {str(work).replace("_", " "): ink for work, ink in WORK_COLOURS.items()}
     keys: list[Patch | Line2D] = [
         Patch(facecolor=ink, label=name, edgecolor=GRID, linewidth=0.5) for name, ink in named.items()
     ]
-    if deadline_s is not None:
+    if deadline:
         keys.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.0, label="deadline"))
-    figure.legend(handles=keys, loc="lower left", ncols=6, fontsize=7.5, handlelength=1.0, columnspacing=1.2)
-    return figure
+    return keys
 
 
 def _worked(calls: Sequence[Invocation], low: float, high: float) -> Iterator[tuple[Work, str, float, float, float]]:
