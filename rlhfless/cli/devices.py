@@ -61,6 +61,7 @@ def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
         )
     console = Console(highlight=False)
     console.print(made)
+    console.print("* can be planned for, and not run on: no engine of rlhfless runs there")
     console.print(
         "dense peaks in 16, 8 and 4 bits; --json has the source of each figure, docs/prices.md how to bring prices"
     )

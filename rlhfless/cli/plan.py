@@ -151,6 +151,8 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         f"on Kubernetes at least {CHART_KEY}: {chart_shared_memory(plan.shared_bytes)}, for each run at once",
         highlight=False,
     )
+    if asked.sheet.no_engine is not None:
+        console.print(f"a plan only: {asked.sheet.no_engine}", style="red", highlight=False)
     learner = asked.spec.learner
     if learner.copies > 1:
         console.print(

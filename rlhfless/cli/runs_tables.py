@@ -95,7 +95,7 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
         busiest, share = max(row.shares.items(), key=lambda item: item[1])
         made.add_row(
             f"{number}{' *' if row.on_front else ''}",
-            f"{row.count} x {row.kind}",
+            f"{row.count} x {row.kind}" + (" (plan only)" if row.no_engine else ""),
             row.placement,
             f"{decimal(row.predicted.step_s, 0)} s",
             clock(row.predicted.wall_s),

@@ -162,4 +162,5 @@ class ReferenceSpec(SpecModel):
 
     ranks: Ranks = "auto"
     """Ranks that share the frozen policy and the batch, on devices of the learner's side, each a process of its own.
-    `auto`: on GPUs as many as the memory plan asks for, on CPU cores 1."""
+    `auto`: on GPUs one on each device of the side, up to those of a node, as far as the memory plan allows; on CPU
+    cores 1."""

@@ -42,7 +42,8 @@ class ScoringSpec(SpecModel):
 
     reward_model_ranks: Ranks = "auto"
     """Ranks that share each reward model and the samples, on devices of the learner's side, each a process of its own.
-    `auto`: on GPUs as many as the memory plan asks for, on CPU cores 1."""
+    `auto`: on GPUs one on each device of the side, up to those of a node, as far as the memory plan allows; on CPU
+    cores 1."""
 
     on_failure: OnFailure = "drop"
     """When a reward fails on a sample. `drop`: the sample is left out of its group's statistics and of the loss.

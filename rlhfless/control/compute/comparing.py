@@ -115,14 +115,15 @@ def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnC
 
 
 def try_choice(planner: Planner, choice: Choice) -> Tried:
-    """Whether the run fits, and its time and cost if it does. Functions that do not fit side by side take turns if they
-    fit so."""
+    """Whether the run fits, and its time and cost if it does. Functions that share devices take turns there if it fits
+    only so, or costs less: an engine that is alone awake has more room for KV."""
     tried = _tried(planner, choice)
-    if tried.problems and choice.changes["placement.mode"] == "colocated" and not choice.changes.get(TURNS):
-        in_turns = _tried(planner, replace(choice, changes={**choice.changes, TURNS: True}))
-        if not in_turns.problems:
-            return in_turns
-    return tried
+    if choice.changes["placement.mode"] != "colocated" or choice.kind == CPU_KIND or TURNS in choice.changes:
+        return tried
+    in_turns = _tried(planner, replace(choice, changes={**choice.changes, TURNS: True}))
+    if tried.predicted is None or in_turns.predicted is None:
+        return tried if not tried.problems or in_turns.problems else in_turns
+    return in_turns if _cost(in_turns).cost_usd < _cost(tried).cost_usd else tried
 
 
 def _tried(planner: Planner, choice: Choice) -> Tried:
@@ -212,6 +213,7 @@ def _row(tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "problems": list(tried.problems),
         "nearest_change": tried.nearest_change,
         "reason": tried.reason,
+        "no_engine": device_of(choice.kind).no_engine,
         "changes": dict(choice.changes),
         "on_front": on_front,
         "shares": {} if found is None else dict(found.shares),

@@ -74,6 +74,7 @@ class Planner:
             "nearest_change": None if change is None else change.text,
             "predicted": None if found is None else found.cost.model_dump(),
             "reason": reason,
+            "no_engine": asked.sheet.no_engine,
         }
 
     def _latency_of(self, asked: Question) -> LatencyFile | None:

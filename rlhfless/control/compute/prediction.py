@@ -31,6 +31,7 @@ from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import RunSpec
+from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 
 STEPS, STEPS_QUICK = 6, 3
@@ -230,9 +231,9 @@ def _scenario(
     if "transport" in measured:
         values["transport"] = measured["transport"]
     if spec.algorithm.needs.reference:
-        values["reference"] = {}
+        values["reference"] = {"devices": count_of(spec.reference.ranks)}
     if spec.critic is not None:
-        values["critic"] = {"epochs": spec.epochs_of("critic")}
+        values["critic"] = {"epochs": spec.epochs_of("critic"), "devices": spec.critic.world_size}
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)

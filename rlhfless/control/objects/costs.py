@@ -69,6 +69,8 @@ class PlannedDevices(ApiObject):
     predicted: PlannedCost | None
     reason: str | None
     """Why nothing is predicted although the run fits."""
+    no_engine: str | None
+    """Why no run can be started on these devices, although one can be planned for them."""
 
 
 class PlanObject(ApiObject):

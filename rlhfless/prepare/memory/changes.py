@@ -155,7 +155,7 @@ def _of_devices(asked: Question) -> Iterator[Edit]:
         count *= 2
     larger = [sheet for sheet in load_devices().values() if sheet.memory_bytes.value > asked.sheet.memory_bytes.value]
     for sheet in sorted(larger, key=lambda sheet: sheet.memory_bytes.value):
-        if sheet.kind != CPU_KIND:
+        if sheet.kind != CPU_KIND and sheet.no_engine is None:
             yield f"{asked.count} x {sheet.kind}", {}, sheet.kind, None
 
 

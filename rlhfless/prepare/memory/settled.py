@@ -17,7 +17,7 @@ from rlhfless.prepare.memory.plan import MemoryPlan, nodes_of
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import version_bytes
-from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 
@@ -202,8 +202,8 @@ def _side(asked: Question, spec: RunSpec) -> int:
 
 def _with_others(asked: Question, spec: RunSpec) -> RunSpec | None:
     """The spec with the ranks of critic, reference and reward models, where they are open; None if they do not fit. A
-    critic learns while all else waits, so it has the most ranks that fit; the others have the fewest, beside it or on
-    devices that it leaves."""
+    critic learns while all else waits, so it has the most ranks that fit; the others have what `_with_frozen` gives
+    them, beside it or on devices that it leaves."""
     side, keys = _side(asked, spec), _open_ranks(spec)
     trained = [key for key in keys if key.partition(".")[0] in spec.trained]
     frozen = [key for key in keys if key not in trained]
@@ -211,15 +211,16 @@ def _with_others(asked: Question, spec: RunSpec) -> RunSpec | None:
         chosen = edited(spec, dict.fromkeys(trained, count))
         for most in (side, max((side - count) // max(len(frozen), 1), 1)):
             if _fits(asked, edited(chosen, dict.fromkeys(frozen, most))):
-                return _with_fewest_frozen(asked, edited(chosen, dict.fromkeys(frozen, most)), frozen, most)
+                return _with_frozen(asked, edited(chosen, dict.fromkeys(frozen, most)), frozen, most)
     return None
 
 
-def _with_fewest_frozen(asked: Question, spec: RunSpec, keys: Sequence[str], most: int) -> RunSpec:
-    """A spec that fits with `most` ranks for each of `keys`, with the fewest."""
+def _with_frozen(asked: Question, spec: RunSpec, keys: Sequence[str], most: int) -> RunSpec:
+    """A spec that fits with `most` ranks for each of `keys`, with those of one node: each takes a share of the batch,
+    and what is gathered of the weights stays on the node's own links. More only where it fits with no fewer."""
     for key in keys:
-        fewer = (edited(spec, {key: ranks}) for ranks in more_ranks(most))
-        spec = next(each for each in fewer if _fits(asked, each))
+        counts = sorted(more_ranks(most), key=lambda ranks: (ranks > NODE_DEVICES, abs(NODE_DEVICES - ranks)))
+        spec = next(each for each in (edited(spec, {key: ranks}) for ranks in counts) if _fits(asked, each))
     return spec
 
 

@@ -70,6 +70,8 @@ class DeviceSheet(SpecModel):
     bus."""
     power_w: Figure | None = None
     """Power that it is built for, with its memory."""
+    no_engine: Annotated[str, Field(min_length=1)] | None = None
+    """Why no run can be started on it, although it can be planned for."""
     price: DeviceTerms | None = None
     """In a price book of its own, a kind's entry there counts."""
     unpriced: Annotated[str, Field(min_length=1)] | None = None
