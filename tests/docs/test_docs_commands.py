@@ -12,7 +12,7 @@ from rlhfless.cli.main import app
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.yaml"))]
 # A line of a code block (perhaps behind `$` or a comment's `#`), or text between back quotes.
-COMMAND = re.compile(r"^(?:\s*#)?[ $]*rlhfless +([a-z][^#`|>]*)|`rlhfless +([a-z][^`#|>]*)`", re.MULTILINE)
+COMMAND = re.compile(r"^(?:\s*#)?[ $]*rlhfless +([a-z][^#`|>\n]*)|`rlhfless +([a-z][^`#|>]*)`", re.MULTILINE)
 
 
 def commands() -> list[str]:
