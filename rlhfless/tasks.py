@@ -32,6 +32,25 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
+async def beside(work: Coroutine[Any, Any, T], companion: Coroutine[Any, Any, None] | None) -> T:
+    """The result of `work`. `companion` runs as long as it does, and is cancelled with its end; a failure of either
+    ends both, and is raised."""
+    if companion is None:
+        return await work
+    main, other = asyncio.create_task(work), asyncio.create_task(companion)
+    try:
+        await asyncio.wait([main, other], return_when=asyncio.FIRST_COMPLETED)
+        if not main.done() and other.exception() is None:  # it has nothing more to do
+            await asyncio.wait([main])
+    finally:
+        for task in (main, other):
+            task.cancel()
+        await to_the_end(_settled([main, other]))
+    if not other.cancelled() and (failure := other.exception()) is not None:
+        raise failure
+    return main.result()
+
+
 async def _settled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 

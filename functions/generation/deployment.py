@@ -51,7 +51,7 @@ from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.launching import Launch, binding, is_shared
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import PublishedWeights, SleepTier, Slept
+from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
@@ -164,8 +164,10 @@ class GenerationFunction(Function):
         )
         return self.reply(about, time.time())
 
-    async def load(self, call: Call, published: PublishedWeights) -> Reply[Loaded]:
-        """Load and check a version. Idempotent: a version that is loaded is not loaded again.
+    async def load(self, call: Call, published: PublishedWeights, *, in_flight: bool = False) -> Reply[Loaded]:
+        """Load and check a version. Idempotent: a version that is loaded is not loaded again. With `in_flight` its
+        samples go on with the new weights; see Engine.load. They do so while the probe is computed, too: if that fails
+        the run stops, and learns from none of them.
 
         Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
         """
@@ -178,7 +180,7 @@ class GenerationFunction(Function):
                 with self._engine_faults("a load"):
                     # KV has no memory before the weights are there: a load may need what KV takes.
                     await self._engine.wake("weights")
-                    transport = await self._load_and_check(published)
+                    transport = await self._load_and_check(published, in_flight)
                 self._loaded = published
             elif self._engine.rest.tier is not None:
                 with self._engine_faults("waking up"):
@@ -222,7 +224,7 @@ class GenerationFunction(Function):
             if attempt < call.attempt:
                 await run.cancel()
 
-    async def _load_and_check(self, published: PublishedWeights) -> Transport | None:
+    async def _load_and_check(self, published: PublishedWeights, in_flight: bool) -> Transport | None:
         self._cached.clear()
         engine, tokens = self._engine, published.probe.token_ids
         if engine.rest.parts or engine.rest.empty:
@@ -230,7 +232,8 @@ class GenerationFunction(Function):
             await engine.wake()
             logprobs = await engine.logprobs(tokens)
         else:  # the engine handles the two messages in the order they are sent
-            report, logprobs = await asyncio.gather(engine.load(published), engine.logprobs(tokens))
+            load = engine.load(published, in_flight=True) if in_flight else engine.load(published)
+            report, logprobs = await asyncio.gather(load, engine.logprobs(tokens))
         with _read_back_decides(report, published, logprobs, self._settings.probe_tolerance):
             check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
         return None if report is None else report.transport
@@ -241,7 +244,7 @@ class GenerationFunction(Function):
         Raises WrongVersion, or TimeoutError after `request.timeout_s`.
         """
         self.admit(call)
-        self._require_version(request)
+        await self._require_version(request)
         run = RequestRun(self._engine, request, self.incarnation, self._cached)
         self._runs[run] = call.attempt
         try:
@@ -256,7 +259,7 @@ class GenerationFunction(Function):
         """Put the KV of prefixes into the engine's cache, one after the other; returns an offer of each, if asked.
         Raises WrongVersion."""
         self.admit(call)
-        self._require_version(request)
+        await self._require_version(request)
         start_s = time.time()
         with self._engine_faults("a precomputation"):
             expected = [self._cached.add(prefix) for prefix in request.prefixes]
@@ -282,10 +285,16 @@ class GenerationFunction(Function):
         prefill = SampleRequest(name, prefix, seed=None, max_tokens=1, temperature=0.0, cache_salt=version)
         return await self._engine.sample(replace(prefill, kv_transfer=kv_transfer))
 
-    def _require_version(self, request: GenerateRequest | PrecomputeRequest) -> None:
-        serving = None if self._loaded is None else self._loaded.version.label
-        if serving != request.version:
-            raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {serving}")
+    async def _require_version(self, request: GenerateRequest | PrecomputeRequest) -> None:
+        """Raises WrongVersion. A request that may be drawn with newer weights waits for a load that overtook it."""
+        if request.or_newer:
+            async with self._loading:
+                pass
+        serving = None if self._loaded is None else self._loaded.version
+        asked = WeightVersion.parse(request.version)
+        if serving != asked and not (request.or_newer and serving is not None and serving.step > asked.step):
+            label = None if serving is None else serving.label
+            raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {label}")
 
     async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> Reply[int]:
         """Stop the samples of `keys`, or all if it is None; their streams yield the tokens so far. Idempotent."""

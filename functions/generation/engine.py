@@ -261,12 +261,15 @@ class Engine(Protocol):
         not in flight are ignored: they have just finished."""
         ...
 
-    async def load(self, published: PublishedWeights) -> LoadReport | None:
+    async def load(self, published: PublishedWeights, *, in_flight: bool = False) -> LoadReport | None:
         """Load a version and drop the prefix cache. Returns None if the version is loaded already. The digest and the
         number of the tensors that the model consumed are checked (`weights.check.check_consumed`).
 
+        With `in_flight`, which it is asked only if its class says `loads_in_flight = True`, unfinished requests keep
+        their tokens, and go on with the new weights: from the next token on as if these had read all tokens before it.
+
         Raises:
-            EngineBusy: requests are unfinished; abort them first. Nothing was changed.
+            EngineBusy: requests are unfinished, and the load is not in flight; abort them first. Nothing was changed.
             WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
             EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
         """
@@ -291,7 +294,7 @@ class Engine(Protocol):
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
-        [tokens - 1]. Raises EngineBusy."""
+        [tokens - 1]. Raises EngineBusy if it has unfinished requests and cannot do this beside them."""
         ...
 
     def require_beat(self, limit_s: float) -> None:

@@ -58,6 +58,8 @@ class GenerateRequest:
     beat_s: float
     """An engine that is silent for longer than this is taken to hang."""
     timeout_s: float
+    or_newer: bool = False
+    """A newer version will do, too: one that was loaded since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class PrecomputeRequest:
     """By prefix: another actor's offer of its KV. Without an offer the prefix is computed."""
     offer: bool = False
     """Whether the reply is to offer the KV of each prefix."""
+    or_newer: bool = False
+    """As in GenerateRequest."""
 
 
 @dataclass(frozen=True, slots=True)

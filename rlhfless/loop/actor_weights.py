@@ -5,6 +5,7 @@ A new actor gets work after it has proved that loads reach every tensor, and has
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from rlhfless.fleet.pool import ReplicaPool
@@ -28,6 +29,8 @@ class ActorWeights:
         """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._pool = pool
         self._spec = spec
+        self._syncing = asyncio.Lock()
+        """Held during a sync: steps that are drawn at once ask for the same version, and one load is enough."""
         pool.opens = self.open
         pool.wakes = self.wake
         # A load follows each sleep; only before the first one do actors prove that loads move what they have.
@@ -59,9 +62,10 @@ class ActorWeights:
         """
         if self._pool.fatal is not None:
             raise self._pool.fatal
-        self.served = published
-        async with self._pool.turn(call):
-            await self._sync(published, call)
+        async with self._syncing:
+            self.served = published
+            async with self._pool.turn(call):
+                await self._sync(published, call)
 
     async def _sync(self, published: PublishedWeights, call: Call) -> None:
         self._pool.replace_missing(call)
@@ -101,6 +105,7 @@ class ActorWeights:
             "load",
             call,
             published,
+            in_flight=self._spec.schedule.in_flight,
             timeout_s=self._spec.timeouts.sync_s,
             waiting_for=f"the weights of step {published.version.step}",
             work=Work.LOAD_WEIGHTS,

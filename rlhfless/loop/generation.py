@@ -76,7 +76,7 @@ class GenerationStage:
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._called_back: set[int] = set()
-        self._precomputation = Precomputation(request, spec.timeouts.sync_s, moves)
+        self._precomputation = Precomputation(request, spec.timeouts.sync_s, moves, in_flight=spec.schedule.in_flight)
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
         """Actors that were lost, or did not come up, since the last sample ended."""
@@ -199,6 +199,7 @@ class GenerationStage:
             progress_interval_s=self._spec.generation.progress_interval_s,
             beat_s=self._spec.recovery.beat_s,
             timeout_s=self._spec.timeouts.generate_s,
+            or_newer=self._spec.schedule.in_flight,
         )
         task = asyncio.create_task(self._stream(actor, number, request))
         self._streams[task] = actor

@@ -6,6 +6,8 @@
 A draw of the version that others draw with joins them. A draw of another version waits until they have ended, and the
 draws that come after it wait for it, so that none waits for ever. The version is the newest when the wait is over.
 
+Engines that load in flight need none of this: each draw may begin at once, and goes on with newer weights.
+
 A new learner takes earlier steps again, and publishes their weights again. Meanwhile a draw of a later step, for which
 they are too old, waits beside the others: those steps may have something to draw.
 """
@@ -16,13 +18,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from rlhfless.records import PublishedWeights
+from rlhfless.records import PublishedWeights, WeightVersion
 
 
 class OneVersion:
     """The newest weights of a run, and the draws that are under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_flight: bool = False) -> None:
+        self._in_flight = in_flight
         self._newest: PublishedWeights | None = None
         self._drawn_with: PublishedWeights | None = None
         self._draws = 0
@@ -54,10 +57,15 @@ class OneVersion:
             self._draws -= 1
             self._changed.set()
 
+    async def newer_than(self, version: WeightVersion) -> PublishedWeights:
+        """Wait for a version that the learner has trained further; a new learner publishes earlier ones again."""
+        await self._until(lambda: self.newest.version.step > version.step)
+        return self.newest
+
     async def _enter(self, oldest: int) -> PublishedWeights | None:
         """Begin a draw when it may draw with the newest version; None if that has become too old meanwhile."""
         async with self._entrance:
-            await self._until(lambda: not self._draws or self._drawn_with == self.newest)
+            await self._until(lambda: self._in_flight or not self._draws or self._drawn_with == self.newest)
             if self.newest.version.step < oldest:
                 return None
             self._drawn_with = self.newest

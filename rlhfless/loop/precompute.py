@@ -26,8 +26,12 @@ Prefix = tuple[int, ...]
 class Precomputation:
     """The prefixes that are computed ahead for one generation stage."""
 
-    def __init__(self, request: RolloutRequest, limit_s: float, moves: PrefixMoves | None = None) -> None:
-        """`limit_s` bounds each call to an actor. Without `moves` each actor computes its own prefixes."""
+    def __init__(
+        self, request: RolloutRequest, limit_s: float, moves: PrefixMoves | None = None, *, in_flight: bool = False
+    ) -> None:
+        """`limit_s` bounds each call to an actor. Without `moves` each actor computes its own prefixes. `in_flight`: an
+        actor may load newer weights at any time."""
+        self._in_flight = in_flight
         self._request = request
         self._limit_s = limit_s
         self._moves = moves
@@ -87,7 +91,7 @@ class Precomputation:
         *,
         offer: bool = False,
     ) -> tuple[KvOffer | None, ...]:
-        asked = PrecomputeRequest(prefixes, version, actor.name, offers, offer)
+        asked = PrecomputeRequest(prefixes, version, actor.name, offers, offer, self._in_flight)
         answers: tuple[KvOffer | None, ...] = await actor.call(
             "precompute",
             self._request.call,

@@ -89,13 +89,14 @@ class Run:
     """What the steps drew, which decides how often prompts are drawn."""
 
     keepers: Keepers = field(init=False)
-    versions: OneVersion = field(default_factory=OneVersion)
+    versions: OneVersion = field(init=False)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """By step and column: the values of groups, while the step is in progress."""
 
     def __post_init__(self) -> None:
         self.algorithms = AlgorithmState(self.spec.algorithm)
         self.history = PromptHistory(self.spec.prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
+        self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
         self.keepers = Keepers(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
 
     def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:

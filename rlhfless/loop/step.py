@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhfless.algorithms.base import ActorCritic
 from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pack
+from rlhfless.functions.base import Call
 from rlhfless.loop.failures import without_failures
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_request
@@ -22,9 +23,9 @@ from rlhfless.loop.stages import ComputeColumn, collect, with_columns
 from rlhfless.loop.staleness import staleness_of
 from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.summary import drawn_metrics, step_metrics
-from rlhfless.records import Experience, FinishReason, StepRecord
+from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
 from rlhfless.spec import Needs
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.tasks import beside, gather_or_cancel
 
 
 async def rollout(run: Run, context: StepContext) -> Experience:
@@ -71,10 +72,18 @@ async def drawn(
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
     call = next(iter(stages)).request.call
     async with run.versions.drawing(oldest) as published:
-        _, *experiences = await gather_or_cancel(
-            run.weights.sync(published, call), *map(collected, stages.keys(), stages.values())
+        _, *experiences = await beside(
+            gather_or_cancel(run.weights.sync(published, call), *map(collected, stages.keys(), stages.values())),
+            _followed(run, published, call) if run.spec.schedule.in_flight else None,
         )
     return experiences
+
+
+async def _followed(run: Run, published: PublishedWeights, call: Call) -> None:
+    """Load each version that is published after `published`, while samples are drawn."""
+    while True:
+        published = await run.versions.newer_than(published.version)
+        await run.weights.sync(published, call)
 
 
 async def train(run: Run, context: StepContext, experience: Experience) -> StepRecord:

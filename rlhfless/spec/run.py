@@ -394,6 +394,18 @@ class RunSpec(SpecModel):
                 f"{of}, but weights.transport is cuda_ipc, which has the newest version only; set weights.transport to "
                 "auto"
             )
+        engine = self.generation.engine
+        if self.schedule.in_flight and engine.kv_connector is not None:
+            raise ValueError(
+                f"{of}, and generation.engine.kv_connector is {engine.kv_connector}: KV on its way between engines "
+                "cannot be computed again; set schedule.in_flight to false, or leave kv_connector out"
+            )
+        own = load_target(engine.type) if ":" in engine.type else None
+        if self.schedule.in_flight and own is not None and not getattr(own, "loads_in_flight", False):
+            raise ValueError(
+                f"{of}, but the engine {engine.type} cannot load weights while it draws (`loads_in_flight` in "
+                "functions/generation/engine.py); set schedule.in_flight to false"
+            )
         loss = self.algorithm
         if isinstance(loss, PolicyLossSpec) and loss.importance is None and loss.rejection is None:
             raise ValueError(

@@ -6,7 +6,7 @@ counted when the learner takes the sample: 0 if it is drawn with the newest weig
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ class SyncSpec(SpecModel):
     """One step after the other: each step draws with the weights that the previous step published."""
 
     type: Literal["sync"] = "sync"
+    in_flight: ClassVar[bool] = False
 
     @property
     def max_staleness(self) -> int:
@@ -33,6 +34,7 @@ class OneStepOffSpec(SpecModel):
     first learns from samples that are one version old. Weights are loaded between two steps."""
 
     type: Literal["one_step_off"] = "one_step_off"
+    in_flight: ClassVar[bool] = False
 
     @property
     def max_staleness(self) -> int:
@@ -49,9 +51,17 @@ class AsyncSpec(SpecModel):
     max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
     """Most versions that the weights of a sample may be behind: so many steps are drawn ahead of the learner."""
 
+    in_flight: bool = True
+    """Actors load each version as soon as it is published, while they draw: samples keep their tokens, their KV is
+    computed again, and they go on with the new weights. Without it, engines draw with one version at a time and load
+    between two draws, so that each sample is of one version."""
+
 
 class OwnScheduleSpec(OwnSpec):
     """Base of the settings of a schedule of your own; see docs/extending.md."""
+
+    in_flight: ClassVar[bool] = False
+    """See AsyncSpec."""
 
     @property
     def max_staleness(self) -> int:

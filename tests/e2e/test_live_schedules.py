@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ STEPS = 4
 
 def opening(assets: Path, folder: Path, **changes: Any) -> Session:
     folder.mkdir(exist_ok=True)
-    return fault_opening(assets, folder, actors=1, steps=STEPS, schedule="one_step_off", **changes)
+    return fault_opening(assets, folder, actors=1, **{"steps": STEPS, "schedule": "one_step_off"} | changes)
 
 
 def drawn_with(trace: Trace) -> dict[int, set[int]]:
@@ -99,3 +100,25 @@ def test_a_run_that_ends_with_two_steps_alive_goes_on_with_the_samples_of_both(a
     assert len(old) >= kept[3], "what was finished was not drawn again"
     assert len(before.steps) < STEPS
     assert max(step.metrics["staleness_max"] for step in trace.steps) == 1
+
+
+def test_weights_are_loaded_while_samples_are_drawn_and_no_token_is_lost(assets: Path, tmp_path: Path) -> None:
+    start = opening(assets, tmp_path, schedule={"type": "async", "max_staleness": 2}, checkpoint={"every_steps": None})
+    asyncio.run(execute(start))
+    trace = read_trace(tmp_path / "trace")
+    keys = Counter((row.step, row.prompt_id, row.sample_index) for row in trace.rollouts)
+    assert len(keys) == STEPS * 4 * 2
+    assert set(keys.values()) == {1}
+    mixed = 0
+    for row in trace.rollouts:
+        spans = row.version_spans
+        assert (spans[0].start, spans[-1].end) == (0, row.response_tokens)
+        assert all(one.end == other.start for one, other in itertools.pairwise(spans))
+        steps = [WeightVersion.parse(span.version).step for span in spans]
+        assert steps == sorted(steps)
+        assert row.step - 1 - steps[0] <= 2, "within the bound"
+        mixed += len(spans) > 1
+    assert mixed > 0
+    for step in trace.steps:  # rounding alone where no weights are old: what was computed again is what was drawn with
+        assert step.metrics["staleness_max"] <= 2
+        assert step.metrics["rollout_logprob_difference"] < (1e-4 if step.metrics["staleness_max"] == 0 else 0.5)

@@ -46,7 +46,7 @@ class FakeCore:
     def progress(self) -> dict[str, int]:
         return dict(self.drawn)
 
-    def load(self, published: PublishedWeights) -> LoadReport:
+    def load(self, published: PublishedWeights, in_flight: bool) -> LoadReport:
         match published.location:
             case "hang":
                 time.sleep(60)

@@ -11,8 +11,8 @@ from rlhfless.loop.one_version import OneVersion
 class Draws:
     """Draws that end when the test says so."""
 
-    def __init__(self) -> None:
-        self.versions = OneVersion()
+    def __init__(self, *, in_flight: bool = False) -> None:
+        self.versions = OneVersion(in_flight=in_flight)
         self.versions.newest = weights_of(0)
         self.under_way: dict[str, int] = {}
         """By name: the step of the version that it draws with."""
@@ -97,3 +97,17 @@ async def test_one_that_is_called_off_while_it_waits_is_not_waited_for() -> None
     await draws.begin("c")
     await draws.end("a")
     assert draws.under_way == {"c": 1}
+
+
+async def test_draws_of_engines_that_load_in_flight_do_not_wait_for_each_other() -> None:
+    draws = Draws(in_flight=True)
+    await draws.begin("a")
+    await draws.publish(1)
+    await draws.begin("b")
+    assert draws.under_way == {"a": 0, "b": 1}
+    newer = asyncio.create_task(draws.versions.newer_than(weights_of(1).version))
+    await draws.publish(0)  # a new learner takes steps again
+    await draws.publish(1)
+    assert not newer.done()
+    await draws.publish(2)
+    assert (await newer).version.step == 2

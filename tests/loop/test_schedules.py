@@ -81,6 +81,24 @@ def test_what_old_weights_do_not_go_with_is_refused(changes: dict[str, object], 
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("engine", "parts"),
+    [
+        ({"kv_connector": "folder"}, ["kv_connector is folder", "in_flight to false"]),
+        ({"type": "rlhfless.functions.generation.engine:Engine"}, ["cannot load weights while it draws", "in_flight"]),
+    ],
+)
+def test_an_engine_that_cannot_load_in_flight_is_refused_unless_it_need_not(
+    engine: dict[str, object], parts: list[str]
+) -> None:
+    values = MINIMAL | {"generation": {"engine": engine}, "schedule": {"type": "async", "in_flight": False}}
+    assert not RunSpec.model_validate(values).schedule.in_flight
+    with pytest.raises(ValidationError) as refused:
+        RunSpec.model_validate(values | {"schedule": "async"})
+    for part in parts:
+        assert part in str(refused.value)
+
+
 def test_a_rejection_alone_is_a_correction() -> None:
     spec = RunSpec.model_validate(
         MINIMAL | {"schedule": "one_step_off", "algorithm": {"importance": None, "rejection": {}}}

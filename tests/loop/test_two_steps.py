@@ -12,13 +12,16 @@ import pytest
 from fakes.scene import Scene, weights_of
 from fakes.stage import until
 from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.functions.base import Call
 from rlhfless.loop.driver import RunSteps
 from rlhfless.loop.host import Host
 from rlhfless.loop.schedules import schedule_of
 from rlhfless.loop.step import rollout, train
+from rlhfless.records import PublishedWeights
 from rlhfless.records.traces import read_trace
 from rlhfless.spec import CheckpointSpec, EvaluationSpec
 from rlhfless.tasks import gather_or_cancel
+from rlhfless.weights.errors import WeightCheckFailed
 
 
 async def test_a_step_is_drawn_while_the_learner_is_at_work_on_the_step_before_it(tmp_path: Path) -> None:
@@ -84,6 +87,39 @@ def session_of(scene: Scene) -> SimpleNamespace:
     )
     console = SimpleNamespace(stage=lambda _: nullcontext())
     return SimpleNamespace(spec=scene.run.spec, host=Host(), console=console)
+
+
+async def test_what_is_published_while_a_step_is_drawn_in_flight_is_loaded_at_once(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, schedule="async")
+    scene.learner.gate.set()
+    first, learned_from = await scene.rolled_out(1)
+    drawing = asyncio.create_task(rollout(scene.run, scene.run.begin(2)))
+    await until(lambda: bool(scene.actors["a"].running))
+    assert scene.weights.synced == [(1, 0), (2, 0)]
+    await train(scene.run, first, learned_from)
+    await until(lambda: len(scene.weights.synced) == 3)
+    assert scene.weights.synced[-1] == (2, 1)
+    (request,) = scene.actors["a"].requests[1:]
+    assert request.or_newer
+    scene.actors["a"].finish(tokens=4)
+    await drawing
+    scene.run.published = weights_of(2)
+    await asyncio.sleep(0)
+    assert len(scene.weights.synced) == 3, "between two draws none is loaded"
+
+
+async def test_wrong_weights_that_are_loaded_in_flight_end_the_draw(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, schedule="async")
+    drawing = asyncio.create_task(rollout(scene.run, scene.run.begin(1)))
+    await until(lambda: bool(scene.actors["a"].running))
+
+    async def fail(published: PublishedWeights, call: Call) -> None:
+        raise WeightCheckFailed("probe", published.version, "is off")
+
+    scene.weights.sync = fail  # type: ignore[method-assign]
+    scene.run.published = weights_of(1)
+    with pytest.raises(WeightCheckFailed, match="is off"):
+        await drawing
 
 
 async def test_two_steps_can_be_drawn_at_once(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhfless import processes
 from rlhfless.functions.generation.engine import (
@@ -73,6 +73,9 @@ _MODULE = "rlhfless.functions.generation.vllm.loop"
 
 class VllmEngine:
     """See rlhfless.functions.generation.engine.Engine."""
+
+    loads_in_flight: ClassVar[bool] = True
+    """See Engine.load."""
 
     def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
         self.settings = settings
@@ -203,21 +206,22 @@ class VllmEngine:
             chosen = tuple(self._serials[name] for name in request_ids if name in self._serials)
         await self._call("abort", chosen, timeout_s=self.settings.timeouts.drain_s)
 
-    async def load(self, published: PublishedWeights) -> LoadReport | None:
-        """Loads a version and drops the prefix cache. Returns None if the version is loaded already.
+    async def load(self, published: PublishedWeights, *, in_flight: bool = False) -> LoadReport | None:
+        """Loads a version and drops the prefix cache. Returns None if the version is loaded already. With `in_flight`
+        unfinished requests go on with the new weights; see Engine.load.
 
         The digest and number of the tensors that the model consumed are checked
         (`weights.check.check_consumed`).
 
         Raises:
-            EngineBusy: requests are unfinished; abort them first. Nothing was changed.
+            EngineBusy: requests are unfinished, and the load is not in flight; abort them first. Nothing was changed.
             WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
             EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
         """
         self.rest.require_weights("load weights")
         if self.usable and self.loaded == published.version:
             return None
-        report: LoadReport = await self._change(f"loading {published.version.label}", "load", published)
+        report: LoadReport = await self._change(f"loading {published.version.label}", "load", published, in_flight)
         self.loaded = published.version
         self.rest.empty = False
         return report
@@ -242,11 +246,7 @@ class VllmEngine:
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
-        [tokens - 1].
-
-        Raises:
-            EngineBusy: requests are unfinished.
-        """
+        [tokens - 1]. Unfinished requests go on meanwhile."""
         self.rest.require_awake("compute logprobs")
         result: tuple[float, ...] = await self._call("logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s)
         return result
@@ -272,11 +272,11 @@ class VllmEngine:
             log.error("processes of an engine are there %.0f s after they were killed; they may hold a device", KILL_S)
         return self._process.wait()
 
-    async def _change(self, doing: str, method: str, argument: Any) -> Any:
+    async def _change(self, doing: str, method: str, *arguments: Any) -> Any:
         """A call that changes what the engine holds: after any failure but EngineBusy, which comes before the change,
         its state is unknown, and it is unusable."""
         try:
-            return await self._call(method, argument, timeout_s=self.settings.timeouts.sync_s)
+            return await self._call(method, *arguments, timeout_s=self.settings.timeouts.sync_s)
         except EngineBusy:
             raise
         except Exception as error:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
@@ -53,6 +53,9 @@ CLOSE_S = 0.5
 """What vLLM's core gets to end by itself before it is killed. An idle one has nothing to save, and waits four seconds
 for workers that wait for it, in which the device is paid for."""
 
+PROBE = "logprobs"
+"""Id of the request that computes logprobs; others are numbers."""
+
 
 class Core:
     """One vLLM engine. Not thread-safe; it need not be, because its process has one loop."""
@@ -80,6 +83,8 @@ class Core:
         self.block_tokens: int = config.cache_config.block_size
         self._vocabulary_tokens = config.model_config.get_vocab_size()
         self._internal_ids: dict[str, str] = {}
+        self._ended: list[Sampled] = []
+        """Responses that ended while something else was waited for."""
         self._continued: dict[str, SampleRequest] = {}
         """Requests that continue a response, by id."""
         self._usable = True
@@ -90,8 +95,8 @@ class Core:
 
     @property
     def busy(self) -> bool:
-        """Some request is unfinished."""
-        return self._engine.has_unfinished_requests()
+        """Some request is unfinished, or its response was not taken yet."""
+        return bool(self._ended) or self._engine.has_unfinished_requests()
 
     def submit(self, request: SampleRequest) -> None:
         """Queues a request; `step` returns its result."""
@@ -128,6 +133,10 @@ class Core:
 
     def step(self) -> list[Sampled]:
         """One iteration; returns the responses that ended in it."""
+        ended, self._ended = self._ended, []
+        return ended or self._iterate()
+
+    def _iterate(self) -> list[Sampled]:
         return [self._take(cast(RequestOutput, output)) for output in self._engine.step()]
 
     def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
@@ -149,27 +158,29 @@ class Core:
             if state.detokenizer is not None
         }
 
-    def load(self, published: PublishedWeights) -> LoadReport:
-        """Loads a version and forgets all KV of the one before.
+    def load(self, published: PublishedWeights, in_flight: bool) -> LoadReport:
+        """Loads a version and forgets all KV of the one before. In flight, unfinished requests wait meanwhile, keep
+        their tokens, and have their KV computed again by the new weights.
 
         Raises:
-            EngineBusy: requests are unfinished; abort them first.
+            EngineBusy: requests are unfinished, and the load is not in flight.
             WeightCheckFailed: the model did not consume exactly the version's tensors; unusable from now on.
         """
         self._require_usable()
-        self._require_idle("load weights")
+        if not in_flight:
+            self._require_idle("load weights")
         self._usable = False  # until the last line: half-loaded weights must never serve
-        report = self._load(published)
+        report = self._load(published, in_flight)
         self._usable = True
         return report
 
-    def _load(self, published: PublishedWeights) -> LoadReport:
+    def _load(self, published: PublishedWeights, in_flight: bool) -> LoadReport:
         started = time.monotonic()
-        with self._paused():
+        with self._paused(in_flight):
             consumed = self._update(published)
             read_back = self._read_back(published) if published.probe.samples else 0
             shutil.rmtree(self._kv_folder, ignore_errors=True)
-            if not self._engine.reset_prefix_cache():
+            if not self._engine.reset_prefix_cache(reset_running_requests=in_flight):
                 raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
             self._engine.set_weight_version(published.version.label)
         return replace(consumed, read_back=read_back, seconds=time.monotonic() - started)
@@ -204,17 +215,23 @@ class Core:
         return len(compared)
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Within the block no aborted request lingers: all KV is free, and no forward pass is in flight."""
+    def _paused(self, keep: bool = False) -> Iterator[None]:
+        """Within the block no forward pass is in flight, and no aborted request lingers: all KV is free, or with `keep`
+        that of unfinished requests alone is not."""
         client = self._engine.engine_core
+        mode: Literal["keep", "abort"] = "keep" if keep else "abort"
         if isinstance(client, InprocClient):
             core: EngineCore = client.engine_core
-            while core.scheduler.has_requests() or core.batch_queue:
-                self._engine.step()
+            if keep:
+                core.pause_scheduler(mode, False)
+            while core.batch_queue or (core.scheduler.has_requests() and not keep):
+                self._ended += self._iterate()
             yield
+            if keep:
+                core.resume_scheduler()
             return
         apart = cast(SyncMPClient, client)
-        apart.call_utility("pause_scheduler", "abort", False)
+        apart.call_utility("pause_scheduler", mode, False)
         try:
             yield
         finally:  # while it is paused, the core queues requests and says nothing
@@ -260,13 +277,8 @@ class Core:
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
-        [tokens - 1].
-
-        Raises:
-            EngineBusy: requests are unfinished.
-        """
+        [tokens - 1]. Unfinished requests go on meanwhile."""
         self._require_usable()
-        self._require_idle("compute logprobs")
         parameters = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,  # of the prompt's own tokens alone
@@ -274,11 +286,13 @@ class Core:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request("logprobs", tokens_input(list(token_ids)), parameters)
-        outputs: list[Any] = []
-        while not outputs:
-            outputs = self._engine.step()
-        return tuple(outputs[0].prompt_logprobs.logprobs)
+        self._engine.add_request(PROBE, tokens_input(list(token_ids)), parameters)
+        while True:
+            outputs = {output.request_id: output for output in self._engine.step()}
+            probe: Any = outputs.pop(PROBE, None)
+            self._ended += [self._take(cast(RequestOutput, output)) for output in outputs.values()]
+            if probe is not None:
+                return tuple(probe.prompt_logprobs.logprobs)
 
     def close(self) -> None:
         """Ends vLLM's own processes, or leaves the process groups, so that their sockets and files go."""

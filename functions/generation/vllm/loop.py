@@ -84,7 +84,7 @@ def _abort(channel: socket.socket, core: Core, request_ids: tuple[str, ...] | No
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "abort": _abort,
-    "load": lambda _channel, core, published: core.load(published),
+    "load": lambda _channel, core, published, in_flight: core.load(published, in_flight),
     "logprobs": lambda _channel, core, token_ids: core.logprobs(token_ids),
     "sleep": lambda _channel, core, tier: core.sleep(tier),
     "wake": lambda _channel, core, parts: core.wake(parts),

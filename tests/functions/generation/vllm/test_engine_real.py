@@ -384,6 +384,45 @@ async def test_no_load_under_running_requests(case: Case) -> None:
     assert case.engine.usable
 
 
+@of_vllm
+async def test_samples_go_on_with_weights_that_are_loaded_in_flight(case: Case) -> None:
+    """Each token's logprob is that of the version that its span names, given all tokens before it: no KV of the version
+    before is left, for them or for others."""
+    tensors = {name: tensor.clone() for name, tensor in case.model.tensors().items()}
+    old = case.model.publish(case.store.put("run", 1, 20, tensors))
+    await case.engine.load(old)
+    request, whole = await _long_request(case)
+    running = [asyncio.create_task(case.engine.sample(replace(request, request_id=f"f{i}"))) for i in range(case.many)]
+    async with asyncio.timeout(60):
+        while max(case.engine.progress().values(), default=0) < 5:
+            await asyncio.sleep(0.01)
+    changed = perturbed(tensors, seed=21)
+    case.model.use(changed)
+    new = case.model.publish(case.store.put("run", 1, 21, changed))
+    await case.engine.load(new, in_flight=True)
+    probe = await case.engine.logprobs(PROBE_TOKENS)
+    later = await case.engine.sample(_request("later", token_ids=request.token_ids))
+    samples = await asyncio.gather(*running)
+    check_probe(new.version, new.probe, probe, TOLERANCE)
+    assert later.version_spans == (VersionSpan(new.version.label, 0, len(later.token_ids)),)
+    both = [sampled for sampled in samples if len(sampled.version_spans) == 2]
+    assert both, "some had drawn a part"
+    start = len(request.token_ids) - 1
+    for sampled in both[:8]:
+        first, second = sampled.version_spans
+        assert (first.version, second.version) == (old.version.label, new.version.label)
+        assert (first.start, first.end, second.end) == (0, second.start, len(sampled.token_ids))
+        assert sampled.token_ids[: first.end] == whole[: first.end], "with the seed's numbers"
+        tokens = request.token_ids + sampled.token_ids
+        case.model.use(tensors)
+        before = case.model.logprobs(tokens)[start : start + first.end]
+        case.model.use(changed)
+        after = case.model.logprobs(tokens)[start + first.end :]
+        assert largest_difference(sampled.logprobs[: first.end], before) < TOLERANCE
+        assert largest_difference(sampled.logprobs[first.end :], after) < TOLERANCE
+    assert case.engine.loaded == new.version
+
+
 @contract
 async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
     """Tied: the bytes of the version before, one tiny step away. Untied: one tensor is missing."""
