@@ -49,7 +49,7 @@ class RunBounds:
             [float(bound.least_usd(np.array([took]))[0]) for bound, took in zip(bounds, time_s, strict=True)]
         )
         least_usd += kept_usd_per_s * time_s
-        if self._scenario.schedule == "one_step_off":  # a step's work is in the windows of two steps
+        if self._scenario.steps_ahead:  # a step's work is in the windows of several steps
             time_s, usd = time_s.sum(keepdims=True), usd.sum(keepdims=True)
             least_s, least_usd = least_s.sum(keepdims=True), least_usd.sum(keepdims=True)
         found = []

@@ -196,7 +196,7 @@ class FleetBound:
 
     def __init__(self, setup: Setup, prices: PriceBook, supply: DeviceSupply) -> None:
         self._setup = setup
-        self._overlaps = setup.schedule == "one_step_off"
+        self._overlaps = setup.max_staleness > 0
         self._prices = prices
         by_shape: dict[tuple[object, object], list[ActorShape]] = {}
         for actor in setup.actors:

@@ -152,7 +152,7 @@ class LearnerShape:
 class Setup:
     """A fleet and its use.
 
-    Raises ValueError for one_step_off on shared devices, and for shares of a device that add up to more than 1.
+    Raises ValueError for steps that overlap on shared devices, and for shares of a device that add up to more than 1.
     """
 
     actors: tuple[ActorShape, ...]
@@ -160,9 +160,10 @@ class Setup:
     learner: LearnerShape
     transport: Transport
     links: Links
-    schedule: Literal["sync", "one_step_off"]
-    """`sync`: the next step begins when the weights of this one are published. `one_step_off`: when its generation
-    has ended, with the weights of the step before, so that generation and learning overlap."""
+    max_staleness: int
+    """Steps that may be drawn before they are learned from. With 0 the next step begins when the weights of this one
+    are published; else when its generation has ended and no more than these wait for the learner, with the newest
+    weights, so that generation and learning overlap."""
     node_s: float
     """Seconds to provision a node that has not been used yet, or a machine in place of one that was taken away."""
     max_tokens: int
@@ -177,8 +178,8 @@ class Setup:
     """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`)."""
 
     def __post_init__(self) -> None:
-        if self.schedule == "one_step_off" and self._takes_turns():
-            raise ValueError("schedule one_step_off overlaps generation and learning; give them devices of their own")
+        if self.max_staleness and self._takes_turns():
+            raise ValueError("this schedule overlaps generation and learning; give them devices of their own")
         self._check_shares()
 
     @property

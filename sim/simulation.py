@@ -5,8 +5,8 @@ learner when all services have finished the step. Only the policy starts generat
 Functions that share a device take turns there by themselves: a turn ends when the function has no work of its phase
 left, and another one has.
 
-The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. With `one_step_off`
-the events of a step's services and learner come while the next step is drawn; their views show their own step.
+The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. Where steps
+overlap the events of a step's services and learner come while the next step is drawn; their views show their own step.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Simulation:
         """Queries of the policy since an engine or a service last worked."""
 
     def step(self, batch: RolloutBatch) -> Generation:
-        """Draws the samples of a step, and runs until the next step may begin: with `sync` to its end, with
-        `one_step_off` to the end of the previous step.
+        """Draws the samples of a step, and runs until the next step may begin: to its end, or, with `max_staleness`, to
+        the end of the step that many steps before.
 
         Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
         waiting for ever; ValueError for a response beyond `max_tokens`.
@@ -85,7 +85,7 @@ class Simulation:
             raise ValueError(
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({self.setup.max_tokens})"
             )
-        off = self.setup.schedule == "one_step_off"
+        off = self.setup.max_staleness
         self.fleet.require_weights(max(self._begun - off, 0), self.now_s)
         self._begun += 1
         under_way = self._begin(batch)

@@ -54,6 +54,7 @@ def plan(
     `--compare` shows where it would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
     from rlhfless.control.compute.planning import Planner
+    from rlhfless.control.compute.schedules import schedules_of
     from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
     from rlhfless.prepare.memory.changes import nearest_change
     from rlhfless.prepare.memory.settled import plan_problems
@@ -81,12 +82,14 @@ def plan(
     if as_json:
         found = planner.row(asked)
         cost = {"predicted": found["predicted"], "reason": found["reason"], "lengths": planner.lengths.source}
+        cost["schedules"] = [] if problems else schedules_of(asked, planner.quick().predicted)
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
         _show(asked, planned, problems, change)
         if not problems:
             hint = "" if trace else "; --lengths-of takes them from a recorded run"
-            _show_cost(planner.row(asked), planner.lengths.source, hint)
+            schedules = schedules_of(asked, planner.quick().predicted)
+            _show_cost(planner.row(asked), schedules, planner.lengths.source, hint)
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -170,14 +173,16 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         )
 
 
-def _show_cost(row: dict[str, Any], lengths: str, hint: str) -> None:
+def _show_cost(row: dict[str, Any], schedules: list[dict[str, Any]], lengths: str, hint: str) -> None:
     """Time and cost, as the service's plan has them."""
     from rich.console import Console
 
-    from rlhfless.cli.runs_tables import devices_table
-    from rlhfless.control.objects.costs import PlannedDevices
+    from rlhfless.cli.runs_tables import devices_table, schedules_table
+    from rlhfless.control.objects.costs import PlannedDevices, PlannedSchedule
 
     console = Console(highlight=False)
     console.print()
     console.print(devices_table([PlannedDevices.model_validate(row)]))
+    console.print()
+    console.print(schedules_table([PlannedSchedule.model_validate(each) for each in schedules]))
     console.print(f"response lengths: {lengths}{hint}")

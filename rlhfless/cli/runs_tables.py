@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.cli.tables import functions_table, table
-from rlhfless.control.objects.costs import ComparisonObject, PlannedDevices, PlanObject, UsageObject
+from rlhfless.control.objects.costs import ComparisonObject, PlannedDevices, PlannedSchedule, PlanObject, UsageObject
 from rlhfless.control.objects.runs import RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.text import legible
@@ -65,8 +65,20 @@ def run_lines(run: RunObject) -> RenderableType:
 def plan_lines(plan: PlanObject) -> RenderableType:
     """The plan for the run's own devices, and the missing inputs of a better answer."""
     parts: list[RenderableType] = [devices_table([plan.chosen])]
+    parts += [Text(""), schedules_table(plan.schedules)] if plan.schedules else []
     parts.append(Text(f"\nresponse lengths: {plan.lengths}"))
     return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
+
+
+def schedules_table(rows: Sequence[PlannedSchedule]) -> Table:
+    """Time and cost of a step under each schedule, and why one that draws ahead is refused."""
+    made = table("schedule", "versions behind", "step", "cost", "", texts=1)
+    for row in rows:
+        step = "-" if row.step_s is None or row.step_usd is None else f"{decimal(row.step_s, 2)} s"
+        cost = "-" if row.step_usd is None else money(row.step_usd)
+        why = Text(legible(f"refused: {row.refused}" if row.refused else ""))
+        made.add_row(row.schedule, f"up to {row.max_staleness}" if row.max_staleness else "0", step, cost, why)
+    return made
 
 
 def devices_table(rows: Sequence[PlannedDevices]) -> Table:

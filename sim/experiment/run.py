@@ -114,8 +114,8 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     kind, placement = kind_of(scenario, entry), entry.placement
     if placement is None:
         placement = scenario.placement.model_copy(update={"mode": kind.placement or scenario.placement.mode})
-    if scenario.schedule == "one_step_off" and placement.mode == "colocated":
-        what = f"{entry.shown} is placed co-located, and schedule one_step_off overlaps generation and learning"
+    if scenario.steps_ahead and placement.mode == "colocated":
+        what = f"{entry.shown} is placed co-located, and schedule {scenario.schedule} overlaps generation and learning"
         hint = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
         raise InputError(scenario.name, [Problem("policies", what, hint)])
     return FleetShape(placement)

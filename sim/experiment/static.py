@@ -41,7 +41,7 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
     machines, each = scenario.cluster.machines[0], scenario.engine.devices
     needed = timing.learner_devices_needed(scenario, machines.kind)
     shapes: list[FleetShape] = []
-    if scenario.schedule == "sync":
+    if not scenario.steps_ahead:
         sizes = range(each, machines.devices + 1, each)
         shapes += [FleetShape(ScenarioPlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
     learner = needed

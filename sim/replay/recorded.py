@@ -81,7 +81,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         learner,
         Transport("folder", 1.0, latency.load_weights_s, 0),
         Links(float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)), MOVE_S),
-        "sync",
+        0,
         0.0,
         int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),
         0,

@@ -224,7 +224,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
             layout.learner(),
             Transport(transport.kind, per_actor, transport.fixed_s, size),
             Links(scenario.beat_s, MOVE_S, prefix_token_s),
-            scenario.schedule,
+            scenario.steps_ahead,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
             seed,

@@ -21,6 +21,7 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
+from rlhfless.spec.schedule import MOST_STALENESS
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is not a policy."""
@@ -153,8 +154,12 @@ class Scenario(SpecModel):
     seeds: Count = 5
     """Runs of each policy; the policies share their seeds, so that they can be compared in pairs."""
 
-    schedule: Literal["sync", "one_step_off"] = "sync"
-    """Whether generation waits for the weights of the previous step."""
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """Whether generation waits for the weights of the previous step, of the step before that, or, with `async`, of the
+    step `max_staleness` before that. Weights are loaded between two draws."""
+
+    max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
+    """Of the schedule `async`."""
 
     placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()
@@ -183,7 +188,7 @@ class Scenario(SpecModel):
         bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
         # `static` is what the best static fleet is made of.
         names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)
-        if data.get("schedule") == "one_step_off":  # overlaps what a co-located policy does in turn
+        if data.get("schedule", "sync") != "sync":  # overlaps what a co-located policy does in turn
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
 
@@ -200,6 +205,11 @@ class Scenario(SpecModel):
         if twice:
             raise ValueError(f"policy {twice[0]!r} is there twice; give one of them a `label` of its own")
         return self
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that may be drawn before they are learned from."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.schedule]
 
     @property
     def epoch_steps(self) -> int:

@@ -116,7 +116,7 @@ def _setup(actors: int) -> Setup:
         learner,
         Transport("folder", 1.0, LOAD_S, 0),
         Links(0.5, 0.01),
-        "sync",
+        0,
         0.0,
         112,
         0,

@@ -70,7 +70,7 @@ def setup_of(*actors: ActorShape, **changes: object) -> Setup:
         "learner": LEARNER,
         "transport": FOLDER,
         "links": LINKS,
-        "schedule": "sync",
+        "max_staleness": 0,
         "node_s": 5.0,
         "max_tokens": 200,
         "seed": 0,

@@ -13,6 +13,7 @@ from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.spec import SyncSpec
 from rlhfless.spec.fleet import TimeoutsSpec
 
 VERSION = WeightVersion("run", 1, 3, "digest")
@@ -49,7 +50,7 @@ class Actor:
 
 def weights() -> ActorWeights:
     empty = ActorWeights.__new__(ActorWeights)
-    empty._spec = SimpleNamespace(timeouts=TimeoutsSpec())  # type: ignore[assignment]
+    empty._spec = SimpleNamespace(timeouts=TimeoutsSpec(), schedule=SyncSpec())  # type: ignore[assignment]
     return empty
 
 

@@ -91,27 +91,28 @@ def test_weights_by_transport() -> None:
         assert dataclasses.replace(FOLDER, kind=kind).load_s(4) == pytest.approx(0.3)
 
 
-def test_one_step_off_overlaps_and_needs_devices_of_its_own() -> None:
+def test_steps_that_are_drawn_ahead_overlap_and_need_devices_of_their_own() -> None:
     slow = dataclasses.replace(LEARNER, fixed_s=4.0)
     batches = [dataclasses.replace(batch_of([(5, [200])]), step=step) for step in (1, 2, 3)]
     ends = {}
-    for schedule in ("sync", "one_step_off"):
+    for ahead in (0, 1, 2):
         policy = Evenly()
-        simulation = Simulation(setup_of(actor(0), learner=slow, schedule=schedule), policy, PRICES)
+        simulation = Simulation(setup_of(actor(0), learner=slow, max_staleness=ahead), policy, PRICES)
         for batch in batches:
             simulation.step(batch)
         simulation.close()
-        ends[schedule] = [record.end_s for record in simulation.ledger.steps]
+        ends[ahead] = [record.end_s for record in simulation.ledger.steps]
         times = [at_s for at_s, _ in policy.seen]
         assert times == sorted(times)
     generate_s = MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 199)
-    assert ends["one_step_off"][0] == pytest.approx(ends["sync"][0])
+    assert ends[1][0] == pytest.approx(ends[0][0])
     # The learner is the bottleneck: it goes from one step to the next without a pause.
     assert generate_s < 4.0
-    assert np.diff(ends["one_step_off"]) == pytest.approx([4.0 + 0.205 + 0.05] * 2)
-    assert np.diff(ends["sync"]) == pytest.approx([0.3 + generate_s + 0.004 + 4.0 + 0.205 + 0.05] * 2)
-    with pytest.raises(ValueError, match="one_step_off"):
-        setup_of(actor(0), learner=on(LEARNER, slot_setup(0)), schedule="one_step_off")
+    assert np.diff(ends[1]) == pytest.approx([4.0 + 0.205 + 0.05] * 2)
+    assert np.diff(ends[0]) == pytest.approx([0.3 + generate_s + 0.004 + 4.0 + 0.205 + 0.05] * 2)
+    assert ends[2] == pytest.approx(ends[1]), "drawn further ahead, the learner has no more work"
+    with pytest.raises(ValueError, match="overlaps generation and learning"):
+        setup_of(actor(0), learner=on(LEARNER, slot_setup(0)), max_staleness=1)
 
 
 def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead() -> None:

@@ -46,11 +46,11 @@ def runs(draw: st.DrawFn) -> Run:
     lengths = st.lists(st.integers(1, 120), min_size=1, max_size=4)
     groups = st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=5)
     batches = [dataclasses.replace(batch_of(draw(groups)), step=step) for step in range(1, draw(st.integers(2, 4)))]
-    schedule = draw(st.sampled_from(["sync", "one_step_off"]))
-    shared = schedule == "sync" and draw(st.booleans())
+    ahead = draw(st.integers(0, 2))
+    shared = not ahead and draw(st.booleans())
     learner = on(LEARNER, slot_setup(count - 1, start_s=1.0)) if shared else LEARNER
     seed = draw(st.integers(0, 1000))
-    setup = setup_of(*actors, seed=seed, schedule=schedule, learner=learner, services=(SCORING, REFERENCE))
+    setup = setup_of(*actors, seed=seed, max_staleness=ahead, learner=learner, services=(SCORING, REFERENCE))
     return Run(setup, batches, seed)
 
 

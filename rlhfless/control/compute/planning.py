@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
+from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.prepare.memory.assumed import config_file, question_of
 from rlhfless.prepare.memory.changes import Question, nearest_change
 from rlhfless.prepare.memory.settled import plan_problems
@@ -93,13 +94,15 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     planner = planner_of(question)
     kind, count = chosen_devices(planner.spec, question["present"])
     main = question_of(planner.spec, kind, count)
+    chosen = planner.row(main)
     return {
         "spec": main.spec.model_dump(mode="json"),
         "steps": planner.spec.steps,
         "sequence_tokens": main.sequence_tokens,
         "parameters": main.shape.parameters,
-        "chosen": planner.row(main),
+        "chosen": chosen,
         "memory": _memory(main),
+        "schedules": schedules_of(main, planner.quick().predicted) if chosen["fits"] else [],
         "lengths": planner.lengths.source,
         "missing": _missing(planner.lengths, planner.trace, kind, question["present"]),
     }

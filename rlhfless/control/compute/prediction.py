@@ -215,6 +215,7 @@ def _scenario(
         "max_tokens": spec.generation.max_tokens,
         "steps": steps,
         "seeds": seeds,
+        **_schedule(spec),
         "placement": {"mode": spec.placement.mode}
         | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
         "learner": {
@@ -237,6 +238,12 @@ def _scenario(
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)
+
+
+def _schedule(spec: RunSpec) -> dict[str, Any]:
+    """Keys of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with `sync`."""
+    ahead = 0 if spec.placement.mode == "colocated" else spec.schedule.max_staleness
+    return {"schedule": "async", "max_staleness": ahead} if ahead else {"schedule": "sync"}
 
 
 def _state_bytes(asked: Question) -> float:

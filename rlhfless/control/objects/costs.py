@@ -73,6 +73,18 @@ class PlannedDevices(ApiObject):
     """Why no run can be started on these devices, although one can be planned for them."""
 
 
+class PlannedSchedule(ApiObject):
+    """A schedule of a run on the chosen devices, at the expected lengths."""
+
+    schedule: str
+    max_staleness: int
+    """Versions that samples may be behind the learner."""
+    step_s: float | None
+    step_usd: float | None
+    refused: str | None
+    """Why it brings nothing there, or why nothing is predicted; null for one that is worth its older samples."""
+
+
 class PlanObject(ApiObject):
     """The memory, time and cost of a run, before it is started."""
 
@@ -86,6 +98,8 @@ class PlanObject(ApiObject):
     """The plan on the devices that the spec names, or that the service has."""
     memory: dict[str, Any]
     """The memory of the chosen devices, by function and phase, in bytes."""
+    schedules: list[PlannedSchedule]
+    """The schedules side by side on the chosen devices; empty if the run does not fit."""
     lengths: str
     """The source of the response lengths."""
     missing: list[str]

@@ -1,0 +1,86 @@
+"""Schedules side by side: which are refused, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlhfless.control.compute.prediction import Predicted, _schedule
+from rlhfless.control.compute.schedules import schedules_of
+from rlhfless.control.objects.costs import PlannedCost, PlannedSchedule
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.spec import RunSpec
+
+VALUES: dict[str, Any] = {
+    "model": {"path": "m"},
+    "prompts": {"path": "p.jsonl"},
+    "rewards": [{"type": "exact_match"}],
+    "placement": {"mode": "disaggregated"},
+}
+
+
+def question(**changes: Any) -> Question:
+    return Question(RunSpec.model_validate(VALUES | changes), None, None, 2, 1024, 0)  # type: ignore[arg-type]
+
+
+def predictor(seconds: dict[str, float], shares: dict[str, float]) -> Any:
+    """A step of each schedule takes so long, and costs a cent per second."""
+
+    def predict(asked: Question) -> tuple[Predicted, None]:
+        step_s = seconds[asked.spec.schedule.type]
+        cost = PlannedCost(
+            steps=10, step_s=step_s, wall_s=10 * step_s, wall_low_s=0, wall_high_s=0,
+            cost_usd=0.1 * step_s, cost_low_usd=0, cost_high_usd=0,
+        )  # fmt: skip
+        return Predicted(cost, 1.0, 1.0, shares), None
+
+    return predict
+
+
+EVEN = {"generation": 0.5, "learner": 0.48}
+
+
+def test_schedules_that_save_time_are_shown_with_their_price() -> None:
+    rows = schedules_of(question(), predictor({"sync": 10.0, "one_step_off": 6.0, "async": 5.5}, EVEN))
+    assert [(row["schedule"], row["max_staleness"], row["refused"]) for row in rows] == [
+        ("sync", 0, None),
+        ("one_step_off", 1, None),
+        ("async", 2, None),
+    ]
+    assert rows[1]["step_usd"] == pytest.approx(0.06)
+    for row in rows:
+        PlannedSchedule.model_validate(row)
+
+
+def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
+    predict = predictor({"sync": 10.0, "one_step_off": 9.8, "async": 9.0}, {"generation": 0.97, "learner": 0.02})
+    _, off, far = schedules_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
+    assert off["refused"] == "it saves 2% of a step: generation alone takes 97% of one with sync"
+    assert (far["refused"], far["max_staleness"]) == (None, 5), "as in the spec"
+
+
+@pytest.mark.parametrize(
+    ("placement", "why"),
+    [({"mode": "colocated"}, "share the devices"), ({"mode": "disaggregated", "turns": True}, "take turns")],
+)
+def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, Any], why: str) -> None:
+    rows = schedules_of(
+        question(placement=placement), predictor({"sync": 10.0, "one_step_off": 6.0, "async": 6.0}, EVEN)
+    )
+    assert [why in (row["refused"] or "") for row in rows] == [False, True, True]
+
+
+def test_without_a_prediction_each_says_why() -> None:
+    rows = schedules_of(question(), lambda asked: (None, "the model's config.json cannot be read"))
+    assert {row["refused"] for row in rows} == {"the model's config.json cannot be read"}
+    assert {row["step_s"] for row in rows} == {None}
+
+
+def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -> None:
+    apart = question(schedule={"type": "async", "max_staleness": 3})
+    assert _schedule(apart.spec) == {"schedule": "async", "max_staleness": 3}
+    assert _schedule(question(schedule="one_step_off").spec) == {"schedule": "async", "max_staleness": 1}
+    together = replace(apart, spec=RunSpec.model_validate(VALUES | {"placement": {"mode": "colocated"}}))
+    assert _schedule(together.spec) == {"schedule": "sync"}
