@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlhfless.spec.fleet import MOST_TENANTS
+
+if TYPE_CHECKING:
+    from rlhfless.sim.replay.what_if import OtherDevices
 
 PIPED_COLUMNS = 160
 """Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
@@ -51,6 +54,10 @@ def simulate(
     kind: Annotated[
         str | None, typer.Option(metavar="KIND", help="With --replay: other accelerators, extrapolated by data sheets.")
     ] = None,
+    ahead: Annotated[
+        int | None,
+        typer.Option(min=0, max=16, help="With --replay: so many steps drawn ahead of the learner; 0 is sync."),
+    ] = None,
     latency: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --replay: a file that --calibrate has written.")
     ] = None,
@@ -63,7 +70,9 @@ def simulate(
     elif replay is not None:
         if paths:
             raise typer.BadParameter(f"--replay takes no scenario, got {paths[0]}; leave one of the two out")
-        _replay(replay, policy, latency, out, actors, kind)
+        from rlhfless.sim.replay.what_if import OtherDevices
+
+        _replay(replay, policy, latency, out, OtherDevices(kind, actors, ahead))
     else:
         for path in _require_some(paths, "scenario file"):
             if runs is not None:
@@ -126,9 +135,7 @@ def _calibrate(folders: Sequence[Path], out: Path) -> None:
     typer.echo(f"{out}: fitted to {latency.steps} steps of {', '.join(latency.traces)}")
 
 
-def _replay(
-    folder: Path, policy: str | None, latency: Path | None, out: Path | None, actors: int | None, kind: str | None
-) -> None:
+def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | None, other: OtherDevices) -> None:
     """Print predicted and measured seconds, with a policy those that it would have taken; `out`: and write them."""
     import json
 
@@ -139,18 +146,18 @@ def _replay(
     from rlhfless.scaling.policies.registry import PolicyError
     from rlhfless.sim.replay.latency_file import load_latency
     from rlhfless.sim.replay.replay import replay
-    from rlhfless.sim.replay.what_if import OtherDevices, run_policy
+    from rlhfless.sim.replay.what_if import run_policy
     from rlhfless.sim.workloads.runtime import read_runtime
 
     folder = trace_folder(folder)
     trace = read_trace(folder, tokens=False)
     typer.echo(f"replaying {len(trace.steps)} steps of {trace.meta.run_id}", err=True)
     try:
-        chosen = None if policy is None and actors is None else run_policy(trace, policy)
+        chosen = None if policy is None and other.actors is None else run_policy(trace, policy)
     except PolicyError as error:
         raise typer.BadParameter(f"--policy: {error}") from error
     fit = load_latency(latency) if latency else None
-    again = replay(trace, read_runtime(folder), fit, chosen, OtherDevices(kind, actors))
+    again = replay(trace, read_runtime(folder), fit, chosen, other)
     Console(highlight=False).print(replay_table(again))
     if out is not None:
         out.write_text(json.dumps(again.report(), indent=1) + "\n", "utf-8")

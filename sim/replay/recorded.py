@@ -81,7 +81,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         learner,
         Transport("folder", 1.0, latency.load_weights_s, 0),
         Links(float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)), MOVE_S),
-        0,
+        _max_staleness(trace) if other.max_staleness is None else other.max_staleness,
         0.0,
         int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),
         0,
@@ -89,6 +89,12 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         warm=True,
         fewest_actors=int(bounds.get("min_actors", 0)),
     )
+
+
+def _max_staleness(trace: Trace) -> int:
+    """Steps that the run drew ahead of its learner; a schedule of the user's own counts as one that draws none."""
+    schedule = trace.meta.spec.get("schedule") or {}
+    return {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}.get(schedule.get("type", "sync"), 0)
 
 
 def _epochs(trace: Trace, function: str) -> int:

@@ -160,7 +160,7 @@ def replay(
     for record in records:
         simulation.step(batches[record.step])
     simulated = simulation.close()
-    again = {record.step: step for record, step in zip(records, simulated.steps, strict=True)}
+    again = {record.step: step for record, step in zip(records, _one_after_another(simulated.steps), strict=True)}
     cores = machine_cores(trace)
     steps = [
         ReplayedStep(
@@ -195,6 +195,15 @@ def replay(
         str(extrapolated),
         tuple(_plans(trace, simulated)),
     )
+
+
+def _one_after_another(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
+    """Steps as the trace of a run has them: each counts from the end of the one before, also if its samples were drawn
+    earlier."""
+    ended_s = -math.inf
+    for step in steps:
+        yield replace(step, start_s=max(step.start_s, ended_s))
+        ended_s = step.end_s
 
 
 def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:

@@ -21,6 +21,7 @@ from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency,
 from rlhfless.sim.replay.measured import helper_cores, shared_s
 from rlhfless.sim.replay.recorded import setup_of
 from rlhfless.sim.replay.replay import replay
+from rlhfless.sim.replay.what_if import OtherDevices
 from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.spec.errors import InputError
@@ -266,3 +267,25 @@ def test_a_replay_reproduces_the_prompt_tokens_that_were_computed(tmp_path: Path
     # Two actors compute the 320 tokens and four times 300; of each sample what fills no block of 32.
     assert 1.5 < found["generation"].measured < 3
     assert again.errors[-1].error < 0.05
+
+
+def test_a_run_is_replayed_in_its_own_schedule(one_actor: Path, latency: LatencyFile) -> None:
+    """The same samples, drawn ahead: a step takes the longer of its halves, and its time begins where the last one's
+    ended."""
+    trace, drawn = read_trace(one_actor), read_runtime(one_actor)
+    step_s, generation_s, learn_s = {}, {}, {}
+    for schedule in ({"type": "sync"}, {"type": "one_step_off"}, {"type": "async", "max_staleness": 2}):
+        told = replace(trace, meta=replace(trace.meta, spec={**trace.meta.spec, "schedule": schedule}))
+        again = replay(told, drawn, latency)
+        ahead_of = {"sync": 0, "one_step_off": 1, "async": 2}[str(schedule["type"])]
+        assert replay(trace, drawn, latency, other=OtherDevices(max_staleness=ahead_of)).steps == again.steps
+        steps = again.steps[1:-1]
+        name = str(schedule["type"])
+        step_s[name] = sum(step.predicted_s["step"] for step in steps)
+        generation_s[name] = sum(step.predicted_s["generation"] for step in steps)
+        learn_s[name] = sum(step.predicted_s["learn"] for step in steps)
+    assert step_s["one_step_off"] < 0.9 * step_s["sync"]
+    assert step_s["async"] <= step_s["one_step_off"] * 1.001
+    for ahead in ("one_step_off", "async"):
+        assert learn_s[ahead] == pytest.approx(learn_s["sync"], rel=0.02)
+        assert step_s[ahead] >= max(generation_s[ahead], learn_s[ahead])
