@@ -265,7 +265,9 @@ def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
     problems += _share_problems(spec, prompts)
     if spec.evaluation.every_steps is not None and not prompts.held_out:
         what = "set, but there are no held-out prompts to evaluate on"
-        problems.append(Problem("evaluation.every_steps", what, "give prompts.held_out, or leave it out"))
+        problems.append(
+            Problem("evaluation.every_steps", what, "give prompts.held_out or evaluation.sets, or leave it out")
+        )
     return [*problems, *_best_problems(spec, prompts.held_out)]
 
 

@@ -16,6 +16,7 @@ from rlhfless.spec.algorithm import (
     SAPOSpec,
 )
 from rlhfless.spec.data import DrawLessSpec, DType, HeldOutSpec, MixtureSetSpec, ModelSpec, NamedSetSpec, PromptsSpec
+from rlhfless.spec.evaluation import BestSpec, CheckpointSpec, EvaluationSpec
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
     CheapestSpec,
@@ -55,7 +56,7 @@ from rlhfless.spec.rewards import (
     RewardModelSpec,
     RewardSpec,
 )
-from rlhfless.spec.run import BestSpec, CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
+from rlhfless.spec.run import LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import AsyncSpec, OneStepOffSpec, OwnScheduleSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec
