@@ -1,4 +1,4 @@
-"""A run on kinds and numbers of devices and in placements, side by side: where it fits, and what it takes and costs.
+"""A run on devices, in placements and schedules, side by side: where it fits, and what it takes and costs.
 
 Each choice is a spec of its own on devices of its own. The memory plan says whether it fits, and the simulator, with
 the run's own policy, what a step takes: for all choices with one seed at the expected lengths, and for those on the
@@ -35,7 +35,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
-TURNS = "placement.turns"
+TURNS, SCHEDULE = "placement.turns", "schedule.type"
 
 OnChoice = Callable[[int, int], None]
 """Called with the number of choices that are done, and of all."""
@@ -84,7 +84,7 @@ def compared(planner: Planner, devices: Sequence[str], jobs: int = 1, on_choice:
 
 
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
-    """The kinds and numbers of devices, each in the placements that are possible on them."""
+    """The kinds and numbers of devices, each in the placements and with the schedules that are possible on them."""
     if devices:
         found = [parsed_devices(text) for text in devices]
     else:
@@ -96,9 +96,10 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
 
 def _placements(kind: str, count: int) -> Iterator[dict[str, Any]]:
     """Changes of the spec, by dotted key."""
-    yield {"placement.mode": "colocated"}
+    yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
     for learner in sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ():
-        yield {"placement.mode": "disaggregated", "placement.learner_devices": learner}
+        for schedule in ("sync", "one_step_off"):
+            yield {"placement.mode": "disaggregated", "placement.learner_devices": learner, SCHEDULE: schedule}
 
 
 def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
@@ -143,6 +144,7 @@ def _tried(planner: Planner, choice: Choice) -> Tried:
 def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
     """The spec of a choice, with nothing decided that its user has left open. Raises InputError."""
     values = spec.model_dump(mode="json", exclude_unset=True)
+    values.pop("schedule", None)  # its other keys are of the type that the spec names
     for key, value in {"placement.kind": choice.kind, "placement.devices": choice.count, **choice.changes}.items():
         *sections, name = key.split(".")
         section = values
@@ -160,7 +162,8 @@ def placement_of(choice: Choice) -> str:
     if choice.changes.get(TURNS):
         return "in turns"
     if choice.changes.get("placement.mode") == "disaggregated":
-        return f"{choice.changes['placement.learner_devices']} learn"
+        ahead = ", 1 ahead" if choice.changes[SCHEDULE] == "one_step_off" else ""
+        return f"{choice.changes['placement.learner_devices']} learn{ahead}"
     return "co-located"
 
 

@@ -22,7 +22,7 @@ SPEC = RunSpec.model_validate(
 
 
 def tried(wall_s: float | None, cost_usd: float = 0.0, count: int = 1, problems: tuple[str, ...] = ()) -> Tried:
-    choice = Choice("h100", count, {"placement.mode": "colocated"})
+    choice = Choice("h100", count, {"placement.mode": "colocated", "schedule.type": "sync"})
     if wall_s is None:
         return Tried(choice, "co-located", problems)
     cost = PlannedCost(
@@ -58,15 +58,16 @@ def test_rows_have_an_order_and_figures_by_hand() -> None:
 
 
 def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:
-    learners = {
-        text: [choice.changes.get("placement.learner_devices") for choice in choices_of(SPEC, [text])]
-        for text in ("1xh100", "2xh100", "8xh100", "4xcpu-core")
-    }
-    assert learners == {"1xh100": [None], "2xh100": [None, 1], "8xh100": [None, 2, 4], "4xcpu-core": [None]}
+    shared = (None, "sync")
+    for text, apart in {"1xh100": [], "2xh100": [1], "8xh100": [2, 4], "4xcpu-core": []}.items():
+        tries = [choice.changes for choice in choices_of(SPEC, [text])]
+        found = [(changes.get("placement.learner_devices"), changes["schedule.type"]) for changes in tries]
+        assert found == [shared, *((each, schedule) for each in apart for schedule in ("sync", "one_step_off"))]
 
 
 def test_a_choice_changes_the_spec_and_leaves_open_what_was() -> None:
-    choice = Choice("b200", 8, {"placement.mode": "disaggregated", "placement.learner_devices": 2})
+    apart = {"placement.mode": "disaggregated", "placement.learner_devices": 2, "schedule.type": "sync"}
+    choice = Choice("b200", 8, apart)
     changed = spec_of(SPEC, choice)
     assert (changed.placement.kind, changed.placement.devices, changed.placement.learner_devices) == ("b200", 8, 2)
     assert "learner" not in changed.model_fields_set
