@@ -50,7 +50,7 @@ def ppo(assets: Path) -> dict[str, Any]:
     train, held_out = str(assets / "train.jsonl"), str(assets / "heldout.jsonl")
     mixture = [{"name": "many", "path": train, "weight": 3}, {"name": "few", "path": train}]
     sets = [{"name": "test", "path": held_out, "max_prompts": 4}]
-    return PPO | {"prompts": {"mixture": mixture}, "evaluation": PPO["evaluation"] | {"sets": sets}}
+    return PPO | {"prompts": {"mixture": mixture, "draw_less": {}}, "evaluation": PPO["evaluation"] | {"sets": sets}}
 
 
 class PausesAfter(Host):
