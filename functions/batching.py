@@ -69,6 +69,32 @@ def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, pays_below: floa
     return [by_length[rank::ranks] for rank in range(ranks)]
 
 
+def deal_pairs(batch: PackedBatch, ranks: int) -> list[IntArray]:
+    """The sequences of each of `ranks` of a batch of pairs, each pair whole: the largest first, so that all ranks have
+    equal work. All ranks deal alike."""
+    by_length = np.argsort(-batch.lengths.reshape(-1, 2).sum(1), kind="stable")
+    return [_both(by_length[rank::ranks]) for rank in range(ranks)]
+
+
+def cut_pairs(batch: PackedBatch, budget_tokens: int, *, pays_below: float) -> MicroBatches:
+    """As `cut`, of a batch of pairs: a micro-batch has whole pairs, and at least one. Of a packed one it is the padded
+    size, which is larger, that keeps to the budget."""
+    fed = (batch.lengths - 1).reshape(-1, 2).max(1)
+    parts = [_both(part) for part in padded_parts(fed, budget_tokens // 2)]
+    if pays_below and parts:
+        sequences = fed_sequences(batch)
+        packed = tuple(MicroBatch(part, sequences.pack(part)) for part in parts)
+        computed = sum(len(part.packed.source) for part in packed if part.packed is not None)
+        if computed < pays_below * sum(len(part) * int(fed[part // 2].max()) for part in parts):
+            return MicroBatches(packed, True, sum(_prompt_tokens_of(batch, part) for part in packed))
+    return MicroBatches(tuple(map(MicroBatch, parts)), False, prompt_tokens(batch))
+
+
+def _both(pairs: IntArray) -> IntArray:
+    """The sequences of pairs, in their order."""
+    return np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1)
+
+
 def fed_sequences(batch: PackedBatch) -> SharingSequences:
     """The tokens that a forward pass is fed: all but the last of each sequence, which predicts nothing."""
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1

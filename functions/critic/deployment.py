@@ -39,7 +39,7 @@ class CriticActor(TrainingActor[CriticSettings]):
     def _load(self, address: str) -> None:
         from rlhfless.functions.critic.rank import CriticRank
 
-        self._rank = self._joined(address, CriticRank)
+        self._rank = self._joined(address, CriticRank, self._settings.algorithm)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
         """See CriticRank.values; rank 0 gives the values of all. *Collective.*"""

@@ -17,13 +17,15 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhfless.functions.head import OutputHead, at_least_float32
 from rlhfless.functions.policy import Form, Outputs, PolicyNetwork, load_policy
-from rlhfless.spec import CriticSpec, ModelSpec
+from rlhfless.spec import ModelSpec, TrainingSpec
 from rlhfless.spec.errors import InputError, Problem
 
 
-def load_critic(source: ModelSpec, critic: CriticSpec, device: torch.device, mesh: DeviceMesh) -> PolicyNetwork:
-    """Load the model that the critic starts from, split over `mesh`. Raises InputError if it has no head of one output,
-    and else as load_policy does. *Collective.*"""
+def load_critic(
+    source: ModelSpec, critic: TrainingSpec, device: torch.device, mesh: DeviceMesh, *, new_head: bool
+) -> PolicyNetwork:
+    """Load the model that the critic starts from, split over `mesh`; with `new_head`, its head is of zeros. Raises
+    InputError if it has no head of one output, and else as load_policy does. *Collective.*"""
     return load_policy(
         source,
         parameter_dtype="float32",
@@ -33,7 +35,7 @@ def load_critic(source: ModelSpec, critic: CriticSpec, device: torch.device, mes
         mesh=mesh,
         offload=critic.offload,
         share_prefixes=critic.share_prefixes,
-        form=NEW_VALUES if critic.new_head else VALUES,
+        form=NEW_VALUES if new_head else VALUES,
     )
 
 

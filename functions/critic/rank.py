@@ -53,7 +53,7 @@ class CriticRank(TrainingRank):
         )
 
     def _load(self, device: torch.device) -> PolicyNetwork:
-        critic = load_critic(self._spec, self._training, device, self._mesh)
+        critic = load_critic(self._spec, self._training, device, self._mesh, new_head=self._training.new_head)
         return with_measured_rates(critic, self._training.micro_batch_tokens)
 
     def values(self, batch: PackedBatch) -> tuple[FloatArray, int]:

@@ -22,7 +22,9 @@ from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted:
+def _wanted(spec: RunSpec) -> Wanted | None:
+    if spec.supervised:
+        return None
     return Wanted(
         FunctionName.GENERATION,
         Site.WINDOWS,

@@ -10,11 +10,12 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.training.actor import TrainingActor
 from rlhfless.functions.training.settings import TrainedSettings
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
-from rlhfless.spec import LearnerSpec, Transport
+from rlhfless.spec import DPOSpec, LearnerSpec, RunType, Transport
 from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
     from rlhfless.functions.learner.rank import LearnerRank
+    from rlhfless.functions.learner.supervised import SupervisedRank
     from rlhfless.weights.store import WeightStore
 
 
@@ -57,6 +58,8 @@ class LearnerSettings(TrainedSettings):
     """Settings of the learner function."""
 
     training: LearnerSpec
+    run_type: RunType
+    dpo: DPOSpec
     temperature: float
     probe_token_ids: tuple[int, ...]
     """The text whose logprobs every published version carries."""
@@ -87,8 +90,9 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def _load(self, address: str) -> None:
         from rlhfless.functions.learner.rank import LearnerRank
 
-        self._store = self._settings.store.open(self.node())
-        self._rank = self._joined(address, LearnerRank, self._settings.temperature)
+        settings = self._settings
+        self._store = settings.store.open(self.node())
+        self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""
@@ -128,3 +132,20 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         self._published.append(version)
         while len(self._published) > self._settings.kept_versions:
             self._store.delete(self._published.pop(0))
+
+
+class SupervisedActor(TrainingActor[LearnerSettings]):
+    """Rank `rank` of a learner that learns from written responses. It publishes nothing."""
+
+    named = "learner"
+    _rank: SupervisedRank
+
+    def _load(self, address: str) -> None:
+        from rlhfless.functions.learner.supervised import SupervisedRank
+
+        self._rank = self._joined(address, SupervisedRank, self._settings.run_type, self._settings.dpo)
+
+    def evaluate(self, batch: PackedBatch) -> FloatArray:
+        """See SupervisedRank.evaluate. *Collective.*"""
+        with self._at_work("learn"):
+            return self._rank.evaluate(batch)

@@ -13,7 +13,7 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
-from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome
+from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome, SupervisedActor
 from rlhfless.functions.training.deployment import TrainedFunction
 from rlhfless.records import FloatArray, PublishedWeights
 from rlhfless.scaling.function_kinds import FunctionKind
@@ -31,6 +31,10 @@ class LearnerFunction(TrainedFunction):
         self._settings = settings
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
+    def actor_of(self, settings: LearnerSettings) -> type:
+        """See RankedFunction."""
+        return LearnerActor if settings.run_type == "rlhf" else SupervisedActor
+
     @staticmethod
     def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> LearnerSettings:
         """The settings of a replica in an allocation whose devices are bound."""
@@ -42,6 +46,8 @@ class LearnerFunction(TrainedFunction):
             training=spec.learner,
             optimizer=spec.optimizer,
             algorithm=spec.algorithm,
+            run_type=spec.type,
+            dpo=spec.dpo,
             temperature=spec.generation.temperature,
             probe_token_ids=launch.probe_token_ids,
             read_back=spec.weights.read_back,
@@ -58,7 +64,8 @@ class LearnerFunction(TrainedFunction):
         )
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
-        """Old logprobs `[tokens]`: the policy before the first update of the step."""
+        """Logprobs `[tokens]` of the current policy: before the first update of a step they are the old ones. Of a
+        reward model, scores (rlhfless.functions.learner.supervised)."""
         self.admit(call)
         start_s = time.time()
         values = (await self._group.all("evaluate", ray.put(batch)))[0]

@@ -14,6 +14,7 @@ from rlhfless.scaling.memory import (
     learn_phases,
     on_device,
     sharded,
+    value_phases,
 )
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
@@ -35,6 +36,8 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:
     """The phases of a rank with micro-batches of so many tokens, without what every process holds."""
     learner = spec.learner
+    if spec.type == "reward_model":
+        return value_phases(shape, tokens, sharded(learner, spec.optimizer))
     how = replace(sharded(learner, spec.optimizer), exact_head=learner.head_dtype == "float32")
     return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
 

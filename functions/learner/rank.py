@@ -12,9 +12,9 @@ from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, comm
 from rlhfless.algorithms.batch import PackedBatch, declared
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.probing import Probing
-from rlhfless.functions.packing_rate import with_measured_rates
-from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
+from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
+from rlhfless.functions.training.policy import load_trained_policy
 from rlhfless.functions.training.publishing import gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.prefixes.packing import PackedSegments
@@ -61,19 +61,7 @@ class LearnerRank(TrainingRank):
         self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
-        policy = load_policy(
-            self._spec,
-            parameter_dtype="float32",
-            compute_dtype=self._training.dtype,
-            device=device,
-            gradient_checkpointing=self._training.gradient_checkpointing,
-            mesh=self._mesh,
-            offload=self._training.offload,
-            exact_head=self._training.head_dtype == "float32",
-            share_prefixes=self._training.share_prefixes,
-            logits_elements=self._training.logits_elements,
-        )
-        return with_measured_rates(policy, self._training.micro_batch_tokens)
+        return load_trained_policy(self._spec, self._training, device, self._mesh)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""

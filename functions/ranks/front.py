@@ -52,7 +52,11 @@ class RankedFunction(Function):
             "concurrency_groups": {"signs_of_life": 1, "waits": 1},
         }
         make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
-        return make(self.actor).remote(settings, rank)
+        return make(self.actor_of(settings)).remote(settings, rank)
+
+    def actor_of(self, settings: Any) -> type:  # noqa: ARG002 - of most functions it is the same for all
+        """The class of a rank's actor."""
+        return self.actor
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""

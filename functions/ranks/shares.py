@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, prompt_tokens
-from rlhfless.functions.policy import Outputs, PolicyNetwork, logprobs_of, outputs_of
+from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, outputs_of
 from rlhfless.records import FloatArray, IntArray
 
 
@@ -23,13 +23,20 @@ def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> I
 def share_logprobs(
     policy: PolicyNetwork, batch: PackedBatch, temperature: float, budget_tokens: int
 ) -> tuple[FloatArray, int]:
-    """Logprobs `[tokens]` of this rank's sequences, 0 on prompt tokens and on the tokens of other ranks; and the prompt
-    tokens of the share that were not computed, because a sequence with the same prefix had computed them. *Collective*.
-    """
+    """`share_outputs` of the head that gives logprobs."""
+    return share_outputs(policy, batch, logprob_outputs(policy, temperature), budget_tokens)
+
+
+def share_outputs(
+    policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int
+) -> tuple[FloatArray, int]:
+    """The first output `[tokens]` of a head for this rank's sequences, 0 on prompt tokens and on the tokens of other
+    ranks; and the prompt tokens of the share that were not computed, because a sequence with the same prefix had
+    computed them. *Collective*."""
     share = share_of(policy, batch, budget_tokens)
     own = select(batch, share)
     parts = cut(own, budget_tokens, pays_below=policy.packs_below)
-    values = logprobs_of(policy, own, temperature, parts)
+    values = outputs_of(policy, own, outputs, parts.parts)
     everything = np.zeros(len(batch.tokens), dtype=values.dtype)
     everything[np.repeat(batch.starts[share], own.lengths) + own.positions] = values
     return everything, prompt_tokens(own) - parts.prompt_tokens

@@ -12,7 +12,7 @@ from rlhfless.spec.base import count_of
 
 
 def _wanted(spec: RunSpec) -> Wanted | None:
-    if not spec.algorithm.needs.reference:
+    if not spec.needs_reference:
         return None
     return Wanted(
         FunctionName.REFERENCE, Site.BESIDE, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"

@@ -8,7 +8,9 @@ from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted:
+def _wanted(spec: RunSpec) -> Wanted | None:
+    if spec.supervised:
+        return None
     return Wanted(FunctionName.SCORING, Site.CORES, devices=spec.scoring.workers)
 
 

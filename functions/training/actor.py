@@ -36,7 +36,6 @@ class TrainingActor(RankActor[S]):
                 settings.model,
                 settings.training,
                 settings.optimizer,
-                settings.algorithm,
                 *own,
                 rank=self._number,
                 world_size=len(settings.rank_bindings),

@@ -154,9 +154,13 @@ class TrainingRank:
         """An optimiser step on each mini-batch, of `planned` in the whole run. Returns `skipped_updates`, the updates
         whose gradient was not finite, and for the other updates means over their response tokens (`*_max` are maxima),
         including `gradient_norm` before clipping and `learning_rate`. *Collective.*"""
-        updates = [(part.denominators.tokens, self._update(part, planned)) for part in parts]
+        updates = [(self._weight(part), self._update(part, planned)) for part in parts]
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
+
+    def _weight(self, batch: PackedBatch) -> int:
+        """The weight of a mini-batch's figures among those of a step."""
+        return batch.denominators.tokens
 
     def _of_responses(self, batch: PackedBatch, values: FloatArray | IntArray) -> torch.Tensor:
         """Values `[tokens]` of a batch as those of its response tokens, on the device."""
@@ -169,12 +173,17 @@ class TrainingRank:
         loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + computed.sum() * 0
         return loss, {name: at_least_float32(value.detach()) for name, value in outputs.metrics.items()}
 
+    def _sequences_of_rank(self, batch: PackedBatch) -> IntArray:
+        """The sequences of a mini-batch that this rank learns from."""
+        return share_of(self._policy, batch, self._training.micro_batch_tokens)
+
     def _cut(self, batch: PackedBatch) -> MicroBatches:
+        """The micro-batches of this rank's sequences."""
         return cut(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)
 
     def _update(self, batch: PackedBatch, planned: int) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
-        share = select(batch, share_of(self._policy, batch, self._training.micro_batch_tokens))
+        share = select(batch, self._sequences_of_rank(batch))
         parts = self._cut(share)
         # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
         shared = prompt_tokens(share) - parts.prompt_tokens

@@ -237,7 +237,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         denominators=NO_DENOMINATORS,
         **columns,
     )
-    return _own_denominators(batch)
+    return own_denominators(batch)
 
 
 def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -> list[list[FloatArray]]:
@@ -290,7 +290,7 @@ def mini_batches(batch: PackedBatch, count: int, order: IntArray) -> tuple[Packe
     if not 1 <= count <= batch.groups:
         raise ValueError(f"cannot cut {batch.groups} groups into {count} mini-batches of whole groups")
     parts = np.array_split(order, count)
-    return tuple(_own_denominators(select(batch, np.flatnonzero(np.isin(groups, part)))) for part in parts)
+    return tuple(own_denominators(select(batch, np.flatnonzero(np.isin(groups, part)))) for part in parts)
 
 
 def leave_out(batch: PackedBatch, sequences: BoolArray) -> PackedBatch:
@@ -298,10 +298,11 @@ def leave_out(batch: PackedBatch, sequences: BoolArray) -> PackedBatch:
     rewards and their places in their groups, and count in no denominator."""
     mask = batch.response_mask & ~sequences[batch.sequence_id]
     masked = dataclasses.replace(batch, response_mask=mask)
-    return _own_denominators(masked.with_columns(**masked.columns()))
+    return own_denominators(masked.with_columns(**masked.columns()))
 
 
-def _own_denominators(batch: PackedBatch) -> PackedBatch:
+def own_denominators(batch: PackedBatch) -> PackedBatch:
+    """The batch as the data of an optimiser step of its own."""
     answered = int(np.count_nonzero(batch.response_lengths))
     own = Denominators(int(batch.response_mask.sum()), answered, batch.groups)
     return dataclasses.replace(batch, denominators=own)

@@ -141,9 +141,10 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         state = "fits in" if device.fits else "[red]does not fit in[/red]"
         sizes.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
     console.print(sizes)
+    cache = "" if plan.kv_tokens is None else f"KV cache of an actor: {max(plan.kv_tokens, 0):,} tokens; "
     console.print(
-        f"KV cache of an actor: {max(plan.kv_tokens, 0):,} tokens; largest micro-batch: {plan.micro_batch_tokens:,} "
-        f"tokens (learner.micro_batch_tokens is {asked.spec.learner.micro_batch_tokens:,})"
+        f"{cache}largest micro-batch: {plan.micro_batch_tokens:,} tokens (learner.micro_batch_tokens is "
+        f"{asked.spec.learner.micro_batch_tokens:,})"
     )
     console.print(
         f"host memory {plan.host_bytes / GIB:.1f} GiB in all; shared memory {plan.shared_bytes / GIB:.1f} GiB on the "

@@ -48,7 +48,9 @@ def run_lines(run: RunObject) -> RenderableType:
     """A run, in a few lines."""
     head = Text.assemble((run.id, "bold"), f"  {run.status}")
     parts: list[RenderableType] = [head, Text(legible(run.status_reason), style="dim")]
-    figures = f"step {count(run.step)} of {count(run.steps)}   reward {decimal(run.latest.get('reward_mean'))}"
+    learns = "loss" if "loss" in run.latest and "reward_mean" not in run.latest else "reward"
+    value = run.latest.get("loss" if learns == "loss" else "reward_mean")
+    figures = f"step {count(run.step)} of {count(run.steps)}   {learns} {decimal(value)}"
     cost = f"   {money(run.cost_usd)} for {decimal(run.device_hours, 2)} device-hours"
     left = f"   {clock(run.left_s)} left" if run.left_s is not None else ""
     parts.append(Text(figures + cost + left))

@@ -11,16 +11,17 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlhfless.fleet.pool import RECOVERABLE
-from rlhfless.loop.evaluation import evaluate_held_out
+from rlhfless.loop import drawing, supervised
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.limits import reached
 from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
-from rlhfless.loop.schedules import schedule_of
+from rlhfless.loop.schedules import Data, schedule_of
 from rlhfless.loop.session import Session, open_session
-from rlhfless.loop.step import rollout, train
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import Experience
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ async def execute(session: Session) -> Outcome:
     return Outcome(run.before, after, steps, wall_s, last, best.location if best else last, recovered)
 
 
-async def drive_steps(session: Session, run: Run, first: int) -> Recovered:
+async def drive_steps(session: Session, run: TrainedRun, first: int) -> Recovered:
     """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
 
     Raises as `execute` does.
@@ -84,12 +85,14 @@ async def drive_steps(session: Session, run: Run, first: int) -> Recovered:
 class RunSteps:
     """The steps of a run, as a schedule orders them (rlhfless.loop.schedules.Steps)."""
 
-    def __init__(self, run: Run, session: Session, first: int) -> None:
-        self._run = run
+    def __init__(self, run: TrainedRun, session: Session, first: int) -> None:
+        self._run: Any = run
+        self._stages: Any = drawing if isinstance(run, Run) else supervised
+        """What a step and an evaluation of the run are."""
         self._session = session
         self.following = first
         """The first step that is not done. Step 0 is only evaluated."""
-        self._rollouts: dict[int, asyncio.Task[Experience]] = {}
+        self._rollouts: dict[int, asyncio.Task[Data]] = {}
         """Of steps that are not trained on yet: a fault of another step does not end them."""
         self._saving: asyncio.Task[None] | None = None
         """The checkpoint that is being written while the run goes on."""
@@ -105,24 +108,26 @@ class RunSteps:
             del under_way[number]
         self.following = step
 
-    async def rollout(self, step: int) -> Experience:
+    async def rollout(self, step: int) -> Data:
         """See Steps."""
         if step not in self._rollouts:
             self._rollouts[step] = asyncio.create_task(self._roll_out(step))
         return await asyncio.shield(self._rollouts[step])
 
-    async def _roll_out(self, step: int) -> Experience:
+    async def _roll_out(self, step: int) -> Data:
         with self._session.console.stage(f"step {step}"):
-            return await rollout(self._run, self._run.begin(step))
+            data: Data = await self._stages.rollout(self._run, self._run.begin(step))
+            return data
 
-    async def train(self, step: int, experience: Experience) -> None:
+    async def train(self, step: int, experience: Data) -> None:
         """See Steps. Steps are trained on in their order: raises ValueError for another one."""
         if step != self.following:
             raise ValueError(f"step {step} is trained on, but step {self.following} is the next; correct the schedule")
         self._rollouts.pop(step, None)
         with self._session.console.stage(f"step {step}"):
-            self._session.host.drawn(self._run, step, experience)
-            await train(self._run, self._run.under_way[step], experience)
+            if isinstance(experience, Experience):
+                self._session.host.drawn(self._run, step, experience)
+            await self._stages.train(self._run, self._run.under_way[step], experience)
         await self.close(step)
 
     async def close(self, step: int) -> None:
@@ -197,7 +202,7 @@ class RunSteps:
         if not run.held_out:
             return
         with self._session.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
-            figures = await evaluate_held_out(run, step)
+            figures = await self._stages.evaluate_held_out(run, step)
         named = {f"eval/{name}": value for name, value in figures.items()}
         run.latest.update(named)
         if step == 0:
@@ -205,7 +210,7 @@ class RunSteps:
         self._session.sinks.emit(step, named)
 
 
-def _succeeded(rollout: asyncio.Task[Experience]) -> bool:
+def _succeeded(rollout: asyncio.Task[Data]) -> bool:
     return not rollout.cancelled() and rollout.exception() is None
 
 

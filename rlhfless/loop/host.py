@@ -15,6 +15,7 @@ from rlhfless.spec.errors import UserError
 
 if TYPE_CHECKING:
     from rlhfless.loop.run import Run
+    from rlhfless.loop.trained_run import TrainedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Host:
     async def devices(self, wanted: DevicesWanted) -> None:
         """Wait until the run may take the minimum. Raises FleetError if that does not happen in time."""
 
-    def began(self, run: Run, held: Callable[[str], int]) -> int | None:
+    def began(self, run: TrainedRun, held: Callable[[str], int]) -> int | None:
         """Called before the run's fleet starts. `held`: the devices of a kind that the run takes or has when it is
         called.
 
@@ -79,9 +80,9 @@ class Host:
         """
 
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
-        """Called when the samples of a step are complete."""
+        """Called when the samples of a step are complete; of runs that draw."""
 
-    def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
+    def after_step(self, run: TrainedRun, step: int) -> Verdict:  # noqa: ARG002
         """Called when a step is done and evaluated."""
         return Verdict()
 

@@ -122,8 +122,8 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
     """The fewest and the most devices that a run can use, of the learner's kind."""
     kind = placement.allocation(publisher_of(spec), 0).devices[0].kind
-    actors = name_of(spec, FunctionRole.SAMPLES)
-    fewest = placement.allocations[actors][: spec.scaling.generation.min_actors]
+    actors = None if spec.supervised else name_of(spec, FunctionRole.SAMPLES)
+    fewest = placement.allocations[actors][: spec.scaling.generation.min_actors] if actors else ()
     others = [each for name, of_function in placement.allocations.items() if name != actors for each in of_function]
     needed = {group.name for allocation in (*fewest, *others) for group in placement.groups_of(allocation)}
     groups = [group for group in placement.groups if group.kind == kind]
@@ -163,13 +163,12 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     """What the run needs on each node with the learner or actors, by the node's name; empty if sizes are not known."""
     if prepared.shape is None:
         return {}
-    size = version_bytes(prepared.shape, spec.model.dtype)
+    size = 0 if spec.supervised else version_bytes(prepared.shape, spec.model.dtype)
     learner = placement.allocation(publisher_of(spec), 0).devices
     loading = loading_bytes(spec, learner[0].kind, len(_devices(placement, learner[0].kind)), prepared.max_model_len)
     ranks = Counter(device.node for device in learner)
-    actors = {
-        device.node for each in placement.allocations[name_of(spec, FunctionRole.SAMPLES)] for device in each.devices
-    }
+    sampling = () if spec.supervised else placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
+    actors = {device.node for each in sampling for device in each.devices}
     kept = {learner[0].node: stored_versions(spec.schedule.max_staleness)}
     return {
         node: Needed(size, kept.get(node, CACHED_VERSIONS), loading * ranks[node] // len(learner))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.functions.base import Call
-from rlhfless.loop.run import Run
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import Decision
 from rlhfless.tasks import gather_or_cancel, is_stopping
 from rlhfless.text import legible
@@ -23,7 +23,7 @@ from rlhfless.text import legible
 log = logging.getLogger(__name__)
 
 
-async def clear(run: Run, call: Call) -> None:
+async def clear(run: TrainedRun, call: Call) -> None:
     """Find out which replicas are lost, and free their allocations."""
     await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools.values()))
     await gather_or_cancel(*(pool.remove_dead() for pool in run.pools.values()))
@@ -44,7 +44,7 @@ class Recovered:
 class Recovery:
     """Repairs a run's fleet, a bounded number of times per step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainedRun) -> None:
         self._run = run
         self._step = 0
         self._count = 0
@@ -90,16 +90,9 @@ class Recovery:
         call = run.call(step)
         await clear(run, call)
         if run.keepers.all_there:
-            await self._publish_again(step)
+            await run.publish_again(step)
             return step
         restored = await run.restore()
         await run.open_weights(restored)
         # Step 0 is the evaluation before the first step; it is done if a step was learned or its figures are known.
         return restored + 1 if restored or run.before else 0
-
-    async def _publish_again(self, step: int) -> None:
-        """Have the learner write damaged or missing weight files again: they may be the cause of the fault."""
-        run = self._run
-        version = run.published.version
-        if run.learner.replicas()[0].learned_step == version.step and version.step < step:
-            run.published = await run.publish(run.call(version.step))

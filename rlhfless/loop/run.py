@@ -1,46 +1,39 @@
-"""The parts of a run that a step uses: pools of functions, published weights, ledger. Each stage is one method."""
+"""A run that draws what it learns from: what it has in addition to every run (rlhfless.loop.trained_run), which are its
+engines, the published weights and the algorithm. Each stage of a step is one method."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.algorithm_state import AlgorithmState
 from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.keepers import Keepers
-from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.one_version import OneVersion
 from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.loop.stages import ComputeColumn, ScoredGroups, ScoreGroups
 from rlhfless.loop.staleness import Staleness
-from rlhfless.loop.step_context import StepClock, StepContext
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.loop.step_context import StepContext
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import (
     Experience,
     FloatArray,
     FunctionRole,
     Group,
-    Prompt,
     PublishedWeights,
     StepRecord,
     Work,
 )
-from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
-from rlhfless.records.journal import Journal
-from rlhfless.spec import RunSpec
+from rlhfless.records.checkpoints import CheckpointNotes
 from rlhfless.tasks import gather_or_cancel
-from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
@@ -57,29 +50,13 @@ def _key(group: Group) -> _GroupKey:
     return group.prompt.prompt_id, tuple(sample.model_tokens for sample in group.samples)
 
 
-@dataclass
-class Run:
-    """A run in progress."""
+@dataclass(kw_only=True)
+class Run(TrainedRun):
+    """A run that draws what it learns from."""
 
-    run_id: str
-    attempt: int
-    spec: RunSpec
-    order: PromptOrder
-    held_out: Sequence[Prompt]
-    pools: Mapping[str, ReplicaPool]
-    """By name: the replicas of each function of this run."""
     weights: ActorWeights
     scaler: Scaler
-    ledger: Ledger
-    sinks: MetricSinks
-    journal: Journal
-    checkpoints: Checkpoints
     monitor: RolloutMonitor
-    before: Mapping[str, float] = field(default_factory=dict)
-    """Held-out figures before the first step."""
-    latest: dict[str, float] = field(default_factory=dict)
-    """The metrics that were measured last, by name."""
-    clock: StepClock = field(default_factory=StepClock)
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)
@@ -88,40 +65,23 @@ class Run:
     history: PromptHistory = field(init=False)
     """What the steps drew, which decides how often prompts are drawn."""
 
-    keepers: Keepers = field(init=False)
     versions: OneVersion = field(init=False)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """By step and column: the values of groups, while the step is in progress."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.algorithms = AlgorithmState(self.spec.algorithm)
-        self.history = PromptHistory(self.spec.prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
+        prompts = self.spec.prompts
+        assert prompts is not None, "a run that draws has prompts"
+        self.history = PromptHistory(prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
         self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
-        self.keepers = Keepers(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
-
-    def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
-        """The pools of the functions with one of these roles."""
-        return tuple(pool for pool in self.pools.values() if pool.kind.role in roles)
 
     @property
     def generation(self) -> ReplicaPool:
         """The generation actors."""
         (pool,) = self.with_role(FunctionRole.SAMPLES)
         return pool
-
-    @property
-    def learner(self) -> ReplicaPool:
-        """See Keepers.publisher."""
-        return self.keepers.publisher
-
-    @property
-    def helpers(self) -> tuple[ReplicaPool, ...]:
-        """The pools of functions that work on complete groups, and are idle between two steps."""
-        return self.with_role(FunctionRole.SCORES, FunctionRole.COLUMN)
-
-    def call(self, step: int) -> Call:
-        """The identity that all calls of a step carry."""
-        return Call(self.run_id, self.attempt, step)
 
     # -- weights
 
@@ -135,7 +95,7 @@ class Run:
         self.versions.newest = published
 
     async def open_weights(self, step: int) -> None:
-        """Publish the learner's weights as the version of `step`, and a perturbed version of them."""
+        """See TrainedRun. Publishes the learner's weights as the version of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
 
@@ -239,10 +199,6 @@ class Run:
 
     # -- learner
 
-    @property
-    def _the_learner(self) -> Replica:
-        return self.keepers.replica(self.learner)
-
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
         return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
@@ -257,60 +213,31 @@ class Run:
         """
         return await self.work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
-    async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
-        """Save the state after `step`, with everything that a resumed run needs. `begun` is set when the functions are
-        free for the next step. Raises CheckpointError."""
-        notes = CheckpointNotes(
-            run_id=self.run_id,
-            attempt=self.attempt,
-            step=step,
+    # -- checkpoints
+
+    def _notes(self, step: int) -> CheckpointNotes:
+        """See TrainedRun."""
+        return replace(
+            super()._notes(step),
             digest=self.published.version.digest,
-            score=self.latest.get(self.spec.checkpoint.best.metric),
-            before=self.before,
             kl_coefficient=self.algorithms.coefficient_after(step),
-            parts=self.keepers.parts,
             prompts=self.history.saved(step),
         )
-        self.clock.interrupt()
-        self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
-        call = self.call(step)
-        writing = await self.keepers.checkpoint(call, self.checkpoints, notes)
-        begun.set()
-        await self.keepers.wait_written(writing, call)
-        self.checkpoints.prune()
-        self.journal.forget(step)
 
     async def restore(self) -> int:
-        """Go on from the newest checkpoint, or the initial models if there is none; returns its step."""
+        """See TrainedRun."""
         self._columns.clear()  # of weights that are restored
+        step = await super().restore()
         newest = self.checkpoints.newest()
-        step = newest.notes.step if newest else 0
-        await self.keepers.restore(self.call(step), self.checkpoints, newest)
-        if newest is not None:
-            self.before = newest.notes.before
         self.history.restore(newest.notes.prompts if newest else {})
         self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
         return step
 
-    async def move_keepers(self) -> None:
-        """Start the functions with state whose node leaves on another node, from the newest checkpoint."""
-        await self.keepers.stop_leaving()
-        await self.open_weights(await self.restore())
-
-    async def work(  # type: ignore[no-untyped-def]
-        self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
-    ):
-        calls = 2 if work is Work.PUBLISH else 1  # the call may first wait for `learn`
-        async with self.pools[replica.function].turn(call):
-            return await replica.call(
-                method,
-                call,
-                *arguments,
-                **keywords,
-                timeout_s=calls * self.spec.timeouts.call_s,
-                waiting_for=f"{work} of step {call.step}",
-                work=work,
-            )
+    async def publish_again(self, before: int) -> None:
+        """See TrainedRun."""
+        version = self.published.version
+        if self.learner.replicas()[0].learned_step == version.step and version.step < before:
+            self.published = await self.publish(self.call(version.step))
 
     # -- ledger
 
@@ -326,13 +253,7 @@ class Run:
         """Put the step into the ledger, and show its figures."""
         self.scaler.end_step(record)
         self.history.add(record.step, experience)
-        self.latest.update(record.metrics)
-        others_since_s = self.clock.end(record.step, record.end_s)
-        if not self.ledger.has_step(record.step):
-            self.ledger.add_step(record, others_since_s)
-            lengths = [sample.model_tokens for sample in experience.samples]
-            self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
-        self.ledger.catch_up(self.pools.values())
+        self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
         self.under_way.pop(record.step, None)
         for step, column in list(self._columns):
             if step <= record.step:

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.records import Experience
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.extension import make
+
+Data = Experience | PackedBatch
+"""What a step learns from: what was drawn, or in a run that draws nothing, the batch of its examples."""
 
 
 class Steps(Protocol):
@@ -19,11 +23,11 @@ class Steps(Protocol):
     Steps may overlap: a step draws with the weights that were published last when its rollout begins.
     """
 
-    async def rollout(self, step: int) -> Experience:
+    async def rollout(self, step: int) -> Data:
         """Draw the samples of a step, and score them. A rollout that is under way, or done and not trained on, goes on
         when this call is cancelled; another call for the step gets its result."""
 
-    async def train(self, step: int, experience: Experience) -> None:
+    async def train(self, step: int, experience: Data) -> None:
         """Learn from a step's samples, publish the weights, and do what the spec wants after the step."""
 
 
@@ -76,7 +80,7 @@ class Async:
     async def drive(self, steps: Steps, first: int, last: int) -> None:
         """See Schedule. When step k is to be learned, version k - 1 is the newest; its rollout began when version
         k - 1 - max_staleness was, or later."""
-        drawing: dict[int, asyncio.Task[Experience]] = {}
+        drawing: dict[int, asyncio.Task[Data]] = {}
         try:
             for step in range(first, last + 1):
                 for ahead in range(step, min(step + self.settings.max_staleness, last) + 1):
@@ -87,7 +91,7 @@ class Async:
             await _ended(*drawing.values())
 
 
-async def _ended(*calls: asyncio.Task[Experience]) -> None:
+async def _ended(*calls: asyncio.Task[Data]) -> None:
     """End the calls that still wait for a rollout."""
     for call in calls:
         call.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,8 @@ from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_ro
 from rlhfless.loop.ledger import NOTHING, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
+from rlhfless.loop.supervised import SupervisedRun
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.mixture import order_of
 from rlhfless.prepare.preflight import Prepared
@@ -77,7 +79,7 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
+async def open_session(session: Session) -> AsyncIterator[tuple[TrainedRun, int]]:
     """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before step
     1)."""
     with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
@@ -138,7 +140,7 @@ def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | 
 @asynccontextmanager
 async def _fleet(
     session: Session, cluster: Cluster, ledger: Ledger, journal: Journal, earlier: Trace | None
-) -> AsyncIterator[tuple[Run, int]]:
+) -> AsyncIterator[tuple[TrainedRun, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
     nodes = await cluster.nodes(spec.placement.kind)
@@ -152,36 +154,24 @@ async def _fleet(
     await session.host.devices(devices_wanted(spec, placement))
     by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
     pools = list(by_name.values())
-    generation = by_name[name_of(spec, FunctionRole.SAMPLES)]
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
-    run = Run(
-        run_id=session.run_id,
-        attempt=journal.attempt,
-        spec=spec,
-        order=order_of(session.prepared.train, spec.prompts, spec.seed),
-        held_out=session.prepared.held_out,
-        pools=by_name,
-        weights=ActorWeights(generation, spec),
-        scaler=scaler_of(spec, session.prepared, call, pools, ledger, earlier),
-        ledger=ledger,
-        sinks=session.sinks,
-        journal=journal,
-        checkpoints=session.checkpoints,
-        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
-    )
-    devices.left_s = run.scaler.due.left_s
+    run = _run_of(session, by_name, ledger, journal, earlier)
+    scaler = run.scaler if isinstance(run, Run) else None
+    if scaler is not None:
+        devices.left_s = scaler.due.left_s
     actors = session.host.began(run, devices.held)
-    if actors is not None:
-        run.scaler.fleet.limit_actors(actors)
+    if actors is not None and scaler is not None:
+        scaler.fleet.limit_actors(actors)
     # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
     with contextlib.nullcontext() if spec.placement.ray_address else janitor(folders):
         try:
             yield run, await _begin(session, run, cluster, devices, turns)
         finally:
-            run.scaler.fleet.keep_starts()
+            if scaler is not None:
+                scaler.fleet.keep_starts()
             for watch in watches:
                 watch.cancel()
             with session.console.waiting("stopping all functions"):
@@ -189,6 +179,33 @@ async def _fleet(
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
                 await to_the_end(_stop(pools, devices))
                 await to_the_end(_remove(folders, cluster, everywhere=bool(spec.placement.ray_address)))
+
+
+def _run_of(
+    session: Session, pools: Mapping[str, ReplicaPool], ledger: Ledger, journal: Journal, earlier: Trace | None
+) -> TrainedRun:
+    spec, prepared = session.spec, session.prepared
+    common: dict[str, Any] = {
+        "run_id": session.run_id,
+        "attempt": journal.attempt,
+        "spec": spec,
+        "order": order_of(prepared.train, spec.data, spec.seed),
+        "held_out": prepared.held_out,
+        "pools": pools,
+        "ledger": ledger,
+        "sinks": session.sinks,
+        "journal": journal,
+        "checkpoints": session.checkpoints,
+    }
+    if spec.supervised:
+        return SupervisedRun(**common)
+    call = Call(session.run_id, journal.attempt, 0)
+    return Run(
+        **common,
+        weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec),
+        scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, earlier),
+        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
+    )
 
 
 async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:
@@ -207,7 +224,9 @@ async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
         await devices.close()
 
 
-async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevices, turns: Sequence[Turns]) -> int:
+async def _begin(
+    session: Session, run: TrainedRun, cluster: Cluster, devices: RunDevices, turns: Sequence[Turns]
+) -> int:
     """Bring the fleet up; returns the first step.
 
     If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
@@ -251,8 +270,24 @@ def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
     return any(gpus(pool) & gpus(other) for other in others)
 
 
-async def _start(session: Session, run: Run) -> int:
+async def _start(session: Session, run: TrainedRun) -> int:
     """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
+    step = await (_start_drawing(session, run) if isinstance(run, Run) else _start_learning(session, run))
+    if step:
+        session.console.show(f"resumed after step {step}, attempt {run.attempt}")
+    return step + 1 if step else 0
+
+
+async def _start_learning(session: Session, run: TrainedRun) -> int:
+    """Of a run without actors; returns the step to go on from."""
+    with session.console.waiting("starting the learner and helpers"):
+        await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.keepers.pools)))
+    with session.console.waiting("loading the weights to continue from"):
+        return await run.restore()
+
+
+async def _start_drawing(session: Session, run: Run) -> int:
+    """As `_start_learning`, of a run with actors: they have the weights then."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         await gather_or_cancel(start_functions(run, actors), asyncio.to_thread(warm_up))
@@ -268,6 +303,4 @@ async def _start(session: Session, run: Run) -> int:
         async with run.generation.turn(run.call(step)):
             await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
         await run.weights.sync(run.published, run.call(step))
-    if step:
-        session.console.show(f"resumed after step {step}, attempt {run.attempt}")
-    return step + 1 if step else 0
+    return step

@@ -31,13 +31,15 @@ def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
             f"{memory_gib:,.1f} GiB",
             f"set it to at most {max(int(memory_gib / each_gib), 1)}",
         )
-        for where, count, each_gib, why in asked
+        for where, count, each_gib, why in (() if spec.supervised else asked)
         if count > 1 and count * each_gib > memory_gib
     ]
 
 
 def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
     """Numbers of processes that are too large for the cores."""
+    if spec.supervised:
+        return
     bounds = spec.scaling.generation
     for name, actors in (("min_actors", bounds.min_actors), ("max_actors", bounds.most_actors)):
         if actors > devices:
@@ -55,5 +57,5 @@ def learning_rate_warnings(spec: RunSpec) -> Iterator[str]:
     if rate > HIGH_LEARNING_RATE:
         yield (
             f"optimizer.learning_rate: {rate:g} moves each weight by about as much in every step, and weights are "
-            "about 0.02; usual for RLHF are 1e-7 to 1e-5"
+            "about 0.02; usual are 1e-7 to 1e-5 for RLHF and 1e-6 to 1e-4 for supervised learning"
         )

@@ -13,7 +13,9 @@ KEY = "critic.model"
 
 
 def critic_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
-    """The problems of the run's critic, if it has one."""
+    """The problems of the run's critic, if it has one, or of the reward model that it trains, which has such a form."""
+    if spec.type == "reward_model":
+        return _form_problems(spec.model, read_config(spec.model), new_head=True, key="model.path")
     if spec.critic is None:
         return []
     source = spec.critic_source.model_copy(update={"tokenizer": None})
@@ -33,13 +35,14 @@ def critic_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     )
 
 
-def _form_problems(source: ModelSpec, config: Any, *, new_head: bool) -> list[Problem]:
+def _form_problems(source: ModelSpec, config: Any, *, new_head: bool, key: str = KEY) -> list[Problem]:
     """A critic is transformers' classifier of sequences with one label."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not source.trust_remote_code:
         what = f"{source.path!r} is a {config.model_type}, of which transformers has no form with a head of values"
-        return [Problem(KEY, what, "take a policy of another family, or an algorithm without a critic, such as grpo")]
+        other = ", or an algorithm without a critic, such as grpo" if key == KEY else ""
+        return [Problem(key, what, f"take a policy of another family{other}")]
     if not new_head and config.num_labels != 1:
         what = f"{source.path!r} has {config.num_labels} labels; a critic has one, its value"
         hint = "name a reward model or a critic's checkpoint, or leave it out to start from the policy with a new head"

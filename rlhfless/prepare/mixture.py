@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhfless.prepare.prompts import OTHERS, PromptOrder
 from rlhfless.records import IntArray, Prompt
-from rlhfless.spec import PromptsSpec
+from rlhfless.spec import DataSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class _Place:
     """Prompts of the set that all steps had, this one among them."""
 
 
-def order_of(prompts: Sequence[Prompt], spec: PromptsSpec, seed: int) -> PromptOrder:
+def order_of(prompts: Sequence[Prompt], spec: DataSpec, seed: int) -> PromptOrder:
     """The order of a run's training prompts."""
-    if spec.mixture:
+    if spec.mixed:
         return MixtureOrder(prompts, spec.weights, seed, spec.shuffle)
     return PromptOrder(prompts, seed, spec.shuffle)
 

@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
 from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
+from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings, trial_calls
 from rlhfless.records import Prompt
+from rlhfless.records.examples import Example
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import load_price_book
@@ -76,7 +78,7 @@ def _preflight(spec: RunSpec) -> Prepared:
         prompts = _try(lambda: _prompts(spec, policy), problems)
     else:
         prompts = None
-        for field, path, split in spec.prompts.files:
+        for field, path, split in spec.data.files:
             _try(partial(read_rows, field, path, split, spec.sizes), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
     problems += weight_problems(
@@ -97,7 +99,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     problems += _folder_problems("weights.folder", spec.weights.folder)
     problems += _batch_problems(spec)
     if policy:
-        problems += _token_problems(spec, policy)
+        problems += [] if spec.supervised else _token_problems(spec, policy)
         problems += critic_problems(spec, policy)
     if prompts:
         problems += _prompt_problems(spec, prompts)
@@ -114,6 +116,9 @@ def _preflight(spec: RunSpec) -> Prepared:
 
 def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> int:
     """Tokens of the longest prompt and response."""
+    if spec.supervised:
+        examples = cast(Sequence[Example], prompts)
+        return max((len(tokens) for example in examples for tokens in example.sequences), default=0)
     wanted = max((len(prompt.token_ids) for prompt in prompts), default=0) + spec.generation.max_tokens
     return min(wanted, policy.context_tokens or wanted)
 
@@ -128,8 +133,10 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
 
 
 def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:
+    if spec.supervised:
+        return load_examples(spec, policy)
     return load_prompts(
-        spec.prompts,
+        spec.data,
         policy.tokenizer,
         max_context_tokens=policy.context_tokens,
         seed=spec.seed,
@@ -189,8 +196,8 @@ def _room_problems(
     if shape is None:
         return []
     loading = loading_bytes(spec, kind, count, sequence_tokens)
-    kept = stored_versions(spec.schedule.max_staleness)
-    needed = Needed(version_bytes(shape, spec.model.dtype), kept, loading)
+    stored = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
+    needed = Needed(stored, stored_versions(spec.schedule.max_staleness), loading)
     return room_problems(needed, room_at(str(store_base(spec))))
 
 
@@ -235,10 +242,11 @@ def _folder_problems(field: str, folder: str | None) -> list[Problem]:
 
 def _batch_problems(spec: RunSpec) -> list[Problem]:
     groups = spec.prompts_per_step // spec.mini_batches
-    sequences = groups * spec.samples_per_prompt
+    pairs = spec.supervised and spec.sequences_per_prompt > 1  # each is learned from by one rank
+    sequences, noun = groups * (1 if pairs else spec.sequences_per_prompt), "pairs" if pairs else "sequences"
     if spec.learner.world_size <= sequences:
         return []
-    what = f"{spec.learner.world_size} ranks, but a mini-batch has {sequences} sequences ({groups} groups)"
+    what = f"{spec.learner.world_size} ranks, but a mini-batch has {sequences} {noun} ({groups} groups)"
     return [Problem("learner.ranks", what, f"set it to {sequences} or less, or make mini-batches larger")]
 
 
@@ -265,15 +273,15 @@ def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
     problems += _share_problems(spec, prompts)
     if spec.evaluation.every_steps is not None and not prompts.held_out:
         what = "set, but there are no held-out prompts to evaluate on"
-        problems.append(
-            Problem("evaluation.every_steps", what, "give prompts.held_out or evaluation.sets, or leave it out")
-        )
+        more = "" if spec.supervised else " or evaluation.sets"
+        hint = f"give {spec.data.section}.held_out{more}, or leave it out"
+        problems.append(Problem("evaluation.every_steps", what, hint))
     return [*problems, *_best_problems(spec, prompts.held_out)]
 
 
 def _share_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
     """Sets of a mixture with fewer prompts than their share of a step."""
-    weights, problems = spec.prompts.weights, []
+    weights, problems = spec.data.weights, []
     for index, (name, weight) in enumerate(weights.items()):
         most = math.floor(spec.prompts_per_step * weight / sum(weights.values())) + (len(weights) > 1)
         total = sum(prompt.source == name for prompt in prompts.train)
@@ -291,7 +299,9 @@ def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
     figures = ("", "_greedy", *(f"_pass@{k}" for k in spec.evaluation.pass_at))
     sets = dict.fromkeys(f"eval/{prompt.source}/" if prompt.source else "eval/" for prompt in held_out)
     labels = [part.label for part in spec.rewards]
+    written = ("loss", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
     known = {
+        *(f"eval/{name}" for name in written if spec.supervised and held_out),
         *(name for name, declared in METRICS.items() if declared.label is None),
         *(f"reward/{label}" for label in labels),
         *(f"{each}{label}{figure}" for each in sets for label in labels for figure in figures),
@@ -304,7 +314,18 @@ def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
     return [Problem("checkpoint.best.metric", f"{metric!r} is no metric of this run", hint)]
 
 
+def _pass_warnings(spec: RunSpec, max_model_len: int) -> list[str]:
+    if spec.learner.micro_batch_tokens >= max_model_len:
+        return []
+    return [
+        f"learner.micro_batch_tokens: {spec.learner.micro_batch_tokens} is below the longest sequence of "
+        f"{max_model_len} tokens; such a sequence gets a pass of its own, and more memory"
+    ]
+
+
 def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> list[str]:
+    if spec.supervised:
+        return [*_pass_warnings(spec, max_model_len), *_capacity_warnings(spec)]
     warnings = []
     generation = spec.generation
     room = max_model_len - generation.max_tokens
@@ -319,11 +340,7 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
             f"generation: top_p {generation.top_p:g} and top_k {generation.top_k} cut the distribution that "
             "is sampled from, which biases the ratio between learner and engine; leave them at 1 and 0"
         )
-    if spec.learner.micro_batch_tokens < max_model_len:
-        warnings.append(
-            f"learner.micro_batch_tokens: {spec.learner.micro_batch_tokens} is below the longest sequence of "
-            f"{max_model_len} tokens; such a sequence gets a pass of its own, and more memory"
-        )
+    warnings += _pass_warnings(spec, max_model_len)
     bounds = spec.scaling.generation
     undecided = bounds.max_actors == "auto" and spec.placement.ray_address is not None
     if "contract" in spec.scaling.model_fields_set and bounds.fixed and not undecided:

@@ -8,7 +8,7 @@ resumed run sees what an uninterrupted one would have seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice
@@ -19,7 +19,7 @@ import numpy as np
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
-from rlhfless.spec import MixtureSetSpec, NamedSetSpec, PromptsSpec, SizesSpec
+from rlhfless.spec import DataSpec, MixtureSetSpec, NamedSetSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.text import storable, storable_values
@@ -41,7 +41,7 @@ class PromptSets:
 
 
 def load_prompts(
-    spec: PromptsSpec,
+    spec: DataSpec,
     tokenizer: Any,
     *,
     max_context_tokens: int | None,
@@ -49,22 +49,23 @@ def load_prompts(
     sizes: SizesSpec,
     read: frozenset[str] | None = None,
     named_sets: Sequence[NamedSetSpec] = (),
+    edit: Callable[[Row], Row] = lambda row: row,
 ) -> PromptSets:
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
     `named_sets`: further held-out prompts. `read`: the columns that rewards read, None for all; NaN in one of them
-    gives a warning. Raises InputError with the problems of all sets.
+    gives a warning. `edit` is applied to each row first. Raises InputError with the problems of all sets.
     """
     wanted = spec.held_out
     sources: dict[str, _Source] = {
         f"prompts.mixture.{i}.path": _Source(each.name, each.path, each.split, _of_set(spec, each))
-        for i, each in enumerate(spec.mixture)
+        for i, each in enumerate(spec.mixed)
     }
     if spec.path is not None:
-        sources["prompts.path"] = _Source("", spec.path, spec.split, spec)
+        sources[f"{spec.section}.path"] = _Source("", spec.path, spec.split, spec)
     trained_on = tuple(sources)
     if wanted is not None and wanted.path is not None:
-        sources["prompts.held_out.path"] = _Source("", wanted.path, wanted.split, spec)
+        sources[f"{spec.section}.held_out.path"] = _Source("", wanted.path, wanted.split, spec)
     sources |= {
         f"evaluation.sets.{i}.path": _Source(each.name, each.path, each.split, spec)
         for i, each in enumerate(named_sets)
@@ -73,17 +74,17 @@ def load_prompts(
     warnings: list[str] = []
     sets: dict[str, list[Prompt]] = {}
     for field, source in sources.items():
-        rows, prompts = _load(field, source, sizes, tokenizer, max_context_tokens, problems)
+        rows, prompts = _load(field, source, sizes, tokenizer, max_context_tokens, edit, problems)
         sets[field] = [source.named(prompt) for prompt in prompts]
         if not problems:
             warnings += prompt_warnings(field, rows, sets[field], tokenizer, read)
     if problems:
         raise InputError("prompts", problems)
-    train, held_out = list(chain(*(sets[field] for field in trained_on))), sets.get("prompts.held_out.path", [])
+    train, held_out = list(chain(*(sets[field] for field in trained_on))), sets.get(f"{spec.section}.held_out.path", [])
     if wanted is not None and wanted.fraction is not None:
         train, held_out = _split(train, wanted.fraction, seed)
     named = [sets[f"evaluation.sets.{i}.path"] for i in range(len(named_sets))]
-    train = _without(train, [*held_out, *chain(*named)], warnings)
+    train = _without(train, [*held_out, *chain(*named)], spec.section, warnings)
     kept = _first_of_each(held_out, wanted.max_prompts) if wanted is not None else []
     further = chain.from_iterable(prompts[: each.max_prompts] for prompts, each in zip(named, named_sets, strict=True))
     return PromptSets(tuple(train), (*kept, *further), tuple(warnings))
@@ -97,14 +98,14 @@ class _Source:
     """Empty for one without a name."""
     path: str
     split: str
-    spec: PromptsSpec
+    spec: DataSpec
 
     def named(self, prompt: Prompt) -> Prompt:
         """A prompt of it. Its id names the set, too: two sets may have the same prompt."""
         return replace(prompt, prompt_id=f"{self.name}/{prompt.prompt_id}", source=self.name) if self.name else prompt
 
 
-def _of_set(spec: PromptsSpec, each: MixtureSetSpec) -> PromptsSpec:
+def _of_set(spec: DataSpec, each: MixtureSetSpec) -> DataSpec:
     """The spec with the fields of a set of its mixture."""
     own = {key: value for key in ("prompt_field", "id_field") if (value := getattr(each, key)) is not None}
     return spec.model_copy(update=own)
@@ -154,7 +155,7 @@ class PromptOrder:
         return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))
 
 
-class _Faults:
+class Faults:
     """Faulty rows by kind: the first is named and the others are counted, however many there are."""
 
     def __init__(self, field: str, total: int) -> None:
@@ -177,16 +178,17 @@ def _load(
     sizes: SizesSpec,
     tokenizer: Any,
     max_context_tokens: int | None,
+    edit: Callable[[Row], Row],
     problems: list[Problem],
 ) -> tuple[list[Row], list[Prompt]]:
     """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
     spec = source.spec
     try:
-        rows = read_rows(field, source.path, source.split, sizes)
+        rows = [edit(row) for row in read_rows(field, source.path, source.split, sizes)]
     except InputError as error:
         problems += error.problems
         return [], []
-    faults = _Faults(field, len(rows))
+    faults = Faults(field, len(rows))
     texts = [_text(row, spec, tokenizer, faults) for row in rows]
     ids = _ids(rows, texts, spec, faults)
     tokens = _tokenize([text or "" for text in texts], spec, tokenizer)
@@ -200,13 +202,13 @@ def _load(
     ]
 
 
-def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str | None:
+def _text(row: Row, spec: DataSpec, tokenizer: Any, faults: Faults) -> str | None:
     """The prompt as the policy sees it; None, with a fault, if the row has no usable one."""
     name = spec.prompt_field
     value = row.values.get(name)
     if value is None:
         fields = ", ".join(row.values) or "none"
-        hint = f"{nearest(name, row.values)}Set prompts.prompt_field to the field with the prompt"
+        hint = f"{nearest(name, row.values)}Set {spec.section}.prompt_field to the field with the prompt"
         faults.add(f"no field `{name}`", row, f"its fields are {fields}", hint)
     elif not isinstance(value, str | list):
         hint = "a prompt is a string, or a list of chat messages"
@@ -218,12 +220,12 @@ def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str |
     elif isinstance(value, str):
         return _unicode(row, value, spec, faults)
     else:
-        hint = "set prompts.chat_template: true, or give the prompt as a string"
+        hint = f"set {spec.section}.chat_template: true, or give the prompt as a string"
         faults.add(f"`{name}` is a list of chat messages", row, f"got {shown(value)}", hint)
     return None
 
 
-def _unicode(row: Row, text: str | None, spec: PromptsSpec, faults: _Faults) -> str | None:
+def _unicode(row: Row, text: str | None, spec: DataSpec, faults: Faults) -> str | None:
     """Refuse half of a surrogate pair, as in cut-off JSON escapes: a tokenizer cannot encode it."""
     try:
         (text or "").encode()
@@ -234,7 +236,7 @@ def _unicode(row: Row, text: str | None, spec: PromptsSpec, faults: _Faults) -> 
     return text
 
 
-def _rendered(row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str | None:
+def _rendered(row: Row, value: str | list[Any], spec: DataSpec, tokenizer: Any, faults: Faults) -> str | None:
     name = spec.prompt_field
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not all(isinstance(message, Mapping) and "role" in message for message in messages):
@@ -244,12 +246,12 @@ def _rendered(row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: An
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program by the model's author, and may raise any error
-        hint = "correct the messages, or leave prompts.chat_template out if the model has no template"
+        hint = f"correct the messages, or leave {spec.section}.chat_template out if the model has no template"
         faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", hint)
         return None
 
 
-def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, faults: _Faults) -> list[str]:
+def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: DataSpec, faults: Faults) -> list[str]:
     if spec.id_field is None:
         seen: dict[str, int] = {}
         return [_hash_id(text or "", seen) for text in texts]
@@ -259,10 +261,10 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, fa
         value = row.values.get(spec.id_field)
         if not isinstance(value, str | int) or value == "":
             near = "" if spec.id_field in row.values else nearest(spec.id_field, row.values)
-            hint = f"{near}Leave prompts.id_field out to use hashes"
+            hint = f"{near}Leave {spec.section}.id_field out to use hashes"
             faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", hint)
         elif (earlier := first.setdefault(storable(str(value)), row)) is not row:
-            hint = "ids must differ; leave prompts.id_field out to use hashes"
+            hint = f"ids must differ; leave {spec.section}.id_field out to use hashes"
             faults.add("a prompt id occurs again", row, f"{value!r} is also at {earlier.where}", hint)
         ids.append(storable(str(value)))
     return ids
@@ -275,14 +277,14 @@ def _hash_id(text: str, seen: dict[str, int]) -> str:
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
 
 
-def _tokenize(texts: list[str], spec: PromptsSpec, tokenizer: Any) -> list[list[int]]:
+def _tokenize(texts: list[str], spec: DataSpec, tokenizer: Any) -> list[list[int]]:
     # A chat template writes the special tokens itself. `verbose=False`: prompts that are too long get our own message.
     encoded = tokenizer(texts, add_special_tokens=not spec.chat_template, return_attention_mask=False, verbose=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
 
 
-def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults: _Faults) -> None:
+def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults: Faults) -> None:
     if tokens == 0:
         faults.add("the tokenizer makes no token of the prompt", row, "0 tokens", "remove these rows")
     if max_context_tokens is not None and tokens > max_context_tokens - 1:
@@ -291,7 +293,7 @@ def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults:
         faults.add(kind, row, f"{tokens} tokens", hint)
 
 
-def _other_columns(row: Row, spec: PromptsSpec) -> dict[str, Any]:
+def _other_columns(row: Row, spec: DataSpec) -> dict[str, Any]:
     """All columns except prompt and id. A prompt that a chat template renders is kept as written, for rewards to
     read."""
     columns = {name: value for name, value in row.values.items() if name != spec.prompt_field or spec.chat_template}
@@ -312,15 +314,15 @@ def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[
     )
 
 
-def _without(train: list[Prompt], held_out: list[Prompt], warnings: list[str]) -> list[Prompt]:
+def _without(train: list[Prompt], held_out: list[Prompt], section: str, warnings: list[str]) -> list[Prompt]:
     """The training prompts whose text is not held out. Raises InputError if none is left."""
     forbidden = {prompt.text for prompt in held_out}
     kept = [prompt for prompt in train if prompt.text not in forbidden]
     if not kept:
         what = f"no training prompt is left: all {len(train) or len(held_out)} are held out"
-        hint = "give the held-out prompts a file of their own, or lower prompts.held_out.fraction"
-        raise InputError("prompts", [Problem("prompts.held_out", what, hint)])
+        hint = f"give the held-out prompts a file of their own, or lower {section}.held_out.fraction"
+        raise InputError(section, [Problem(f"{section}.held_out", what, hint)])
     if len(kept) < len(train):
         dropped = len(train) - len(kept)
-        warnings.append(f"prompts.held_out: {dropped} training prompts are held out too, and are not trained on")
+        warnings.append(f"{section}.held_out: {dropped} training prompts are held out too, and are not trained on")
     return kept

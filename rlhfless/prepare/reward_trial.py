@@ -74,7 +74,7 @@ class _Reader:
     @cached_property
     def _prompts(self) -> Mapping[str, Prompt]:
         sets = load_prompts(
-            self._spec.prompts,
+            self._spec.data,
             self._tokenizer,
             max_context_tokens=None,
             seed=self._spec.seed,

@@ -32,23 +32,25 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     Co-located: the run's devices of each node are one group, because the learner has them all; actor i has k
     neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
     learner side, on one node if it fits, and each actor has a group of its own. Functions BESIDE have a device for each
-    rank: from the last device of the learner side to the first, one function after the other.
+    rank: from the last device of the learner side to the first, one function after the other. Without actors the
+    learner side is all devices.
 
     On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
 
     Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
     has not so many and cannot grow, because it is private.
     """
-    (actors,) = (wanted for wanted in functions if wanted.site is Site.WINDOWS)
-    kind = device_kind(spec, nodes)
-    by_node = _by_node(spec, nodes, kind, actors.devices)
-    generation, learning = _sides(spec, by_node, actors.devices)
-    windows = _windows(spec, generation, actors.devices, actors.replicas, kind)
+    actors = next((wanted for wanted in functions if wanted.site is Site.WINDOWS), None)
+    kind, per_actor = device_kind(spec, nodes), 1 if actors is None else actors.devices
+    by_node = _by_node(spec, nodes, kind, per_actor)
+    generation, learning = (by_node, by_node) if actors is None else _sides(spec, by_node, per_actor)
+    windows = [] if actors is None else _windows(spec, generation, per_actor, actors.replicas, kind)
     learner = [device for node in learning for device in node.devices]
-    used = windows[: actors.replicas] if spec.mode == "disaggregated" else []
+    used = windows[: actors.replicas] if actors is not None and spec.mode == "disaggregated" else []
+    name = "" if actors is None else actors.function
     chosen = _chosen(functions, windows, learner, kind, nodes)
     groups = [
-        *(DeviceGroup(f"{actors.function}-{i}", window.devices, window.name) for i, window in enumerate(used)),
+        *(DeviceGroup(f"{name}-{i}", window.devices, window.name) for i, window in enumerate(used)),
         *(DeviceGroup(f"learner-{i}", node.devices, node.name) for i, node in enumerate(learning)),
         *(DeviceGroup(f"{w.function}-0", chosen[w.function][0]) for w in functions if _has_own_cores(w, kind)),
     ]

@@ -134,7 +134,7 @@ def _published(subject: Subject, step: int, *, perturbed: bool = False) -> tuple
 def start(subject: Subject) -> Measured:
     """An engine beside the learner, which is up: seconds of each phase, and its KV cache against the plan's."""
     engines = subject.engines = Engines(subject)
-    engine, planned = engines.engine, subject.asked.plan().kv_tokens
+    engine, planned = engines.engine, subject.asked.plan().kv_tokens or 0
     seconds = {f"{name}_s": value for name, value in engine.start_seconds.items()}
     subject.results["start"] = dict(engine.start_seconds)
     measured = {

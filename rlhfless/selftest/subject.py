@@ -17,6 +17,7 @@ from rlhfless.prepare.memory.changes import Question
 from rlhfless.prepare.memory.room import SHARED_MEMORY
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.weights.store import FolderStore
 
 BUNDLED = "bundled"
@@ -84,6 +85,9 @@ def opened(spec: RunSpec | None) -> Iterator[Subject]:
 
     Raises InputError and PlacementError, as a run of this spec would.
     """
+    if spec is not None and spec.supervised:
+        what = f"a run of type {spec.type} has no engines, and the self-test is of engines and learner together"
+        raise InputError("the self-test", [Problem("type", what, "name a spec of type rlhf, or none")])
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="rlhfless-selftest-", dir=base))
     subject = None

@@ -15,7 +15,16 @@ from rlhfless.spec.algorithm import (
     RLOOSpec,
     SAPOSpec,
 )
-from rlhfless.spec.data import DrawLessSpec, DType, HeldOutSpec, MixtureSetSpec, ModelSpec, NamedSetSpec, PromptsSpec
+from rlhfless.spec.data import (
+    DataSpec,
+    DrawLessSpec,
+    DType,
+    HeldOutSpec,
+    MixtureSetSpec,
+    ModelSpec,
+    NamedSetSpec,
+    PromptsSpec,
+)
 from rlhfless.spec.evaluation import BestSpec, CheckpointSpec, EvaluationSpec
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
@@ -60,3 +69,4 @@ from rlhfless.spec.run import LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import AsyncSpec, OneStepOffSpec, OwnScheduleSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec
+from rlhfless.spec.supervised import DemonstrationsSpec, DPOSpec, PreferencesSpec, RunType

@@ -1,4 +1,4 @@
-"""Where the policy and the prompts come from: an absolute path is on this machine, and all else a name of the hub.
+"""Where the model and the data come from: an absolute path is on this machine, and all else a name of the hub.
 
 `load_spec` makes what is there, counted from the spec's folder, absolute. Libraries take what the working directory has
 under a name of the hub; so such a name is refused, and is only ever asked of the hub.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelSpec(SpecModel):
-    """The policy that is trained, in Hugging Face format."""
+    """The policy that is trained, in Hugging Face format; for a reward model, the policy that it starts from."""
 
     path: str
     """A local folder, or a model hub name such as `Qwen/Qwen3-0.6B`."""
@@ -115,14 +115,14 @@ class DrawLessSpec(SpecModel):
     """It keeps at least this share of its chance, so that it comes back."""
 
 
-class PromptsSpec(SpecModel):
-    """The training prompts: those of `path`, or a `mixture`. All other columns are passed to the rewards."""
+class DataSpec(SpecModel):
+    """Rows with prompts."""
+
+    section: ClassVar[str]
+    """The key of this section."""
 
     path: Annotated[str, Field(min_length=1)] | None = None
     """A JSONL or Parquet file, or a hub data set name."""
-
-    mixture: Annotated[tuple[MixtureSetSpec, ...], Field(max_length=64)] = ()
-    """Several sets, in place of `path`."""
 
     split: str = "train"
     """Split of a hub data set; ignored for files."""
@@ -142,6 +142,31 @@ class PromptsSpec(SpecModel):
     shuffle: bool = True
     """A new order for every epoch, drawn from the run's seed."""
 
+    @property
+    def mixed(self) -> tuple[MixtureSetSpec, ...]:
+        """The sets that training prompts are mixed from, in place of `path`."""
+        return ()
+
+    @property
+    def files(self) -> list[tuple[str, str, str]]:
+        """Field, path and split of each source of training prompts."""
+        own = [(f"{self.section}.path", self.path, self.split)] if self.path is not None else []
+        return [*own, *((f"prompts.mixture.{i}.path", each.path, each.split) for i, each in enumerate(self.mixed))]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the sets of a mixture, by name."""
+        return {each.name: each.weight for each in self.mixed}
+
+
+class PromptsSpec(DataSpec):
+    """The training prompts: those of `path`, or a `mixture`. All other columns are passed to the rewards."""
+
+    section: ClassVar[str] = "prompts"
+
+    mixture: Annotated[tuple[MixtureSetSpec, ...], Field(max_length=64)] = ()
+    """Several sets, in place of `path`."""
+
     draw_less: DrawLessSpec | None = None
     """Draw prompts less often from which the last samples taught nothing; by default all as often."""
 
@@ -153,15 +178,16 @@ class PromptsSpec(SpecModel):
         return self
 
     @property
-    def files(self) -> list[tuple[str, str, str]]:
-        """Field, path and split of each source of training prompts."""
-        own = [("prompts.path", self.path, self.split)] if self.path is not None else []
-        return [*own, *((f"prompts.mixture.{i}.path", each.path, each.split) for i, each in enumerate(self.mixture))]
+    def mixed(self) -> tuple[MixtureSetSpec, ...]:
+        """See DataSpec."""
+        return self.mixture
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """The weights of the sets of a mixture, by name."""
-        return {each.name: each.weight for each in self.mixture}
+
+class WrittenSpec(DataSpec):
+    """Rows with prompts and written responses."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """A JSONL or Parquet file, or a hub data set name."""
 
 
 NOT_HERE = "name it by its absolute path, or start rlhfless in another folder"

@@ -21,14 +21,15 @@ from rlhfless.spec.errors import Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
 from rlhfless.spec.learner import FROM_POLICY, FROM_REWARD_MODEL
 from rlhfless.spec.run import RunSpec
+from rlhfless.spec.supervised import DATA
 from rlhfless.text import storable
 
 _PATH_FIELDS = frozenset(
     {
         ("model", "path"),
         ("model", "tokenizer"),
-        ("prompts", "path"),
-        ("prompts", "held_out", "path"),
+        *((section, "path") for section in DATA.values()),
+        *((section, "held_out", "path") for section in DATA.values()),
         ("prompts", "mixture", "*", "path"),
         ("evaluation", "sets", "*", "path"),
         ("rewards", "*", "path"),

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, OwnAlgorithmSpec
 from rlhfless.spec.base import Duration, SpecModel
-from rlhfless.spec.data import HeldOutSpec, ModelSpec, NamedSetSpec, PromptsSpec
+from rlhfless.spec.data import DataSpec, HeldOutSpec, ModelSpec, NamedSetSpec, PromptsSpec
+from rlhfless.spec.errors import Problem
 from rlhfless.spec.evaluation import CheckpointSpec, EvaluationSpec
 from rlhfless.spec.explain import nearest, several
 from rlhfless.spec.extension import OwnSpec, Seam
@@ -32,6 +41,15 @@ from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
 from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
 from rlhfless.spec.sizes import Size, SizesSpec, size_problems
+from rlhfless.spec.supervised import (
+    DATA,
+    DemonstrationsSpec,
+    DPOSpec,
+    PreferencesSpec,
+    RunType,
+    absent_key_problems,
+    without_absent,
+)
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -88,14 +106,31 @@ OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.opt
 
 
 class RunSpec(SpecModel):
-    """One RLHF run."""
+    """One run."""
+
+    type: RunType = "rlhf"
+    """What the run learns, and from what. `rlhf`: a policy, from rewards of the responses that it draws. `sft`: a
+    policy, from written responses. `reward_model`: a score of responses, from pairs of which one was chosen. `dpo`: a
+    policy, from such pairs. Keys that a type does not have are refused; docs/supervised.md has the types but `rlhf`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "run"
     """Short name, in lower case; part of the names of the output folder and of the replicas."""
 
     model: ModelSpec
-    prompts: PromptsSpec
-    rewards: Annotated[tuple[RewardSpec, ...], Field(min_length=1, max_length=64)]
+
+    prompts: PromptsSpec | None = None
+    """What runs of type `rlhf` draw responses to; they need it."""
+
+    demonstrations: DemonstrationsSpec | None = None
+    """What runs of type `sft` learn from; they need it."""
+
+    preferences: PreferencesSpec | None = None
+    """What runs of type `reward_model` and `dpo` learn from; they need it."""
+
+    rewards: Annotated[tuple[RewardSpec, ...], Field(max_length=64)] = ()
+    """What runs of type `rlhf` learn from; they need at least one."""
+
+    dpo: DPOSpec = DPOSpec()
     scoring: ScoringSpec = ScoringSpec()
     algorithm: AlgorithmSpec = GRPOSpec()
     generation: GenerationSpec = GenerationSpec()
@@ -104,11 +139,13 @@ class RunSpec(SpecModel):
     """Training steps."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 64
+    """Prompts of a training step, each with its samples, its demonstrated response, or its pair of responses."""
+
     samples_per_prompt: Annotated[int, Field(ge=1)] = 8
     """The group size."""
 
     mini_batches: Annotated[int, Field(ge=1)] = 1
-    """Optimiser steps per pass over the batch of a training step, each on its share of the groups."""
+    """Optimiser steps per pass over the batch of a training step, each on its share of the prompts."""
 
     epochs: Epochs = 1
     """Passes over the batch of a training step, each in an order of its own. Old logprobs stay those of before the
@@ -151,6 +188,54 @@ class RunSpec(SpecModel):
 
     output: str = "runs"
     """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
+
+    @field_validator("prompts", "demonstrations", "preferences", "rewards")
+    @classmethod
+    def _has_its_data(cls, value: Any, info: ValidationInfo) -> Any:
+        needed = {*cls._needed(info.data["type"])} if "type" in info.data else set()
+        if info.field_name in needed and not value:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @staticmethod
+    def _needed(run_type: RunType) -> tuple[str, ...]:
+        """The sections without a default that a type has, in addition to `model`."""
+        return (DATA[run_type], "rewards") if run_type == "rlhf" else (DATA[run_type],)
+
+    @model_validator(mode="after")
+    def _has_the_keys_of_its_type(self) -> RunSpec:
+        problems = [*absent_key_problems(self, self.type)]
+        if self.supervised and self.placement.mode == "disaggregated":
+            what = f"a run of type {self.type} has no generation that devices could be set aside for"
+            problems.append(Problem("placement.mode", what, "leave it out: the learner has all devices"))
+        if problems:
+            raise several(problems)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _with_the_keys_of_its_type(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_absent(dump(self), self.type)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it learns from written responses, so that nothing is drawn nor scored."""
+        return self.type != "rlhf"
+
+    @property
+    def data(self) -> DataSpec:
+        """The section with its data."""
+        section: DataSpec = getattr(self, DATA[self.type])
+        return section
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it has a reference function."""
+        return self.type == "dpo" or (not self.supervised and self.algorithm.needs.reference)
+
+    @property
+    def sequences_per_prompt(self) -> int:
+        """Sequences that are learned from, of each prompt."""
+        return {"rlhf": self.samples_per_prompt, "sft": 1}.get(self.type, 2)
 
     @field_validator("functions")
     @classmethod
@@ -255,24 +340,35 @@ class RunSpec(SpecModel):
         """The sizes of the run that the spec asks for."""
         prompts, samples, tokens = self.prompts_per_step, self.samples_per_prompt, self.generation.max_tokens
         yield Size("steps", "steps", self.steps, "steps")
+        if self.supervised:
+            yield from self._asked_of_responses()
+            return
         made = f"prompts_per_step ({prompts:,}) x samples_per_prompt ({samples:,})"
         where = "samples_per_prompt" if samples > prompts else "prompts_per_step"
         yield Size("step_samples", where, prompts * samples, made)
         made = f"{made} x generation.max_tokens ({tokens:,})"
         yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)
         samples = self.evaluation.samples_per_prompt
-        own: list[HeldOutSpec | NamedSetSpec] = [self.prompts.held_out] if self.prompts.held_out else []
+        own: list[HeldOutSpec | NamedSetSpec] = [self.data.held_out] if self.data.held_out else []
         sets = [*own, *self.evaluation.sets]
         if not sets:
             return
         prompts = sum(each.max_prompts for each in sets)
-        key = "prompts.held_out.max_prompts" if self.prompts.held_out else "evaluation.sets.0.max_prompts"
+        key = "prompts.held_out.max_prompts" if self.data.held_out else "evaluation.sets.0.max_prompts"
         more = " and those of evaluation.sets" if len(sets) > 1 else ""
         made = f"{key}{more} ({prompts:,}) x evaluation.samples_per_prompt ({samples:,})"
         where = "evaluation.samples_per_prompt" if samples > prompts else key
         yield Size("held_out_samples", where, prompts * samples, made)
         made = f"{made} x generation.max_tokens ({tokens:,})"
         yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)
+
+    def _asked_of_responses(self) -> Iterator[Size]:
+        prompts, each, held_out = self.prompts_per_step, self.sequences_per_prompt, self.data.held_out
+        made = f"prompts_per_step ({prompts:,}) x {each} response(s)"
+        yield Size("step_samples", "prompts_per_step", prompts * each, made)
+        if held_out is not None:
+            where, most = f"{self.data.section}.held_out.max_prompts", held_out.max_prompts
+            yield Size("held_out_samples", where, most * each, f"{where} ({most:,}) x {each} response(s)")
 
     @property
     def reward_models(self) -> tuple[RewardModelSpec, ...]:
@@ -356,12 +452,14 @@ class RunSpec(SpecModel):
 
     @model_validator(mode="after")
     def _every_set_has_a_reward(self) -> RunSpec:
-        sets = {*self.prompts.weights, *(each.name for each in self.evaluation.sets)}
+        if self.supervised:
+            return self
+        sets = {*self.data.weights, *(each.name for each in self.evaluation.sets)}
         for index, part in enumerate(self.rewards):
             if unknown := sorted({*(part.sets or ())} - sets):
                 hint = nearest(unknown[0], sets) or "name sets of prompts.mixture or evaluation.sets, or leave it out"
                 raise ValueError(f"rewards.{index}.sets has {unknown[0]!r}, which no set is called; {hint}")
-        for name in sorted(sets) if self.prompts.mixture else ["", *sorted(sets)]:
+        for name in sorted(sets) if self.data.mixed else ["", *sorted(sets)]:
             if not any(part.scores(name) for part in self.rewards):
                 what = f"the set {name!r}" if name else "the training prompts, which have no set"
                 raise ValueError(f"no reward is for {what}; add one, or its name to the `sets` of one")

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TextIO
 
 from rich.console import Console as Terminal
@@ -163,9 +164,9 @@ class Console:
         left_s = self._left_s()
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
-            f"reward {decimal(values.get('reward_mean'))}",
+            *(f"{name} {decimal(values.get(metric))}" for name, metric in _figures(values).items()),
             f"response {count(values.get('response_tokens_mean'))} mean {count(values.get('response_tokens_max'))} max",
-            f"{count(values.get('generation_tokens_per_s'))} tokens/s",
+            *(() if _draws_nothing(values) else (f"{count(values.get('generation_tokens_per_s'))} tokens/s",)),
             f"{decimal(values.get('step_s'), 1)} s" + _recovered(values),
             money(values.get("cost_usd")),
             "left " + (clock(left_s) if left_s is not None else "?"),
@@ -201,11 +202,17 @@ class Console:
         return line
 
     def _table(self) -> Table:
+        newest = self._recent[-1][1]
         columns: dict[str, Callable[[Mapping[str, float]], str]] = {
-            "reward": lambda values: decimal(values.get("reward_mean")),
+            name: partial(_decimal_of, metric) for name, metric in _figures(newest).items()
+        }
+        columns |= {
             "response": lambda values: count(values.get("response_tokens_mean")),
             "longest": lambda values: count(values.get("response_tokens_max")),
-            "tokens/s": lambda values: count(values.get("generation_tokens_per_s")),
+        }
+        if not _draws_nothing(newest):
+            columns["tokens/s"] = lambda values: count(values.get("generation_tokens_per_s"))
+        columns |= {
             "step s": lambda values: decimal(values.get("step_s"), 1),
             "outside s": lambda values: decimal(values.get("outside_s"), 1),
         }
@@ -228,6 +235,23 @@ class Console:
             for name, (first, last) in self._evaluation.items()
         ]
         return Text("held-out  " + "   ".join(figures))
+
+
+def _draws_nothing(values: Mapping[str, float]) -> bool:
+    """Whether a step has learned from written responses."""
+    return "loss" in values and "reward_mean" not in values
+
+
+def _figures(values: Mapping[str, float]) -> dict[str, str]:
+    """The metrics that say how a run goes, by what they are called here."""
+    if not _draws_nothing(values):
+        return {"reward": "reward_mean"}
+    pairs = {"accuracy": "preference_accuracy"} if "preference_accuracy" in values else {}
+    return {"loss": "loss"} | pairs
+
+
+def _decimal_of(metric: str, values: Mapping[str, float]) -> str:
+    return decimal(values.get(metric))
 
 
 def _prompts(values: Mapping[str, float]) -> str:

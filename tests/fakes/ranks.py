@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fakes.tiny_learner import VOCABULARY, make_critic, make_rank
+from fakes.tiny_learner import VOCABULARY, make_critic, make_rank, make_supervised
 from rlhfless.functions import head, policy, sharding
 from rlhfless.spec import AdamWSpec
 
@@ -67,6 +67,13 @@ def run_critic(
 ) -> list[Any]:
     """`work(critic, rank, **options)` on all ranks of a critic."""
     return run_processes(_learn, folder, world_size, work, model, options, False, dict(changes), make_critic)
+
+
+def run_supervised(
+    work: Work, model: str, folder: Path, world_size: int, *, changes: Any = (), **options: Any
+) -> list[Any]:
+    """`work(learner, rank, **options)` on all ranks of a learner of pairs."""
+    return run_processes(_learn, folder, world_size, work, model, options, False, dict(changes), make_supervised)
 
 
 def _learn(

@@ -21,8 +21,10 @@ from fakes.rollouts import drawn
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.learner.supervised import SupervisedRank
 from rlhfless.records import Group, Prompt
-from rlhfless.spec import AdamWSpec, CriticSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
+from rlhfless.records.examples import Example
+from rlhfless.spec import AdamWSpec, CriticSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
 
 VOCABULARY = 40
 
@@ -120,6 +122,40 @@ def make_critic(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1
     return CriticRank(
         ModelSpec(path=model, tokenizer=tokenizer),
         CriticSpec(**({"threads": 1} | start | changes)),
+        **specs,
+        rank=rank,
+        world_size=world_size,
+        init_method=f"file://{rendezvous}",
+        timeout_s=timeout_s,
+    )
+
+
+def make_pairs() -> list[Example]:
+    """Seven pairs of ragged responses to prompts so long that it pays to compute them once for both."""
+    generator = np.random.default_rng(4)
+    prompts = [tuple(generator.integers(0, VOCABULARY, 34 + 2 * number).tolist()) for number in range(7)]
+    return [
+        Example(
+            f"p{number}",
+            prompt,
+            "",
+            {},
+            "",
+            tuple((*prompt, *generator.integers(0, VOCABULARY, generator.integers(1, 15)).tolist()) for _ in "cr"),
+            (len(prompt),) * 2,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def make_supervised(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> SupervisedRank:
+    """A learner of pairs in float32 with one thread; `changes` as of `make_rank`, and `run_type` and `dpo`."""
+    specs = {"optimizer": AdamWSpec(learning_rate=1e-3), "run_type": "dpo", "dpo": DPOSpec()}
+    specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
+    timeout_s = changes.pop("timeout_s", 60)
+    return SupervisedRank(
+        ModelSpec(path=model),
+        LearnerSpec(**({"threads": 1} | changes)),
         **specs,
         rank=rank,
         world_size=world_size,

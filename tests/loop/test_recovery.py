@@ -12,6 +12,7 @@ from fakes.ledgers import ledger_in
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.loop.recovery import Recovered, Recovery
+from rlhfless.loop.run import Run
 from rlhfless.loop.step_context import StepClock
 from rlhfless.loop.summary import tokens_per_s
 from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
@@ -43,6 +44,9 @@ class FakeRun:
 
     async def publish(self, call: Call) -> Any:
         return self.published
+
+    async def publish_again(self, before: int) -> None:
+        await Run.publish_again(self, before)  # type: ignore[arg-type]
 
 
 class FakePool:

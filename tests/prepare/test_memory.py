@@ -597,7 +597,7 @@ def test_float32_on_gpus_is_refused_with_its_reason() -> None:
 def test_time_outs_by_hand() -> None:
     """15.2 GB at 1e8 bytes/s are 152.3 s."""
     run = spec(model={"path": "m", "dtype": "bfloat16"}, timeouts={"sync_s": 77})
-    large = timed(run, shape(QWEN_7B), device_of("h100"))
+    large = timed(run, shape(QWEN_7B), device_of("h100"), 0)
     size_s = 2 * shape(QWEN_7B).parameters / 1e8
     assert size_s == pytest.approx(152.3, abs=0.2)
     assert large.timeouts.start_s == pytest.approx(600 + size_s, abs=1)

@@ -36,6 +36,8 @@ MOST_DEFAULT_BYTES = 41 * GIB
 """The same, with both data sets as large as they may be by default, and of the worst content."""
 
 BY_THEIR_PRODUCT = {
+    ".demonstrations.held_out.max_prompts",
+    ".preferences.held_out.max_prompts",
     ".prompts.held_out.max_prompts",
     ".evaluation.sets[].max_prompts",
     ".prompts_per_step",

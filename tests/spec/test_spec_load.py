@@ -99,7 +99,7 @@ def test_whatever_is_dumped_is_parsed_back(data):
 def test_schema_is_a_json_schema_with_the_help_texts():
     schema = json_schema()
     assert schema["additionalProperties"] is False
-    assert set(schema["required"]) == {"model", "prompts", "rewards"}
+    assert set(schema["required"]) == {"model"}, "what else is needed depends on the type"
     assert schema["properties"]["steps"]["description"] == "Training steps."
     assert set(schema["properties"]) == set(RunSpec.model_fields)
 
@@ -172,7 +172,7 @@ def test_a_wrong_override_is_explained(fault, override, parts):
             "  wieght: 2",
             ["rewards.0.wieght (line 7)", "unknown key", "did you mean `weight`?", "answer_field"],
         ),
-        ("stesp: 4", ["stesp (line 7)", "did you mean `steps`?", "Valid keys here: name, model"]),
+        ("stesp: 4", ["stesp (line 7)", "did you mean `steps`?", "Valid keys here: type, name, model"]),
         ("learning_rate: 1", ["learning_rate", "did you mean `optimizer.learning_rate`?"]),
         ("generation:\n  temperatur: 1", ["generation.temperatur (line 8)", "did you mean `temperature`?"]),
         (
@@ -262,7 +262,7 @@ def test_a_list_that_is_not_one(fault):
 
 def test_an_empty_list_of_rewards(fault):
     message = fault(MINIMAL.replace("- type: exact_match", "  []"))
-    assert "rewards (line 5): should have at least one item, and is empty" in message
+    assert "rewards (line 5): missing, and it has no default" in message
 
 
 def test_all_problems_are_told_at_once(fault):

@@ -52,6 +52,8 @@ class Planner:
 
     def predicted(self, asked: Question) -> tuple[Predicted | None, str | None]:
         """Time and cost, or why there is no prediction."""
+        if self.spec.supervised:
+            return None, "only runs of type rlhf are simulated"
         if self.config is None:
             return None, "the model's config.json cannot be read"
         try:
@@ -150,7 +152,7 @@ def _memory(asked: Question) -> dict[str, Any]:
     ]
     return {
         "devices": devices,
-        "kv_tokens": int(max(plan.kv_tokens, 0)),
+        "kv_tokens": int(max(plan.kv_tokens or 0, 0)),
         "micro_batch_tokens": int(plan.micro_batch_tokens),
         "host_bytes": int(plan.host_bytes),
         "shared_bytes": int(plan.shared_bytes),

@@ -79,6 +79,8 @@ class Lengths:
 
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     """The lengths of an earlier run, or an assumption."""
+    if spec.supervised:
+        return Lengths(0.0, 0.0, 0.0, 0.0, "those of the data: nothing is drawn", known=True)
     if trace is None or not trace.rollouts:
         median = max(ASSUMED_SHARE * spec.generation.max_tokens, 1.0)
         source = f"assumed: a median of {median:.0f} tokens, a quarter of generation.max_tokens"
@@ -231,7 +233,7 @@ def _scenario(
     }
     if "transport" in measured:
         values["transport"] = measured["transport"]
-    if spec.algorithm.needs.reference:
+    if spec.needs_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
     if spec.critic is not None:
         values["critic"] = {"epochs": spec.epochs_of("critic"), "devices": spec.critic.world_size}

@@ -11,7 +11,7 @@ from rlhfless.control.objects.costs import FunctionUsage
 from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.ledger import Ledger
-from rlhfless.loop.run import Run
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import Experience, Holding, Invocation, ReplicaState, Sample, in_order
 from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.placement import Allocation
@@ -31,7 +31,7 @@ FEWEST_S = 5.0
 """Shortest time between two bills."""
 
 
-def replicas_of(run: Run) -> list[ReplicaNow]:
+def replicas_of(run: TrainedRun) -> list[ReplicaNow]:
     """The replicas of a run, now. Called from another thread: a change meanwhile is reported next time."""
     return [
         ReplicaNow(
@@ -50,7 +50,7 @@ def replicas_of(run: Run) -> list[ReplicaNow]:
     ]
 
 
-def worked_in(run: Run, calls: Sequence[Invocation]) -> list[DeviceWork]:
+def worked_in(run: TrainedRun, calls: Sequence[Invocation]) -> list[DeviceWork]:
     """The calls whose replicas are still in a pool, with their devices."""
     pools = run.pools.values()
     places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}

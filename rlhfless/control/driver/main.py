@@ -32,6 +32,7 @@ from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.prepare.preflight import Prepared, preflight
+from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
 from rlhfless.records.journal import has_rollouts
 from rlhfless.signals import Interrupted, OrderlyStop
 from rlhfless.spec import RunSpec
@@ -213,10 +214,18 @@ class _Attempt:
         what = failure(code, text, param, named)
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
-        if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
+        if ending.resume and self._keeps_work(spec):
             kept = "what was drawn and learned is kept; once that is corrected, resume"
             return DeliveryEnding(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
         return DeliveryEnding(status=Status.FAILED, reason=text, error=what)
+
+    def _keeps_work(self, spec: RunSpec) -> bool:
+        """Whether a resumed run would not begin anew."""
+        if has_rollouts(self._folder / JOURNAL_FILE):
+            return True
+        with contextlib.suppress(CheckpointError):
+            return spec.supervised and checkpoints_of(self._folder, spec.checkpoint).newest() is not None
+        return True
 
 
 IN_LOGS = "The traceback is in the run's logs."

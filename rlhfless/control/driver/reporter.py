@@ -24,6 +24,7 @@ from rlhfless.control.objects.fleet import DeviceWork
 from rlhfless.fleet.run_devices import NoDevices
 from rlhfless.loop.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.loop.run import Run
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.telemetry.console import Console
@@ -52,7 +53,7 @@ class Reporter(Host):
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._done = 0
         self._reported_calls = 0
-        self._run: Run | None = None
+        self._run: TrainedRun | None = None
         self._wanted: DevicesWanted | None = None
         self._held: Callable[[str], int] = lambda _: 0
         self._usage: UsageReporter | None = None
@@ -85,7 +86,7 @@ class Reporter(Host):
             worked=[] if self._run is None else self._worked(self._run),
         )
 
-    def _worked(self, run: Run) -> list[DeviceWork]:
+    def _worked(self, run: TrainedRun) -> list[DeviceWork]:
         """The calls since the last push. A push that is lost loses them: they are for the page alone."""
         count = run.ledger.calls
         calls = run.ledger.calls_after(self._reported_calls)
@@ -146,7 +147,7 @@ class Reporter(Host):
 
     # -- rlhfless.loop.host.Host
 
-    def began(self, run: Run, held: Callable[[str], int]) -> int | None:
+    def began(self, run: TrainedRun, held: Callable[[str], int]) -> int | None:
         self._run, self._held = run, held
         self.put("resolved", spec=run.spec.model_dump(mode="json"))
         self._usage = UsageReporter(run.ledger, self.put)
@@ -156,7 +157,7 @@ class Reporter(Host):
         del run
         self.put("rollouts", step=step, samples=samples_to_read(experience, step))
 
-    def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
+    def after_step(self, run: TrainedRun, step: int) -> Verdict:  # noqa: ARG002
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
             self._usage.report_if_due(run.pools.values())

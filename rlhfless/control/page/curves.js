@@ -135,6 +135,7 @@ export const CHARTS = [
   { title: "Rewards by name", help: "Mean of each part of the reward, before its weight", make: members("reward") },
   { title: "Held out", help: "Figures of the evaluations on held-out prompts", make: members("eval") },
   { title: "Loss", help: "The loss, with KL if it is part of it, and the clipped policy loss alone", make: several([["loss", "loss", "blue"], ["policy_loss", "policy", { tone: "amber", dash: "dot" }]]) },
+  { title: "Pairs ranked right", help: "Pairs of a step whose chosen response has the higher reward, by the model that is trained", make: several([["preference_accuracy", "chosen above rejected", "teal"]], SHARES), optional: true },
   { title: "Gradient norm", help: "Before it is clipped, over the optimiser steps", make: several([["gradient_norm", "mean", "blue"], ["gradient_norm_max", "largest", "rose"]], { zero: true }) },
   { title: "Entropy", help: "Mean entropy of the policy over response tokens, in nats", make: several([["entropy", "policy", "violet"]], { zero: true }) },
   { title: "Clipped share", help: "Tokens without gradient because of a clip", make: several([["clipped_low", "lower clip", "teal"], ["clipped_high", "upper clip", "amber"], ["clipped_dual", "dual clip", "rose"]], SHARES) },
@@ -152,7 +153,7 @@ export const CHARTS = [
 
 /** Metrics that the charts need; a family's name stands for its members. */
 export const NAMES = [
-  "reward_mean", "reward_std", "reward", "eval", "loss", "policy_loss", "gradient_norm", "gradient_norm_max", "entropy", "clipped_low",
+  "reward_mean", "reward_std", "reward", "eval", "loss", "policy_loss", "preference_accuracy", "gradient_norm", "gradient_norm_max", "entropy", "clipped_low",
   "clipped_high", "clipped_dual", "learning_rate", "reference_kl", "old_kl", "rollout_logprob_difference", "rollout_logprob_difference_max",
   "truncated", "groups_without_signal", "response_tokens", "response_tokens_mean", "generation_tokens_per_s", ...STAGES.map(([name]) => name), "cost_usd", "algorithm",
 ];

@@ -10,7 +10,9 @@ export function tiles(run, usage) {
   const saved = fixed ? 1 - fixed.same_cost_usd / fixed.cost_usd : NaN;
   const ends = (s) => `ends ${new Date(Date.now() + 1000 * s).toLocaleString("en-GB", { weekday: "short", hour: "2-digit", minute: "2-digit" })}`;
   return [
-    ["Reward", has("reward_mean") ? number(last.reward_mean) : null, has("reward_std") ? `± ${number(last.reward_std)}` : ""],
+    !has("reward_mean") && has("loss")
+      ? ["Loss", number(last.loss), has("preference_accuracy") ? `${percent(last.preference_accuracy)} of pairs right` : ""]
+      : ["Reward", has("reward_mean") ? number(last.reward_mean) : null, has("reward_std") ? `± ${number(last.reward_std)}` : ""],
     ["Step time", has("step_s") ? duration(last.step_s) : null, has("generation_s") ? `${percent(last.generation_s / last.step_s)} generation` : ""],
     ["Throughput", has("generation_tokens_per_s") ? number(last.generation_tokens_per_s) : null, "tokens/s generated"],
     ["Response", has("response_tokens_mean") ? number(last.response_tokens_mean) : null, has("truncated") ? `tokens · ${percent(last.truncated)} cut off` : "tokens"],

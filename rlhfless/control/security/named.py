@@ -20,12 +20,14 @@ from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
+from rlhfless.spec.supervised import DATA
+
+_DATA = tuple(f"{section}.{key}" for section in sorted({*DATA.values()}) for key in ("path", "held_out.path"))
 
 FILES = (
     "model.path",
     "model.tokenizer",
-    "prompts.path",
-    "prompts.held_out.path",
+    *_DATA,
     "prompts.mixture.*.path",
     "evaluation.sets.*.path",
     "rewards.*.path",

@@ -35,6 +35,10 @@ PROMPT_TOKENS = 1024
 """Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
 
 
+RESPONSE_TOKENS = 1024
+"""The same for a written response, of runs that learn from those."""
+
+
 def parsed_devices(text: str) -> tuple[str, int]:
     """Kind and number of `8xh100`. Raises InputError."""
     match = _DEVICES.fullmatch(text.strip())
@@ -57,11 +61,11 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     Raises InputError if the model's sizes cannot be read from its config.json.
     """
     shape, limit = _shape(spec)
-    wanted = sequence_tokens or PROMPT_TOKENS + spec.generation.max_tokens
+    wanted = sequence_tokens or PROMPT_TOKENS + (RESPONSE_TOKENS if spec.supervised else spec.generation.max_tokens)
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
     asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes(), reward_shapes(spec))
-    return replace(asked, spec=timed(placed(asked), shape, sheet))
+    return replace(asked, spec=timed(placed(asked), shape, sheet, tokens))
 
 
 def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:

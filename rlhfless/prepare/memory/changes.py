@@ -98,11 +98,12 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
     if asked.sheet.kind == CPU_KIND:
         return
     spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
-    for fraction in FRACTIONS if colocated else ():
+    engines = not spec.supervised
+    for fraction in FRACTIONS if colocated and engines else ():
         key = "generation.engine.gpu_memory_fraction"
         if fraction < spec.generation.engine.gpu_memory_fraction:
             yield f"{key}: {fraction}", {key: fraction}, None, None
-    if colocated and asked.count > 1:
+    if colocated and engines and asked.count > 1:
         ranks = max(1, min(spec.learner.world_size, asked.count // 2))
         split = {"placement.mode": "disaggregated", "placement.learner_devices": ranks}
         yield f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split, None, None
@@ -121,7 +122,7 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
 def _of_memory(spec: RunSpec) -> Iterator[Edit]:
     """Changes that cost time in each step: engines over more devices, turns, the learner's states in the host's
     memory."""
-    for size in TENSOR_PARALLEL:
+    for size in () if spec.supervised else TENSOR_PARALLEL:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None

@@ -90,8 +90,8 @@ class MemoryPlan:
     """The memory of a run on devices of a kind."""
 
     devices: tuple[DevicePlan, ...]
-    kv_tokens: int
-    """Tokens that the KV cache of one actor holds in sequences of `sequence_tokens`."""
+    kv_tokens: int | None
+    """Tokens that the KV cache of one actor holds in sequences of `sequence_tokens`; None without actors."""
     sequence_tokens: int
     """The longest sequence."""
     micro_batch_tokens: int
@@ -119,7 +119,7 @@ class MemoryPlan:
             for device in self.devices
             if not device.fits
         ]
-        if self.kv_tokens < self.sequence_tokens:
+        if self.kv_tokens is not None and self.kv_tokens < self.sequence_tokens:
             problems.append(
                 f"generation: room for {max(self.kv_tokens, 0):,} tokens of KV on an actor, and one sequence may have "
                 f"{self.sequence_tokens:,}"
@@ -156,8 +156,9 @@ def memory_plan(
         plans.append(
             DevicePlan(times, sheet.kind, memory, tuple(parts), spec.placement.in_turns, spec.placement.tenants - 1)
         )
-    store = version_bytes(shape, spec.model.dtype)
-    sizes = {name: (shape if name == "learner" else without_head(shape)).parameters for name in spec.trained}
+    store = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
+    headless = {"critic", "learner"} if spec.type == "reward_model" else {"critic"}
+    sizes = {name: (without_head(shape) if name in headless else shape).parameters for name in spec.trained}
     weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
     # What a checkpoint copies, and what waits in the host's memory in turns: master weights and both moments.
     kept = {name: size + moment_bytes(size // 4, spec.optimizers[name].moment_bits) for name, size in weights.items()}
@@ -169,7 +170,7 @@ def memory_plan(
         held = sum(plan.count * plan.size_bytes for plan in plans) + offloaded
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
-        kv_tokens=kv_tokens(spec, shape, sheet, sequence_tokens),
+        kv_tokens=None if spec.supervised else kv_tokens(spec, shape, sheet, sequence_tokens),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,
@@ -226,7 +227,7 @@ def _nodes(kind: str, count: int) -> list[Node]:
 
 def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
     """The host's bytes while reference and reward models are loaded: each in its own format."""
-    reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.algorithm.needs.reference else 0
+    reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.needs_reference else 0
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 

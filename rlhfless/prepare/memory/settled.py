@@ -41,8 +41,7 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the defaults for devices of a kind: on GPUs bfloat16 and activation checkpointing."""
     if kind == CPU_KIND:
         open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
-        numbers = dict.fromkeys(_open_ranks(spec), 1) | {MOST: spec.scaling.generation.most_actors}
-        return edited(spec, open_keys | numbers)
+        return _with_fewest(edited(spec, open_keys | dict.fromkeys(_open_ranks(spec), 1)))
     wanted: dict[str, Any] = {"model.dtype": "bfloat16"}
     for name in spec.trained:
         wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
@@ -172,7 +171,7 @@ def _with_all_ranks(asked: Question) -> RunSpec:
 
 
 def _open_actors(spec: RunSpec) -> bool:
-    return spec.scaling.generation.max_actors == "auto"
+    return not spec.supervised and spec.scaling.generation.max_actors == "auto"
 
 
 def _filled(asked: Question, spec: RunSpec) -> RunSpec:
@@ -185,6 +184,8 @@ def _filled(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_fewest(spec: RunSpec) -> RunSpec:
+    if spec.supervised:
+        return spec
     return edited(spec, {MOST: spec.scaling.generation.most_actors})
 
 
@@ -226,7 +227,7 @@ def _with_frozen(asked: Question, spec: RunSpec, keys: Sequence[str], most: int)
 
 def _last_resort(asked: Question) -> RunSpec:
     spec = asked.spec
-    apart = asked.count > spec.placement.learner_devices
+    apart = not spec.supervised and asked.count > spec.placement.learner_devices
     if spec.placement.mode == "auto":
         spec = edited(spec, {"placement.mode": "disaggregated" if apart else "colocated"})
     if spec.learner.ranks != "auto":
@@ -248,9 +249,9 @@ def _placements(asked: Question) -> Iterator[RunSpec]:
         if spec.learner.ranks == "auto":  # the learner has all devices there
             together = edited(together, {"learner.ranks": asked.count})
         yield together
-        if asked.sheet.kind != CPU_KIND and not is_set(spec, key):
+        if asked.sheet.kind != CPU_KIND and not is_set(spec, key) and not spec.supervised:
             yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
-    if spec.placement.mode in ("auto", "disaggregated"):
+    if spec.placement.mode in ("auto", "disaggregated") and not spec.supervised:
         yield from _with_ranks(edited(spec, {"placement.mode": "disaggregated"}), _apart(asked))
 
 
@@ -268,7 +269,7 @@ def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
             yield edited(spec, {"learner.ranks": ranks, "placement.learner_devices": ranks})
 
 
-def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
+def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int) -> RunSpec:
     """The spec with time-outs that a model of this size does not exceed even at the slowest rates above; never below
     the defaults, which are for small models.
 
@@ -280,10 +281,11 @@ def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
         generate_s   + waves x longest response x b P / (share of the engine's bandwidth)
     """
     size_s = version_bytes(shape, spec.model.dtype) / SLOWEST_BYTES_PER_S
-    samples = spec.prompts_per_step * spec.samples_per_prompt
+    samples = spec.prompts_per_step * spec.sequences_per_prompt
+    learned_tokens = samples * (sequence_tokens if spec.supervised else spec.generation.max_tokens)
     ranks = min(part.world_size for part in spec.trained.values())
     flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * ranks
-    learning_s = 8 * shape.active * samples * spec.generation.max_tokens / flops_per_s
+    learning_s = 8 * shape.active * learned_tokens / flops_per_s
     engine = spec.generation.engine
     waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))
     bandwidth = SLOWEST_SHARE * sheet.memory_bytes_per_s.value * engine.tensor_parallel_size

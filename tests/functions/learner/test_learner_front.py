@@ -20,7 +20,7 @@ from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.functions.ranks import group
 from rlhfless.functions.ranks.group import RankGroup
 from rlhfless.records import Probe, PublishedWeights, WeightVersion
-from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
+from rlhfless.spec import AdamWSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec
 
 STEP = Call("run", 1, 3)
 PROBE = Probe((1, 2), (-1.0,), {"w": b"values"})
@@ -69,6 +69,8 @@ class Front(LearnerFunction):
 async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0) -> Front:
     monkeypatch.setattr(deployment.ray, "put", lambda batch: batch)
     settings = LearnerSettings(
+        run_type="rlhf",
+        dpo=DPOSpec(),
         run_id="run",
         lease=LONG,
         model=ModelSpec(path="m"),

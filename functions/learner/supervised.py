@@ -1,0 +1,104 @@
+"""One rank of the learner of a run that learns from written responses: a policy, or a reward model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from rlhfless.algorithms.base import LossOutputs
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import WrittenInputs, objective_of
+from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
+from rlhfless.functions.critic.network import load_critic, values_of
+from rlhfless.functions.packing_rate import with_measured_rates
+from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_outputs
+from rlhfless.functions.ranks.shares import of_all_ranks, share_outputs
+from rlhfless.functions.training.policy import load_trained_policy
+from rlhfless.functions.training.rank import TrainingRank
+from rlhfless.prefixes.packing import PackedSegments
+from rlhfless.records import FloatArray, IntArray
+from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec, RunType
+
+
+class SupervisedRank(TrainingRank):
+    """See TrainingRank. Its batches are of rlhfless.algorithms.examples."""
+
+    _training: LearnerSpec
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        learner: LearnerSpec,
+        optimizer: AdamWSpec,
+        run_type: RunType,
+        dpo: DPOSpec,
+        *,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        timeout_s: float,
+    ) -> None:
+        """See TrainingRank."""
+        self._type = run_type
+        self._objective = objective_of(run_type, dpo)
+        super().__init__(
+            model,
+            learner,
+            optimizer,
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+            timeout_s=timeout_s,
+        )
+
+    def _load(self, device: torch.device) -> PolicyNetwork:
+        if self._type != "reward_model":
+            return load_trained_policy(self._spec, self._training, device, self._mesh)
+        model = load_critic(self._spec, self._training, device, self._mesh, new_head=True)
+        return with_measured_rates(model, self._training.micro_batch_tokens)
+
+    @property
+    def _outputs(self) -> Outputs:
+        """What the model gives for each learned token: its logprob, or the score of its sequence."""
+        return values_of(self._policy) if self._type == "reward_model" else logprob_outputs(self._policy, 1.0)
+
+    def evaluate(self, batch: PackedBatch) -> FloatArray:
+        """The model's outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank.
+        *Collective.*"""
+        values, _ = share_outputs(self._policy, batch, self._outputs, self._training.micro_batch_tokens)
+        return of_all_ranks(self._policy, values)
+
+    def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
+        """See TrainingRank. *Collective.*"""
+        return self._updates(passes.over(batch), passes.planned_updates)
+
+    def _weight(self, batch: PackedBatch) -> int:
+        return batch.denominators.tokens if self._type == "sft" else batch.denominators.groups
+
+    def _sequences_of_rank(self, batch: PackedBatch) -> IntArray:
+        if self._type == "sft":
+            return super()._sequences_of_rank(batch)
+        return deal_pairs(batch, self._mesh.size())[self._mesh.get_rank()]
+
+    def _cut(self, batch: PackedBatch) -> MicroBatches:
+        if self._type == "sft":
+            return super()._cut(batch)
+        return cut_pairs(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)
+
+    def _loss(
+        self, batch: PackedBatch, packed: PackedSegments | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See TrainingRank."""
+        outputs, *_ = response_outputs(self._policy, batch, self._outputs, packed)
+        of_tokens, reference = partial(self._of_responses, batch), batch.reference_logprobs
+        inputs = WrittenInputs(
+            outputs,
+            of_tokens(batch.sequence_id),
+            batch.denominators.tokens,
+            batch.denominators.groups,
+            None if reference is None else of_tokens(reference),
+        )
+        given = self._objective.loss(inputs)
+        return self._share(LossOutputs(given.loss, {"loss": given.loss} | given.metrics), outputs)

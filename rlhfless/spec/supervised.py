@@ -1,0 +1,119 @@
+"""Types of run other than RLHF, which learn from written responses: their data, their settings, and the keys that they
+do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.data import WrittenSpec
+from rlhfless.spec.errors import Problem
+
+RunType = Literal["rlhf", "sft", "reward_model", "dpo"]
+
+
+class DemonstrationsSpec(WrittenSpec):
+    """What runs of type `sft` learn from: prompts with a written response each."""
+
+    section: ClassVar[str] = "demonstrations"
+
+    response_field: str | None = "response"
+    """Field with the response: a string, or a list of one chat message of the assistant. `null`: `prompt_field` has a
+    whole conversation, whose last message is the response; that needs `chat_template`."""
+
+
+class PreferencesSpec(WrittenSpec):
+    """What runs of type `reward_model` and `dpo` learn from: prompts with two written responses each, of which one was
+    chosen."""
+
+    section: ClassVar[str] = "preferences"
+
+    chosen_field: str = "chosen"
+    """Field with the better response: a string, or a list of one chat message of the assistant."""
+
+    rejected_field: str = "rejected"
+    """Field with the other response, written alike."""
+
+
+class DPOSpec(SpecModel):
+    """Direct preference optimisation (arXiv 2305.18290)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the policy is held near the reference: the reward of a response is `beta` times the log ratio of its
+    probabilities by both."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be labelled the wrong way round (conservative DPO,
+    https://ericmitchell.ai/cdpo.pdf)."""
+
+
+_OF_RLHF = (
+    "prompts",
+    "rewards",
+    "scoring",
+    "algorithm",
+    "generation",
+    "samples_per_prompt",
+    "schedule",
+    "critic",
+    "functions",
+    "weights",
+    "evaluation.samples_per_prompt",
+    "evaluation.pass_at",
+    "evaluation.pass_from",
+    "evaluation.sets",
+    "scaling.policy",
+    "scaling.contract",
+    "scaling.generation",
+    "scaling.hold_scoring",
+)
+_OF_REFERENCE = ("reference", "scaling.hold_reference")
+
+ABSENT: Mapping[RunType, tuple[str, ...]] = {
+    "rlhf": ("demonstrations", "preferences", "dpo"),
+    "sft": (*_OF_RLHF, *_OF_REFERENCE, "preferences", "dpo"),
+    "reward_model": (*_OF_RLHF, *_OF_REFERENCE, "demonstrations", "dpo", "learner.logits_mib", "learner.head_dtype"),
+    "dpo": (*_OF_RLHF, "demonstrations"),
+}
+"""Keys that a run of each type does not have: given one is refused, and none is written into its spec.yaml."""
+
+DATA: Mapping[RunType, str] = {
+    "rlhf": "prompts",
+    "sft": "demonstrations",
+    "reward_model": "preferences",
+    "dpo": "preferences",
+}
+"""The section with the data of each type."""
+
+
+def absent_key_problems(spec: BaseModel, run_type: RunType) -> Iterator[Problem]:
+    """A problem for each key that was given and that the type does not have."""
+    for key in ABSENT[run_type]:
+        if _is_given(spec, key.split(".")):
+            what = f"a run of type {run_type} has no such key"
+            yield Problem(key, what, f"leave it out; docs/supervised.md has the keys of each type, and {_types(key)}")
+
+
+def _types(key: str) -> str:
+    having = [name for name, keys in ABSENT.items() if key not in keys]
+    return f"it is of {' and '.join(having)}"
+
+
+def _is_given(model: Any, path: list[str]) -> bool:
+    name, *below = path
+    return name in model.model_fields_set and (not below or _is_given(getattr(model, name), below))
+
+
+def without_absent(values: dict[str, Any], run_type: RunType) -> dict[str, Any]:
+    """A dumped spec without the keys that its type does not have."""
+    left = dict(values)
+    for key in ABSENT[run_type]:
+        section, _, below = key.partition(".")
+        if below and section in left:
+            left[section] = {name: value for name, value in left[section].items() if name != below}
+        elif not below:
+            left.pop(section, None)
+    return left
