@@ -86,9 +86,9 @@ SHAPE = ModelShape(
 def test_an_accelerator_has_its_data_sheet_and_one_without_the_slowest() -> None:
     devices = load_devices()
     assert prior_of("h100", SHAPE, 2) == Roofline(SHAPE, devices["h100"], 2)
-    assert prior_of("a kind of one's own", SHAPE) == Roofline(SHAPE, devices["l40s"])
+    assert prior_of("a kind of one's own", SHAPE) == Roofline(SHAPE, devices["l4"])
     accelerators = [device for device in devices.values() if device.kind != "cpu-core"]
-    assert min(accelerators, key=lambda device: device.memory_bytes_per_s.value).kind == "l40s"
+    assert min(accelerators, key=lambda device: device.memory_bytes_per_s.value).kind == "l4"
 
 
 def test_on_a_core_the_engines_own_work_comes_on_top() -> None:
