@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import stat
@@ -26,6 +27,7 @@ from rlhfless.loop.rollout_request import sampling_of
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings, summarise
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.weights.check import WeightCheckFailed
 
@@ -120,7 +122,9 @@ async def test_generation_without_the_asked_version_is_refused(live: Live) -> No
             pass
 
 
-async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live) -> None:
+async def test_an_actor_can_join_and_another_be_drained_during_a_step(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = live.run
     first = run.generation.serving()[0]
 
@@ -128,6 +132,9 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
     second = await run.generation.add(run.call(3))
     await step
     assert {actor.name for actor in run.generation.serving()} == {first.name, second.name}
+    # By its plan a step so short wants one actor, and its policy would release the other.
+    both = dataclasses.replace(run.generation._blueprint, bounds=Bounds(2, "the test wants both"))
+    monkeypatch.setattr(run.generation, "_blueprint", both)
 
     step = asyncio.create_task(train_step(run, 4))
     async with asyncio.timeout(60):
