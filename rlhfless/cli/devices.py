@@ -50,7 +50,7 @@ def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
     for sheet in sheets:
         price = book.device(sheet.kind) if sheet.kind in book.kinds else None
         made.add_row(
-            sheet.kind,
+            sheet.kind + (" *" if sheet.no_engine else ""),
             *(_in(1e12, figure) for figure in (sheet.flops_per_s, sheet.fp8_flops_per_s, sheet.fp4_flops_per_s)),
             _in(1e9, sheet.memory_bytes),
             decimal(sheet.memory_bytes_per_s.value / 1e12, 2),

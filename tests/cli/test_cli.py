@@ -364,6 +364,8 @@ def test_what_only_a_comparison_takes_is_refused_elsewhere(sized, told, said):
 def test_devices_are_listed_with_sources(tmp_path):
     rows = {row["kind"]: row for row in json.loads(invoke("devices", "--json").stdout)}
     assert rows["h100"]["flops_per_s"]["value"] == 989e12
+    marked = [line.split()[0] for line in invoke("devices").stdout.splitlines() if line.split()[1:2] == ["*"]]
+    assert marked == [kind for kind, row in rows.items() if row["no_engine"]]
     assert all(row["price"] is None or row["price"]["source"] for row in rows.values())
     book = tmp_path / "prices.yaml"
     price = {"source": "ours", "as_of": "2026-11-01"}
