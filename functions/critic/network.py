@@ -16,7 +16,8 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification
 
 from rlhfless.functions.head import OutputHead, at_least_float32
-from rlhfless.functions.policy import Form, Outputs, PolicyNetwork, load_policy
+from rlhfless.functions.policy import Form, Outputs, PolicyNetwork
+from rlhfless.functions.training.policy import load_trained
 from rlhfless.spec import ModelSpec, TrainingSpec
 from rlhfless.spec.errors import InputError, Problem
 
@@ -25,18 +26,8 @@ def load_critic(
     source: ModelSpec, critic: TrainingSpec, device: torch.device, mesh: DeviceMesh, *, new_head: bool
 ) -> PolicyNetwork:
     """Load the model that the critic starts from, split over `mesh`; with `new_head`, its head is of zeros. Raises
-    InputError if it has no head of one output, and else as load_policy does. *Collective.*"""
-    return load_policy(
-        source,
-        parameter_dtype="float32",
-        compute_dtype=critic.dtype,
-        device=device,
-        gradient_checkpointing=critic.gradient_checkpointing,
-        mesh=mesh,
-        offload=critic.offload,
-        share_prefixes=critic.share_prefixes,
-        form=NEW_VALUES if new_head else VALUES,
-    )
+    InputError if it has no head of one output, and else as load_trained does. *Collective.*"""
+    return load_trained(source, critic, device, mesh, form=NEW_VALUES if new_head else VALUES)
 
 
 def values_of(critic: PolicyNetwork) -> Outputs:

@@ -11,7 +11,6 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.explained_variance import with_explained_variance
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.critic.network import load_critic, values_of
-from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, response_outputs
 from rlhfless.functions.ranks.shares import by_group
 from rlhfless.functions.training.rank import TrainingRank
@@ -53,8 +52,7 @@ class CriticRank(TrainingRank):
         )
 
     def _load(self, device: torch.device) -> PolicyNetwork:
-        critic = load_critic(self._spec, self._training, device, self._mesh, new_head=self._training.new_head)
-        return with_measured_rates(critic, self._training.micro_batch_tokens)
+        return load_critic(self._spec, self._training, device, self._mesh, new_head=self._training.new_head)
 
     def values(self, batch: PackedBatch) -> tuple[FloatArray, int]:
         """See by_group. *Collective.*"""

@@ -12,7 +12,6 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import WrittenInputs, objective_of
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.critic.network import load_critic, values_of
-from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_outputs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_outputs
 from rlhfless.functions.training.policy import load_trained_policy
@@ -56,8 +55,7 @@ class SupervisedRank(TrainingRank):
     def _load(self, device: torch.device) -> PolicyNetwork:
         if self._type != "reward_model":
             return load_trained_policy(self._spec, self._training, device, self._mesh)
-        model = load_critic(self._spec, self._training, device, self._mesh, new_head=True)
-        return with_measured_rates(model, self._training.micro_batch_tokens)
+        return load_critic(self._spec, self._training, device, self._mesh, new_head=True)
 
     @property
     def _outputs(self) -> Outputs:

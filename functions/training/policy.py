@@ -1,30 +1,39 @@
-"""The policy as the learner loads it."""
+"""How a model that is trained is loaded: the learner's policy, and whatever has another head."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, load_policy
-from rlhfless.spec import LearnerSpec, ModelSpec
+from rlhfless.spec import LearnerSpec, ModelSpec, TrainingSpec
 
 
 def load_trained_policy(
     model: ModelSpec, learner: LearnerSpec, device: torch.device, mesh: DeviceMesh
 ) -> PolicyNetwork:
-    """Load the policy, split over `mesh`, with its master weights in float32. Raises as load_policy does.
-    *Collective.*"""
-    policy = load_policy(
+    """The learner's policy. See load_trained."""
+    exact = learner.head_dtype == "float32"
+    return load_trained(model, learner, device, mesh, exact_head=exact, logits_elements=learner.logits_elements)
+
+
+def load_trained(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **head: Any
+) -> PolicyNetwork:
+    """Load a model, split over `mesh`, with its master weights in float32. `head`: what load_policy takes for its
+    output. Raises as load_policy does. *Collective.*"""
+    network = load_policy(
         model,
         parameter_dtype="float32",
-        compute_dtype=learner.dtype,
+        compute_dtype=training.dtype,
         device=device,
-        gradient_checkpointing=learner.gradient_checkpointing,
+        gradient_checkpointing=training.gradient_checkpointing,
         mesh=mesh,
-        offload=learner.offload,
-        exact_head=learner.head_dtype == "float32",
-        share_prefixes=learner.share_prefixes,
-        logits_elements=learner.logits_elements,
+        offload=training.offload,
+        share_prefixes=training.share_prefixes,
+        **head,
     )
-    return with_measured_rates(policy, learner.micro_batch_tokens)
+    return with_measured_rates(network, training.micro_batch_tokens)
