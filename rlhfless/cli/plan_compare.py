@@ -25,6 +25,7 @@ from rlhfless.prepare.memory.room import chart_shared_memory
 from rlhfless.scaling.accelerators import types_of
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES
+from rlhfless.spec import RunSpec
 
 NVIDIA, AMD = "nvidia.com/gpu", "amd.com/gpu"
 """What the device plugins call GPUs."""
@@ -63,18 +64,16 @@ def _write(planner: Planner, answer: ComparisonObject, number: int, out: Path) -
     out.mkdir(parents=True, exist_ok=True)
     written = {
         "run.yaml": spec.model_dump(mode="json", exclude_unset=True),
-        "values.yaml": chart_values(planner, chosen),
+        "values.yaml": chart_values(spec, chosen),
     }
     for name, values in written.items():
         (out / name).write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     typer.echo(f"wrote {out / 'run.yaml'} and {out / 'values.yaml'} for row {number}", err=True)
 
 
-def chart_values(planner: Planner, chosen: ComparedDevices) -> dict[str, Any]:
+def chart_values(spec: RunSpec, chosen: ComparedDevices) -> dict[str, Any]:
     """Values of the chart for a cluster that has these devices: one group of pods, each all of a node."""
-    asked = question_of(
-        spec_of(planner.spec, Choice(chosen.kind, chosen.count, chosen.changes)), chosen.kind, chosen.count
-    )
+    asked = question_of(spec, chosen.kind, chosen.count)
     plan = asked.plan()
     gpus = min(chosen.count, NODE_DEVICES)
     nodes = math.ceil(chosen.count / gpus)

@@ -53,8 +53,8 @@ class Forecasts(PeriodicTask):
         trace = await self._database.read(lambda session: _similar_trace(session, run))
         devices = dict(self._devices()) or {"cpu-core": 1}
         question: dict[str, Any] = {"spec": run.spec, "present": devices, "trace": trace}
-        plan = await self._answer("plan", question, PLAN_S)
-        predicted = (plan.get("chosen") or {}).get("predicted") or NOTHING
+        row = await self._answer("forecast", question, PLAN_S)
+        predicted = row.get("predicted") or NOTHING
         await self._database.write(lambda session: _set(session, RunRow, run.id, plan=predicted))
 
     async def _static(self, run: RunRow) -> None:

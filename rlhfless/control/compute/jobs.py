@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.control.compute.comparing import comparison
-from rlhfless.control.compute.planning import planned
+from rlhfless.control.compute.planning import forecast, planned
 from rlhfless.control.compute.simulating import best_static, check, simulated
 from rlhfless.prepare.reward_trial import try_rewards
 from rlhfless.records.traces import read_trace
@@ -90,6 +90,7 @@ def _with_tokens(index: int, sample: Json, spec: RunSpec) -> Json:
 
 JOBS: dict[str, Callable[[Json], Json]] = {
     "plan": planned,
+    "forecast": forecast,
     "compare": comparison,
     "static": static,
     "rewards": rewards,

@@ -110,6 +110,12 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def forecast(question: Mapping[str, Any]) -> dict[str, Any]:
+    """PlannedDevices of the run's own devices, as JSON. `question` as for `planned`. Raises InputError."""
+    planner = planner_of(question)
+    return planner.row(question_of(planner.spec, *chosen_devices(planner.spec, question["present"])))
+
+
 def planner_of(question: Mapping[str, Any]) -> Planner:
     """The planner for a question's `spec` and `trace`."""
     trace = read_trace(question["trace"], tokens=False) if question.get("trace") else None
