@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.spec.base import MOST_TOKENS, SpecModel
+from rlhfless.spec.locations import HubPath
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -20,10 +21,10 @@ DType = Literal["float32", "bfloat16", "float16"]
 class ModelSpec(SpecModel):
     """The policy that is trained, in Hugging Face format; for a reward model, the policy that it starts from."""
 
-    path: str
+    path: HubPath
     """A local folder, or a model hub name such as `Qwen/Qwen3-0.6B`."""
 
-    tokenizer: str | None = None
+    tokenizer: HubPath | None = None
     """Folder or hub name of the tokenizer; by default the model's own."""
 
     dtype: DType = "float32"
@@ -39,7 +40,7 @@ class ModelSpec(SpecModel):
 class HeldOutSpec(SpecModel):
     """Prompts that are never trained on. Give `path`, or `fraction` of the training prompts."""
 
-    path: str | None = None
+    path: HubPath | None = None
     """JSONL or Parquet file, or hub data set, with the same fields as the training prompts."""
 
     split: str = "test"
@@ -73,7 +74,7 @@ class NamedSetSpec(SpecModel):
     name: SetName
     """Short name, in lower case; part of the names of its figures."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[HubPath, Field(min_length=1)]
     """JSONL or Parquet file, or hub data set."""
 
     split: str = "test"
@@ -89,7 +90,7 @@ class MixtureSetSpec(SpecModel):
     name: SetName
     """Short name, in lower case: of the rewards that are for it alone (`rewards.*.sets`), and in figures."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[HubPath, Field(min_length=1)]
     """A JSONL or Parquet file, or a hub data set name."""
 
     split: str = "train"
@@ -121,7 +122,7 @@ class DataSpec(SpecModel):
     section: ClassVar[str]
     """The key of this section."""
 
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: Annotated[HubPath, Field(min_length=1)] | None = None
     """A JSONL or Parquet file, or a hub data set name."""
 
     split: str = "train"
@@ -186,7 +187,7 @@ class PromptsSpec(DataSpec):
 class WrittenSpec(DataSpec):
     """Rows with prompts and written responses."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[HubPath, Field(min_length=1)]
     """A JSONL or Parquet file, or a hub data set name."""
 
 

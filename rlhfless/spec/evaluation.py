@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.base import SpecModel, Steps, without_user
 from rlhfless.spec.data import NamedSetSpec, require_different
+from rlhfless.spec.locations import KeptPath
 
 
 class EvaluationSpec(SpecModel):
@@ -56,7 +57,7 @@ class BestSpec(SpecModel):
 class CheckpointSpec(SpecModel):
     """Model and tokenizer in Hugging Face format, with everything that a resumed run needs."""
 
-    url: str | None = None
+    url: KeptPath | None = None
     """Where checkpoints are kept, in a folder named as the run: a folder, or a URL that fsspec knows (`s3://...`,
     `gs://...`; with its package installed). The learner writes there, from whichever node it is on, and the run lists
     them. By default they are under the output folder, which the learner's node must share then."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.spec.base import MOST_PROCESSES, Duration, Processes, SpecModel
+from rlhfless.spec.locations import FilePath, KeptPath
 from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 
 MOST_TENANTS = 8
@@ -150,7 +151,7 @@ class ScalingSpec(SpecModel):
     hold_reference: Hold = "auto"
     """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
 
-    prices: str | None = None
+    prices: FilePath | None = None
     """Price book (YAML); by default the bundled one."""
 
 
@@ -168,7 +169,7 @@ class WeightsSpec(SpecModel):
     only GPU reads the learner's memory there. `auto`: by where each actor is, `shared_memory` or `http`; `nccl` and
     `cuda_ipc`, which have not yet run on a GPU, only by name."""
 
-    folder: str | None = None
+    folder: KeptPath | None = None
     """Folder of the files, or of the node cache; in shared memory by default."""
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None

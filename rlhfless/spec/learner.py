@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.spec.base import MOST_STEPS, Processes, Ranks, SpecModel, Tokens, count_of
+from rlhfless.spec.locations import Location
 
 Epochs = Annotated[int, Field(ge=1, le=100)]
 """Passes over the batch of a training step."""
@@ -136,7 +137,9 @@ class CriticSpec(TrainingSpec):
     """The critic function: a value for each response token, learned beside the policy. Algorithms that need values have
     one, and only these."""
 
-    model: Annotated[str, Field(min_length=1)] = FROM_POLICY
+    model: Annotated[str, Location("hub", words=frozenset({FROM_POLICY, FROM_REWARD_MODEL})), Field(min_length=1)] = (
+        FROM_POLICY
+    )
     """What it starts from. `policy`: the policy's own model, with a new head of zeros in the place of its output head.
     `reward_model`: the run's reward model, with its head; the run has exactly one. Or a folder, or a name on the hub,
     of a model with a head of one label, such as a critic's checkpoint."""

@@ -19,25 +19,10 @@ from rlhfless.spec import document
 from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted
 from rlhfless.spec.errors import Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
-from rlhfless.spec.learner import FROM_POLICY, FROM_REWARD_MODEL
+from rlhfless.spec.locations import locations
 from rlhfless.spec.run import RunSpec
-from rlhfless.spec.supervised import DATA
 from rlhfless.text import storable
 
-_PATH_FIELDS = frozenset(
-    {
-        ("model", "path"),
-        ("model", "tokenizer"),
-        *((section, "path") for section in DATA.values()),
-        *((section, "held_out", "path") for section in DATA.values()),
-        ("prompts", "mixture", "*", "path"),
-        ("evaluation", "sets", "*", "path"),
-        ("rewards", "*", "path"),
-        ("scaling", "prices"),
-        ("critic", "model"),
-    }
-)
-_NO_PATHS = frozenset({FROM_POLICY, FROM_REWARD_MODEL})
 _RENAME = "rename the file or folder, or write the character in full"
 # A hub name never ends like this, so such a value is a path even if no such file exists.
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
@@ -191,9 +176,10 @@ def _step(section: Any, part: str, path: document.Path, text: str) -> Any:
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> None:
     """Make the paths in the data absolute, in place. Values of a wrong type are left to validation."""
+    marks = locations(RunSpec)
     for path, value in list(document.walk(data)):
-        field = tuple("*" if isinstance(key, int) else key for key in path)
-        if field in _PATH_FIELDS and isinstance(value, str) and value and value not in _NO_PATHS:
+        mark = marks.get(dotted(tuple("*" if isinstance(key, int) else key for key in path)))
+        if mark and mark.kind != "kept" and isinstance(value, str) and value and value not in mark.words:
             section: Any = data
             for key in path[:-1]:
                 section = section[key]

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, Tokens, without_user
 from rlhfless.spec.data import DType
 from rlhfless.spec.imports import IMPORT_PATH
+from rlhfless.spec.locations import HubPath
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.scoring import RewardPart
 
@@ -56,7 +57,7 @@ class RewardModelSpec(RewardPart):
     """The score of a sequence-classification model with one label, on a replica of its own."""
 
     type: Literal["reward_model"]
-    path: str
+    path: HubPath
     """Folder or hub name, in Hugging Face format, with its tokenizer."""
     dtype: DType = "bfloat16"
     """Number format of weights and products. bfloat16, as reward models are published; float32 is exact but slower."""

@@ -20,25 +20,7 @@ from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
-from rlhfless.spec.supervised import DATA
-
-_DATA = tuple(f"{section}.{key}" for section in sorted({*DATA.values()}) for key in ("path", "held_out.path"))
-
-FILES = (
-    "model.path",
-    "model.tokenizer",
-    *_DATA,
-    "prompts.mixture.*.path",
-    "evaluation.sets.*.path",
-    "rewards.*.path",
-    "scaling.prices",
-    "checkpoint.url",
-    "weights.folder",
-)
-"""Fields that name files or folders."""
-
-FROM_HUB = frozenset(FILES) - {"scaling.prices", "checkpoint.url", "weights.folder"}
-"""Fields that may name a repository of the hub instead."""
+from rlhfless.spec.locations import locations
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
         "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip
@@ -105,12 +87,12 @@ def location_problems(
     hint = f"name one below {', '.join(roots)}" if roots else "ask its operator for a root"
     allowed = _Allowed(roots, runs)
     problems = []
-    for field in FILES:
+    for field, mark in locations(RunSpec).items():
         for place, value in values_at(values, field.split(".")):
-            if not isinstance(value, str):
+            if not isinstance(value, str) or value in mark.words:
                 continue
-            if is_path(value) or "://" in value or "::" in value or field not in FROM_HUB:
-                what = allowed.refusal(value) or (inside and field in FROM_HUB and allowed.link_out_of(value))
+            if is_path(value) or "://" in value or "::" in value or mark.kind != "hub":
+                what = allowed.refusal(value) or (inside and mark.kind == "hub" and allowed.link_out_of(value))
                 problems += [Problem(place, what, hint)] if what else []
             elif what := _no_name(value, hub):
                 problems.append(Problem(place, what, hint))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from rlhfless.control.errors import ApiError
 from rlhfless.control.posted import posted_spec
-from rlhfless.control.security.named import FILES
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import models
+from rlhfless.spec.locations import locations
 
 
 @pytest.fixture
@@ -32,6 +34,10 @@ def wrong(settings: ServiceSettings, **changes: Any) -> set[str]:
     }
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) and key in values else value
+    return wrong_places(values, settings)
+
+
+def wrong_places(values: dict[str, Any], settings: ServiceSettings) -> set[str]:
     try:
         posted_spec(values, settings)
     except ApiError as error:
@@ -130,27 +136,63 @@ def test_what_a_service_does_not_leave_to_a_spec(settings: ServiceSettings) -> N
     assert wrong(settings, scoring={"http_hosts": ["127.0.0.1:22"]}) == {"scoring.http_hosts"}
 
 
-def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         parts = models(field.annotation)
         starred = "*." if get_origin(field.annotation) in (tuple, list) else ""
         if not parts:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field
         for part in parts:
             yield from fields(part, f"{prefix}{name}.{starred}")
 
 
-def test_every_field_that_sounds_like_a_file_is_checked() -> None:
-    """A new field of the spec that names a file must be entered in FILES, or here with its reason."""
+def test_every_field_that_sounds_like_a_file_is_marked() -> None:
+    """A new field of the spec that names a file gets a mark of rlhfless/spec/locations.py, or is entered here with its
+    reason. It sounds like one by its name, or by what its docstring says of its text."""
     no_files = {
         "rewards.*.url",  # guarded when it is asked
         "output",  # the service's own
         "generation.engine.data_parallel_url",
+        "name",  # part of a folder's name, of letters, digits and hyphens
     }
+    names = {"path", "url", "folder", "tokenizer", "prices", "file", "output"}
     sounds = {
-        field
-        for field in fields(RunSpec)
-        if field.rpartition(".")[2] in ("path", "url", "folder", "tokenizer", "prices", "file", "output")
+        place
+        for place, field in fields(RunSpec)
+        if place.rpartition(".")[2] in names
+        or (str in texts_of(field.annotation) and re.search(r"\b(file|folder|hub)\b", field.description or "", re.I))
     }
-    assert sounds - no_files == set(FILES)
+    splits = {place for place in sounds if place.endswith(".split")}
+    assert sounds - no_files - splits == set(locations(RunSpec))
     assert os.sep == "/"
+
+
+def texts_of(annotation: Any) -> set[Any]:
+    """`str` if an annotation allows any text, looking through optionals."""
+    return {annotation} if annotation is str else {each for part in get_args(annotation) for each in texts_of(part)}
+
+
+@pytest.mark.parametrize("field", [field for field in locations(RunSpec) if field.startswith(("dem", "pref"))])
+def test_files_of_written_responses_are_below_the_roots(settings: ServiceSettings, tmp_path: Path, field: str) -> None:
+    section, _, key = field.partition(".")
+    values: dict[str, Any] = {
+        "type": "sft" if section == "demonstrations" else "dpo",
+        "model": {"path": "Qwen/Qwen3-0.6B"},
+        section: {"path": "trl-lib/Capybara"},
+    }
+    for folder, refused in ((tmp_path, {field}), (tmp_path / "root", set())):
+        file = str(folder / "rows.jsonl")
+        written = {"path": file} if key == "path" else {"held_out": {"path": file}}
+        values[section] |= written
+        assert wrong_places(values, settings) == refused
+
+
+def test_what_a_critic_starts_from_is_below_the_roots(settings: ServiceSettings, tmp_path: Path) -> None:
+    ppo = {"algorithm": "ppo"}
+    assert wrong(settings, **ppo, critic={"model": str(tmp_path / "critic")}) == {"critic.model"}
+    assert wrong(settings, **ppo, critic={"model": str(tmp_path / "root" / "critic")}) == set()
+    assert wrong(settings, **ppo, critic={"model": "owner/critic"}) == set()
+    assert wrong(settings, **ppo, critic={"model": "policy"}) == set()
+    closed = settings.model_copy(update={"allow_hub": False})
+    assert wrong(closed, **ppo, critic={"model": "policy"}) == {"model.path", "prompts.path"}
+    assert wrong(closed, **ppo, critic={"model": "owner/critic"}) == {"model.path", "prompts.path", "critic.model"}
