@@ -30,7 +30,7 @@ lint: setup
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint-types lint-imports
 
 lint-types:
-	@$(BIN)/mypy rlhfless
+	@$(BIN)/mypy rlhfless benchmarks
 
 lint-imports:
 	@$(BIN)/lint-imports

@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace, output: Path, victims: Sequence[str], ste
     chance = random.Random(arguments.seed)
     plan = sorted((chance.randrange(1, arguments.steps - 1), victim) for victim in victims)
     begin = command(arguments.model, output, arguments.seed, arguments.steps, arguments.smoke)
-    began, began_at_s, done = time.monotonic(), time.time(), []
+    began, began_at_s = time.monotonic(), time.time()
+    done: list[str] = []
     process = subprocess.Popen(begin)
     while process.poll() != 0:
         if process.returncode is not None:

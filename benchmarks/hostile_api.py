@@ -51,7 +51,7 @@ TEXTS = (
     "(" * 5000,
     "",
 )
-OTHERS = (None, [], {}, True, "1", {"$ref": "file:///etc/passwd"}, [[[]]])
+OTHERS: tuple[Any, ...] = (None, [], {}, True, "1", {"$ref": "file:///etc/passwd"}, [[[]]])
 
 SLOW_S = 1.0
 MOST_MIB = 1024

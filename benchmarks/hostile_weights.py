@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -54,7 +55,8 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, metavar=("DTYPE", "HEAD"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(*options.child, [float(rate) for rate in options.rates.split(",")], options.honest)
+        dtype, head = options.child
+        _child(dtype, head, [float(rate) for rate in options.rates.split(",")], options.honest)
         return 0
     if not options.json:
         print(machine())
@@ -237,9 +239,9 @@ class Bench:
         for _ in range(count):
             self._learn()
             plain, published = self._published(read_back=False), self._published()
-            plain_s.append(_timed(lambda plain=plain: self.core.load(plain)))
+            plain_s.append(_timed(partial(self.core.load, plain)))
             try:
-                checked_s.append(_timed(lambda published=published: self.core.load(published)))
+                checked_s.append(_timed(partial(self.core.load, published)))
                 self._check_probe(published)
             except WeightCheckFailed as failed:
                 print(failed, file=sys.stderr)
@@ -276,7 +278,7 @@ class Bench:
         except Exception as error:
             caught = type(error).__name__
         self.core._usable = True
-        compared = {}
+        compared: dict[str, tuple[int, int]] = {}
         with suppress(Exception):
             (compared,) = self.core._engine.engine_core.collective_rpc(
                 "rlhfless_read_back", args=(dict(published.probe.samples),)

@@ -229,7 +229,10 @@ def main() -> None:
     for run in runs:
         everything = np.ones(len(run.asked_s), dtype=bool)
         first = np.arange(len(everything)) < len(everything) // 2
-        models = {"roofline": (run.roofline, everything), "fit, half": (fitted(run, first), ~first)}
+        models: dict[str, tuple[EngineModel, np.ndarray]] = {
+            "roofline": (run.roofline, everything),
+            "fit, half": (fitted(run, first), ~first),
+        }
         with contextlib.suppress(NoTables):
             models["kernels"] = (measured_kernels(run.roofline), everything)
         for other in runs:

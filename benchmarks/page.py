@@ -22,14 +22,14 @@ from where import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from playwright.sync_api import BrowserContext, sync_playwright
+from playwright.sync_api import BrowserContext, ViewportSize, sync_playwright
 
 from fakes import filled
 from fakes.standing import NoDrivers, served
 from rlhfless.control.settings import ServiceSettings
 
 CHROMIUM = "/usr/bin/chromium"
-SCREEN = {"width": 1440, "height": 900}
+SCREEN: ViewportSize = {"width": 1440, "height": 900}
 
 COMPLETE = {
     "list": "document.querySelectorAll('table.runs tbody tr').length >= wanted",

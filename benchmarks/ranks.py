@@ -120,7 +120,8 @@ def planned_bytes(function: str, shape: ModelShape, tokens: int, ranks: int) -> 
 def work(function: str, model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: Any, most: Any) -> None:
     """One rank; it says in `phase` what it does, and in `most` what it held in its steps."""
     batch = batch_of(MICRO_BATCHES * rows * ranks)
-    batch = batch.with_columns(values=0 * batch.advantages, returns=batch.advantages)
+    assert batch.advantages is not None
+    batch = batch.with_columns(values=np.zeros_like(batch.advantages), returns=batch.advantages)
 
     rank_class, settings = FUNCTIONS[function]
 

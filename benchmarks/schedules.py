@@ -24,7 +24,7 @@ from where import machine
 
 from rlhfless.loop.one_version import OneVersion
 from rlhfless.loop.run import Run
-from rlhfless.loop.schedules import schedule_of
+from rlhfless.loop.schedules import Data, schedule_of
 from rlhfless.loop.step import rollout, train
 from rlhfless.records import Experience
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
@@ -47,7 +47,8 @@ class Steps:
     async def rollout(self, step: int) -> Experience:
         return await rollout(self._run, self._run.begin(step))
 
-    async def train(self, step: int, experience: Experience) -> None:
+    async def train(self, step: int, experience: Data) -> None:
+        assert isinstance(experience, Experience)
         record = await train(self._run, self._run.under_way[step], experience)
         self.metrics.append(dict(record.metrics))
 

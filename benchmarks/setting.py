@@ -74,6 +74,7 @@ async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[Run]:
     (folder / "run").mkdir(exist_ok=True)
     session = Session(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
     async with open_session(session) as (run, _):
+        assert isinstance(run, Run)
         yield run
 
 

@@ -164,10 +164,10 @@ def text(model: Path, folder: Path) -> Iterator[Row]:
     done = command(demo_command(model, output, settings), PYTHONPATH=_with(folder))
     yield Row("text", "reward errors of arbitrary text", "exit 0", f"exit {done.code}", done.code == 0)
     (run,) = output.iterdir()
-    program = Path(sys.executable).with_name("rlhfless")
-    resumed = command([program, "run", "--resume", run, "--set", "steps=4"], PYTHONPATH=_with(folder))
+    program = str(Path(sys.executable).with_name("rlhfless"))
+    resumed = command([program, "run", "--resume", str(run), "--set", "steps=4"], PYTHONPATH=_with(folder))
     yield Row("text", "the same, resumed for a step", "exit 0", f"exit {resumed.code}", resumed.code == 0)
-    summary = command([program, "trace", "summary", run])
+    summary = command([program, "trace", "summary", str(run)])
     yield Row("text", "its trace", "can be read", f"exit {summary.code}", summary.code == 0)
 
 
@@ -206,7 +206,7 @@ def _cut(folder: Path) -> None:
 
 
 _TENSOR = "model.layers.0.mlp.up_proj.weight"
-_FAULTS: dict[str, Callable[[Path], None]] = {
+_FAULTS: dict[str, Callable[[Path], object]] = {
     "a tensor is missing": _changed(lambda tensors: {n: t for n, t in tensors.items() if n != _TENSOR}),
     "a tensor too many": _changed(lambda tensors: tensors | {"model.layers.9.extra.weight": tensors[_TENSOR].clone()}),
     "a shape is wrong": _changed(lambda tensors: tensors | {_TENSOR: tensors[_TENSOR][:-1].clone()}),
@@ -232,9 +232,9 @@ def signals(model: Path, folder: Path) -> Iterator[Row]:
             seen = f"exit {code}" + (f"; left: {left}" if left else "") + ("" if "resume" in said else "; no hint")
             yield Row("signals", f"{name} {phase}", f"exit {wanted}, nothing left", seen, code == wanted and not left)
     (run,) = output.iterdir()
-    program = Path(sys.executable).with_name("rlhfless")
+    program = str(Path(sys.executable).with_name("rlhfless"))
     steps = 1 + sum('"step_s"' in line for line in (run / "metrics.jsonl").open())
-    done = command([program, "run", "--resume", run, "--set", f"steps={steps}"])
+    done = command([program, "run", "--resume", str(run), "--set", f"steps={steps}"])
     yield Row("signals", "the last one, resumed", "exit 0", f"exit {done.code}", done.code == 0)
 
 

@@ -29,6 +29,10 @@ class Stopwatch(TrainerCallback):
         self.ended.append(time.perf_counter())
 
 
+def has_seven(completions: Any, **_: Any) -> list[float | None]:
+    return [float("7" in text) for text in completions]
+
+
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     prompts = [json.loads(line)["prompt"] for line in (folder / "train.jsonl").open()]
@@ -36,7 +40,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model"),
         processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
-        reward_funcs=lambda completions, **_: [float("7" in text) for text in completions],
+        reward_funcs=has_seven,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         args=GRPOConfig(
             output_dir=str(folder / "trl"),

@@ -137,7 +137,7 @@ def measure_two(folder: Path, size_mb: int) -> None:
     tensors = {f"layer.{i}": torch.randn(size_mb * 250_000 // 16) for i in range(16)}
     copy_s = _copy_s(tensors)
     join = Broadcaster(folder / "two", "127.0.0.1", 2).join
-    times: dict[str, list[float]] = {"http": [], "nccl": []}
+    times: dict[Transport, list[float]] = {"http": [], "nccl": []}
     with HttpStoreServer(folder / "two", join=join) as server, ThreadPoolExecutor(2) as pool:
         members = [BroadcastReader(HttpStore(server.token, folder / f"member-{node}")) for node in range(2)]
         for number in range(2 * ROUNDS):
@@ -150,8 +150,8 @@ def measure_two(folder: Path, size_mb: int) -> None:
             ((digest, way),) = set(pool.map(partial(_received, stored=stored), readers))
             times[way].append(time.perf_counter() - started)
             assert digest == stored.version.digest
-        for way, seconds in times.items():
-            _row(f"two: {way}", stored.size_bytes, statistics.median(seconds), copy_s)
+        for transport, seconds in times.items():
+            _row(f"two: {transport}", stored.size_bytes, statistics.median(seconds), copy_s)
 
 
 def _received(reader: WeightReader, stored: StoredWeights) -> tuple[str, Transport]:

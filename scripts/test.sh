@@ -14,6 +14,7 @@ pytest="$1" part="$2"
 logs="$(mktemp -d)"
 export RLHFLESS_SKIPPED="$logs/skipped"
 names=() pids=() failed=() run=() showing=
+SECONDS=0
 
 # set_run NAME MINUTES   sets `run`, which runs tests with an end and with a cache of their own, where those that fail are
 # noted. A command and not a function: in the background it is then the process that gets the signals.
@@ -58,6 +59,7 @@ finish() {
         wait $showing || true # a shell that waits, unlike one that runs a program, hears signals at once
         code=0
         wait "${pids[index]}" || code=$?
+        printf '%4d:%02d %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "${names[index]}" >>"$logs/ends"
         unset "pids[index]"
         [ $code = 0 ] || { [ $code = 1 ] && again "${names[index]}"; } || failed+=("${names[index]}")
         if [ $code = 124 ] || [ $code = 137 ]; then
@@ -81,6 +83,7 @@ report() {
     else
         echo "Nothing was skipped."
     fi
+    if [ -f "$logs/ends" ]; then echo "Minutes from the start to the end of the tests:" && cat "$logs/ends"; fi
     rm -rf "$logs"
 }
 trap report EXIT

@@ -74,11 +74,6 @@ PURE = (
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL, alone=True),
     Smoke(
-        "weights_before",
-        (rf"publish +{NUMBER} GB +before +{NUMBER} GB/s, after +{NUMBER}", rf"faster {NUMBER}"),
-        long=True,
-    ),
-    Smoke(
         "prefixes",
         (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x"),
         long=True,

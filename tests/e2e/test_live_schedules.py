@@ -63,7 +63,7 @@ def test_a_learner_that_is_lost_is_replaced_while_the_next_step_is_drawn(assets:
     for one, other in zip(trace.steps, trace.steps[1:], strict=False):
         assert other.start_s >= one.end_s
     recovered, digest = asyncio.run(saboteur.drive(opening(assets, broken), kill_learner_at_work))
-    assert recovered.steps_again in (1, 2)  # whether or not the first checkpoint, of step 2, was there
+    assert recovered.steps_again <= 2  # none if step 2 was learned already and its checkpoint, the first one, is there
     assert recovered.replicas_lost == 1
     assert digest == newest.notes.digest
     again = read_trace(broken / "trace")

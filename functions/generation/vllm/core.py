@@ -158,7 +158,7 @@ class Core:
             if state.detokenizer is not None
         }
 
-    def load(self, published: PublishedWeights, in_flight: bool) -> LoadReport:
+    def load(self, published: PublishedWeights, in_flight: bool = False) -> LoadReport:
         """Loads a version and forgets all KV of the one before. In flight, unfinished requests wait meanwhile, keep
         their tokens, and have their KV computed again by the new weights.
 
