@@ -324,7 +324,7 @@ class GenerationStage:
         return bool(self._finished)
 
     def _from_journal(self) -> Iterable[Group]:
-        """Yields the groups that are complete with the journal's samples."""
+        """Yields the groups that are complete with the journal's samples, in the order in which they became so."""
         if self._journal is None:
             return
         missing = {item.key: item for item in self._table.items}
@@ -333,9 +333,8 @@ class GenerationStage:
             if rollout.key in missing and missing[rollout.key].seed == rollout.seed:
                 self._finished[rollout.prompt_id].append(rollout)
                 del missing[rollout.key]
+                yield from self._completed(rollout.prompt_id)
         self._table = self._table_of(list(missing.values()))
-        for prompt in self.request.prompts:
-            yield from self._completed(prompt.prompt_id)
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
         """The prompt's group, once, when all of its samples are there."""

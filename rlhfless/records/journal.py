@@ -28,7 +28,7 @@ import numpy as np
 from rlhfless.records.rollouts import FinishReason, Rollout, VersionSpan
 from rlhfless.spec.errors import UserError
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 
 LOCK_S = 30.0
 """Longest wait for another process that has the file locked; a transaction takes milliseconds."""
@@ -42,8 +42,8 @@ CREATE TABLE rollouts (
     seed INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, text TEXT NOT NULL,
     finish_reason TEXT NOT NULL, version_spans TEXT NOT NULL, actor TEXT NOT NULL,
     started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL,
-    PRIMARY KEY (step, prompt_id, sample_index)
-) WITHOUT ROWID;
+    UNIQUE (step, prompt_id, sample_index)
+);
 """
 
 _COLUMNS = (
@@ -96,8 +96,9 @@ class Journal:
             )
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """The finished rollouts of a step, by prompt id and sample index."""
-        query = f"SELECT {_COLUMNS} FROM rollouts WHERE step = ? ORDER BY prompt_id, sample_index"
+        """The finished rollouts of a step, in the order in which they were added: what depends on the order in which
+        samples end is the same when the step is done again."""
+        query = f"SELECT {_COLUMNS} FROM rollouts WHERE step = ? ORDER BY rowid"
         with self._errors():
             return [_rollout(row) for row in self._database.execute(query, (step,))]
 

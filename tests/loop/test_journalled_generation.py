@@ -42,6 +42,16 @@ async def test_a_step_that_is_all_there_needs_no_actor(journal: Journal) -> None
     assert reader.names == ["p", "q"]
 
 
+async def test_groups_come_in_the_order_in_which_they_became_complete(journal: Journal) -> None:
+    whole = draw("pq")
+    p, q = ([rollout(item, "before", 4) for item in whole.items(prompt)] for prompt in whole.prompts)
+    for samples in (p[1:], q, p[:1]):
+        journal.add(3, samples)
+    reader = Reader(GenerationStage(FakePool(), whole, SPEC, runner(FakePool()), journal))
+    await reader.task
+    assert reader.names == ["q", "p"]
+
+
 async def test_a_sample_with_another_seed_is_another_sample(journal: Journal) -> None:
     other = draw("p")
     items = [item for prompt in other.prompts for item in other.items(prompt)]

@@ -31,14 +31,14 @@ def journal(tmp_path: Path) -> Journal:
     return journal
 
 
-def test_rollouts_come_back_as_they_were_and_in_order(journal: Journal, tmp_path: Path) -> None:
+def test_rollouts_come_back_as_they_were_and_in_the_order_in_which_they_came(journal: Journal, tmp_path: Path) -> None:
     journal.add(3, [rollout("q", 1), rollout("q", 0, tokens=9)])
     journal.add(3, [rollout("p", 0, tokens=0)])
     journal.add(4, [rollout("p", 0)])
     journal.close()
     again = Journal(tmp_path / "journal.sqlite").rollouts(3)
-    assert [(r.key, len(r.token_ids)) for r in again] == [(("p", 0), 0), (("q", 0), 9), (("q", 1), 3)]
-    assert same(again[2], rollout("q", 1))
+    assert [(r.key, len(r.token_ids)) for r in again] == [(("q", 1), 3), (("q", 0), 9), (("p", 0), 0)]
+    assert same(again[0], rollout("q", 1))
 
 
 def test_the_first_of_a_sample_stays(journal: Journal) -> None:
@@ -105,5 +105,5 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "b")
     database.execute("PRAGMA user_version=99")
     database.close()
-    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 1"):
+    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 2"):
         Journal(tmp_path / "b")
