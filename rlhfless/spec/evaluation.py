@@ -48,7 +48,7 @@ class BestSpec(SpecModel):
 
     metric: Annotated[str, Field(min_length=1)] = "reward_mean"
     """A metric of steps or evaluations, such as `eval/exact_match_pass@4`; between evaluations its last value
-    counts."""
+    counts. Runs that learn from written responses have `eval/loss`, and `min`, unless they name another."""
 
     mode: Literal["max", "min"] = "max"
     """Whether its largest or its smallest value is the best."""

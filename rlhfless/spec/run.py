@@ -48,6 +48,7 @@ from rlhfless.spec.supervised import (
     PreferencesSpec,
     RunType,
     absent_key_problems,
+    with_best,
     without_absent,
 )
 
@@ -188,6 +189,11 @@ class RunSpec(SpecModel):
 
     output: str = "runs"
     """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _best_of_its_type(cls, values: Any) -> Any:
+        return with_best(values)
 
     @field_validator("prompts", "demonstrations", "preferences", "rewards")
     @classmethod

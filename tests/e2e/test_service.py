@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from fakes.live_runs import FAULT_STEPS, Whole, fault_values
 from rlhfless import Client
+from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.runs import RunObject
 from rlhfless.records import Work
@@ -125,6 +127,44 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
     newest = Checkpoints(folder / "checkpoints", 2).newest()
     assert newest is not None
     assert newest.notes.digest == whole.digest
+
+
+def test_runs_that_learn_from_pairs_end_with_the_figures_and_the_bill_of_their_type(up: Up, assets: Path) -> None:
+    """A DPO run and a reward model's, side by side: no generation is held, drawn or shown."""
+    problems = draw_problems(TaskRecipe(), np.random.default_rng(0), 64, held_out=False)
+    rows = ({"prompt": p.prompt, "chosen": p.answer, "rejected": f"sure {p.answer}"} for p in problems)
+    (assets / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions = {"dpo": {"learner", "reference"}, "reward_model": {"learner"}}
+    with up.client as client:
+        runs = {name: client.create_run(pair_values(assets, name)).id for name in functions}
+        for name, run_id in runs.items():
+            ended = up.until(run_id, lambda now: now.status is Status.SUCCEEDED)
+            assert ended.latest["preference_accuracy"] >= 0.8
+            best = ended.best_checkpoint
+            assert best is not None
+            assert best.score == pytest.approx(ended.latest["eval/loss"])
+            assert {row.function for row in client.usage(run_id).functions} == functions[name]
+            told = [event.data["step"] for event in client.watch(run_id) if event.type == "evaluation"]
+            assert told == [0, 3, 6]
+            assert client.rollouts(run_id).data == []
+
+
+def pair_values(assets: Path, run_type: str) -> dict[str, Any]:
+    return {
+        "type": run_type,
+        "name": run_type.replace("_", "-"),
+        "model": {"path": str(assets / "model")},
+        "preferences": {"path": str(assets / "pairs.jsonl"), "held_out": {"fraction": 0.25}},
+        "steps": 6,
+        "prompts_per_step": 16,
+        "mini_batches": 2,
+        "optimizer": {"learning_rate": 3e-3},
+        "learner": {"threads": 1},
+        "evaluation": {"every_steps": 3},
+        "checkpoint": {"every_steps": 3},
+        "placement": {"devices": 1},
+        "timeouts": {"drain_s": 3},
+    }
 
 
 @pytest.mark.long

@@ -40,6 +40,18 @@ def test_a_spec_with_its_data_alone_is_whole_and_is_read_back_from_its_file(run_
     assert not {key for key in ABSENT[spec.type] if "." not in key} & set(spec.model_dump())
 
 
+def test_the_best_checkpoint_is_by_the_held_out_loss_unless_another_is_named() -> None:
+    named = {"best": {"metric": "eval/preference_accuracy"}}
+    for run_type in TYPES:
+        best = RunSpec.model_validate(values(run_type, checkpoint={"keep_last": 3})).checkpoint
+        assert (best.keep_last, best.best.metric, best.best.mode) == (3, "eval/loss", "min")
+        other = RunSpec.model_validate(values(run_type, checkpoint=named)).checkpoint.best
+        assert (other.metric, other.mode) == ("eval/preference_accuracy", "max")
+    assert problems(values("sft", checkpoint=3))[0].startswith("checkpoint: ")
+    of_rewards = values("rlhf", rewards=[{"type": "exact_match"}])
+    assert RunSpec.model_validate(of_rewards).checkpoint.best.metric == "reward_mean"
+
+
 @pytest.mark.parametrize(
     ("run_type", "key", "value", "having"),
     [
