@@ -56,7 +56,6 @@ PURE = (
         ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}'),
         long=True,
     ),
-    Smoke("learner_before", ('"before": ', rf'"wall": {{[^}}]*"ratio": {NUMBER}'), long=True),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
     Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s"), alone=True),
