@@ -108,38 +108,33 @@ def test_what_a_step_of_ppo_does(uninterrupted: Session) -> None:
     assert len(drawn_with) == 1, "nothing is published while the critic warms up"
 
 
-@pytest.mark.long
-def test_a_run_that_is_resumed_ends_with_the_same_bits(assets: Path, uninterrupted: Session, tmp_path: Path) -> None:
-    first = fault_opening(assets, tmp_path, actors=1, **ppo(assets))
-    with pytest.raises(RunPaused):
-        asyncio.run(execute(dataclasses.replace(first, host=PausesAfter(3))))
-    asyncio.run(execute(first))
-    expected, ours = weights_of(uninterrupted), weights_of(first)
-    assert ours.keys() == expected.keys()
-    assert all(np.array_equal(expected[name], value) for name, value in ours.items())
-    assert tokens_of(read_trace(tmp_path / "trace")) == tokens_of(read_trace(uninterrupted.folder / "trace"))
+def kill_the_critic_at_random(step: int) -> saboteur.Sabotage:
+    """Somewhere between the begin of a step's generation and its end."""
+    random = np.random.default_rng(int(os.environ.get("RLHFLESS_CHAOS_SEED", "0")) + step)
 
-
-async def kill_the_critic_at_random(run: Run) -> None:
-    """Twice in the run, each time somewhere between the begin of a step's generation and its end."""
-    random = np.random.default_rng(int(os.environ.get("RLHFLESS_CHAOS_SEED", "0")))
-    for step in (2, 4):
+    async def kill(run: Run) -> None:
         await saboteur.generating(run, step)
         await asyncio.sleep(float(random.uniform(0.0, 2.0)))
         await saboteur.kill_critic(run)
 
+    return kill
+
 
 @pytest.mark.long
-def test_a_critic_that_is_killed_at_random_changes_nothing(
+def test_a_run_that_loses_its_critic_and_is_resumed_ends_with_the_same_bits(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:
     start = fault_opening(assets, tmp_path, actors=1, recovery={"lease_s": 12, "beat_s": 6}, **ppo(assets))
-    recovered, _ = asyncio.run(saboteur.drive(start, kill_the_critic_at_random))
-    assert recovered.replicas_lost >= 2
+    with pytest.raises(RunPaused):
+        asyncio.run(saboteur.drive(dataclasses.replace(start, host=PausesAfter(3)), kill_the_critic_at_random(2)))
+    recovered, _ = asyncio.run(saboteur.drive(start, kill_the_critic_at_random(4)))
+    assert recovered.replicas_lost >= 1
     broken, whole = read_trace(tmp_path / "trace"), read_trace(uninterrupted.folder / "trace")
+    assert {decision.step for decision in broken.decisions if decision.kind == "recover"} & {2, 3}, "the first loss"
     assert len(broken.rollouts) == len(whole.rollouts), "no sample is lost, and none counts twice"
     assert tokens_of(broken) == tokens_of(whole)
     expected, ours = weights_of(uninterrupted), weights_of(start)
+    assert ours.keys() == expected.keys()
     assert all(np.array_equal(expected[name], value) for name, value in ours.items())
 
 
