@@ -57,7 +57,7 @@ class LearnerFunction(TrainedFunction):
                 launch.store.transport,
                 spec.scaling.generation.most_actors * spec.generation.engine.tensor_parallel_size,
             ),
-            kept_versions=kept_versions(spec.schedule.max_staleness),
+            kept_versions=kept_versions(spec.schedule.steps_ahead),
             rank_bindings=launch.rank_bindings(kind, allocation),
             call_timeout_s=spec.timeouts.call_s,
             planned=launch.planned(kind, allocation),

@@ -33,6 +33,8 @@ class Redrawn:
     def add(self, before: Rollout, after: Rollout) -> None:
         """Compare a moved sample before and after its move."""
         last = len(before.token_ids) - 1
+        if _version_at(before, last) != _version_at(after, last):
+            return  # newer weights may draw another token
         if len(after.token_ids) <= last + (after.finish_reason == FinishReason.ABORT):
             return  # the new engine may have drawn nothing
         self.tokens += 1
@@ -59,6 +61,11 @@ class Redrawn:
         return Decision(step, at_s, "redrawn", f"{self.differ} of {self.tokens} tokens differ", inputs)
 
 
+def _version_at(rollout: Rollout, token: int) -> str | None:
+    """The version that drew a token; None if the engine does not say."""
+    return next((span.version for span in rollout.version_spans if span.start <= token < span.end), None)
+
+
 class SampleTable:
     """The samples of one step. A sample is a number, in the order of the draw: siblings one after the other."""
 
@@ -80,7 +87,7 @@ class SampleTable:
         self.prefixes = PrefixTree.of_prompts(list(token_ids.values()))
         self._long_prefixes = self.prefixes.long()
         self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
-        self._tokens = np.zeros(len(items), np.int64)
+        self._tokens = np.array([0 if item.prior is None else len(item.prior.token_ids) for item in items], np.int64)
         self._finished = np.zeros(len(items), bool)
         self._truncated = np.zeros(len(items), bool)
         self.home: Ints = np.full(len(items), UNASSIGNED, np.int64)
@@ -170,6 +177,15 @@ class SampleTable:
             self._finished[number] = self._truncated[number] = False  # the sample may have ended, but was not delivered
             self._restart(number)
         return lost
+
+    def set_aside(self) -> list[Rollout]:
+        """Leave all samples that have not ended to another step, with the tokens that they have: for a policy they end
+        as if they were truncated there. Returns what was drawn of them."""
+        left = self.left.tolist()
+        self.on.clear()
+        for number in left:
+            self._end(number, int(self._tokens[number]), truncated=True)
+        return [prior for number in left if (prior := self.items[number].prior) is not None]
 
     # -- actions of the policy
 

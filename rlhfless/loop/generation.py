@@ -5,6 +5,9 @@ samples are aborted on their actor, come back with the tokens so far, and contin
 an actor, giving work to a new one and losing one are all this same move. No token is drawn twice, except tokens that a
 dead actor had not delivered, and the last token before a move, which shows whether both engines draw the same. Finished
 samples go into the journal before they count, and samples that the journal has are not drawn.
+
+A step that does not wait for all groups (rlhfless.loop.selection) ends with one more such move: what is unfinished then
+is handed back, and the journal keeps its tokens, from which a later step continues.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.replica import Replica, ReplicaLost
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
@@ -29,6 +32,8 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
+from rlhfless.loop.draw_journal import DrawJournal
+from rlhfless.loop.gate import Gate
 from rlhfless.loop.precompute import Precomputation
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
@@ -63,14 +68,17 @@ class GenerationStage:
         self.request = request
         self._spec = spec
         self._runner = runner
-        self._journal = journal
+        self._journal = DrawJournal(journal, request)
         self._clock = clock
         self._at_work = at_work
         self._no_weights = no_weights
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
+        self._gate = Gate(request)
         self._recalled: list[Group] | None = None
+        self.carried: tuple[int, int] = (0, 0)
+        """Samples that an earlier step has begun, and their tokens."""
         self._requests: list[Replica] = []
         """The actor of each request."""
         self._streams: dict[asyncio.Task[None], Replica] = {}
@@ -104,10 +112,11 @@ class GenerationStage:
             self.recall()
             for group in self._recalled or ():
                 yield group
-            if self._finished:
+            if self._gate.left:
                 async with self._pool.turn(self.request.call):
                     async for group in self._drawn():
                         yield group
+            self._journal.take(self._gate.passed)
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
             # Only now, when the last groups are being scored: the estimates that the step updates take time.
             if self._asked_s is not None:
@@ -122,15 +131,34 @@ class GenerationStage:
         self._runner.begin(self._table)
         self._submit_waiting()
         heard = False
-        while self._finished:
+        while self._gate.left:
             for group in self._handle(await self._events.get()):
                 yield group
             if not heard:
                 heard = True
                 self._at_work()
         self.over = True
+        if self._finished:
+            await self._hand_back()
         # Each stream still delivers its end, with the call's entry for the ledger.
         await asyncio.gather(*self._streams)
+
+    async def _hand_back(self) -> None:
+        """Stop the samples that are left to later steps, and keep their tokens. Raises as `groups`, and CallTimeout."""
+        actors = tuple({actor.name: actor for actor in self._streams.values()}.values())
+        if left := await self._call_off(*actors):
+            names = ", ".join(sorted({self._streams[task].name for task in left}))
+            raise CallTimeout(f"{names} kept samples for longer than timeouts.drain_s after an abort")
+        while not self._events.empty():
+            match self._events.get_nowait():
+                case Exception() as error:
+                    raise error
+                case _Message(request, GroupsFinished(groups=groups)):
+                    for rollouts in groups:
+                        self._take(request, rollouts)
+                case _Message(request, ReplicaLost() as lost):
+                    log.warning("%s was lost with what it had drawn: %s", self._requests[request].name, lost)
+        self._journal.keep(self._table.set_aside())
 
     # -- actors that come and go (rlhfless.fleet.pool)
 
@@ -149,11 +177,18 @@ class GenerationStage:
         slot = self._slot_of(actor)
         if self._table.lose(slot).size:
             self._on_event(Lost(slot, self._table.unassigned))
+        await self._call_off(actor)
+
+    async def _call_off(self, *actors: Replica) -> list[asyncio.Task[None]]:
+        """Abort what runs on these actors. Returns the streams that have not ended within `timeouts.drain_s`."""
         limit_s = self._clock() + self._spec.timeouts.drain_s
-        while (streams := [task for task, of in self._streams.items() if of is actor]) and self._clock() < limit_s:
+        while (streams := [task for task, of in self._streams.items() if of in actors]) and self._clock() < limit_s:
             # An abort may arrive before the request that it aborts, so it is repeated until no sample is left.
-            await self._abort(actor, [n for n, request in self._table.on.items() if self._requests[request] is actor])
+            for actor in actors:
+                on = [number for number, request in self._table.on.items() if self._requests[request] is actor]
+                await self._abort(actor, on)
             await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
+        return streams
 
     # -- decisions
 
@@ -278,8 +313,7 @@ class GenerationStage:
         ended = [rollout for rollout in current if rollout.finish_reason != FinishReason.ABORT]
         if ended:
             self._lost_in_a_row = 0
-        if self._journal is not None and ended:
-            self._journal.add(self.step, ended)
+        self._journal.add(ended)
         for rollout in current:
             self._table.take_back(rollout)
         for rollout in ended:
@@ -321,26 +355,28 @@ class GenerationStage:
         """Take the samples of this draw that the journal has, once. Returns whether others are left to draw."""
         if self._recalled is None:
             self._recalled = list(self._from_journal())
-        return bool(self._finished)
+        return bool(self._gate.left)
 
     def _from_journal(self) -> Iterable[Group]:
         """Yields the groups that are complete with the journal's samples, in the order in which they became so."""
-        if self._journal is None:
-            return
         missing = {item.key: item for item in self._table.items}
-        for rollout in self._journal.rollouts(self.step):
-            # Another seed means another draw, for example because the data set has been edited since.
-            if rollout.key in missing and missing[rollout.key].seed == rollout.seed:
+        for rollout in self._journal.recall(self._table.items):
+            if rollout.finish_reason == FinishReason.ABORT:
+                missing[rollout.key] = replace(missing[rollout.key], prior=rollout)
+            else:
                 self._finished[rollout.prompt_id].append(rollout)
                 del missing[rollout.key]
                 yield from self._completed(rollout.prompt_id)
+        priors = [item.prior for item in missing.values() if item.prior is not None]
+        self.carried = len(priors), sum(len(prior.token_ids) for prior in priors)
         self._table = self._table_of(list(missing.values()))
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
-        """The prompt's group, once, when all of its samples are there."""
+        """The prompt's group, once, when all of its samples are there; not if it is left to a later step."""
         if len(self._finished.get(prompt_id, ())) == self.request.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
-            yield Group.of(self._prompts[prompt_id], complete)
+            if self._gate.passes(prompt_id):
+                yield Group.of(self._prompts[prompt_id], complete)
 
     async def _stop_streams(self) -> None:
         tasks = [*self._streams, *self._calls]

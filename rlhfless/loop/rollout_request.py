@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.messages import SampleItem, Sampling
 from rlhfless.records import Prompt, Work, sample_seed
 from rlhfless.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which of the groups that a step draws it learns from, if it does not wait for all (rlhfless.loop.selection)."""
+
+    groups: int
+    """So many: those that are complete first."""
+    awaited: frozenset[str]
+    """Prompts that are among them in any case."""
+    begun: Mapping[str, int]
+    """By prompt, the step that began it, which is part of its samples' seeds."""
+    keeps: bool
+    """Whether unfinished samples keep their tokens, and a later step continues them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +39,23 @@ class RolloutRequest:
     """Part of every seed: the step, or one number for all evaluations, which then differ by the weights alone."""
     first_index: int = 0
     """Index of each prompt's first sample."""
+    selection: Selection | None = None
+    """If its step does not wait for all groups."""
+
+    @property
+    def groups(self) -> int:
+        """Groups that come of it."""
+        return self.selection.groups if self.selection else len(self.prompts)
 
     def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
         """The samples of one prompt. Their seeds do not depend on where they are drawn."""
+        begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
         return tuple(
             SampleItem(
                 prompt.prompt_id,
                 index,
                 prompt.token_ids,
-                sample_seed(self.seed, self.seed_step, prompt.prompt_id, index),
+                sample_seed(self.seed, begun, prompt.prompt_id, index),
             )
             for index in range(self.first_index, self.first_index + self.samples_per_prompt)
         )

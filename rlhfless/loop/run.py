@@ -19,6 +19,7 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.one_version import OneVersion
 from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
+from rlhfless.loop.selection import select
 from rlhfless.loop.stages import ComputeColumn, ScoredGroups, ScoreGroups
 from rlhfless.loop.staleness import Staleness
 from rlhfless.loop.step_context import StepContext
@@ -109,14 +110,16 @@ class Run(TrainedRun):
 
     def _request_of(self, step: int) -> RolloutRequest:
         spec = self.spec
+        prompts, selection = select(spec, step, self.order, self.history, self.journal)
         return RolloutRequest(
             call=self.call(step),
-            prompts=tuple(self.history.prompts(self.order, step, spec.prompts_per_step)),
+            prompts=tuple(prompts),
             samples_per_prompt=spec.samples_per_prompt,
             sampling=sampling_of(spec),
             work=Work.GENERATE,
             seed=spec.seed,
             seed_step=step,
+            selection=selection,
         )
 
     def held_out_request(self, step: int, *, greedy: bool) -> RolloutRequest:
@@ -185,7 +188,7 @@ class Run(TrainedRun):
 
             return computed
 
-        late = self.keepers.pools if self.spec.schedule.max_staleness else ()
+        late = self.keepers.pools if self.spec.schedule.steps_ahead else ()
         return {
             pool.kind.column: stage(pool)
             for pool in self.pools.values()

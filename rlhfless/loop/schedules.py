@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.records import Experience
-from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
 from rlhfless.spec.extension import make
 
 Data = Experience | PackedBatch
@@ -39,9 +39,10 @@ class Schedule(Protocol):
 
 
 class Sync:
-    """One step after the other."""
+    """One step after the other; which groups a step draws and learns from is no matter of order, see
+    rlhfless.loop.selection."""
 
-    def __init__(self, settings: SyncSpec) -> None:
+    def __init__(self, settings: SyncSpec | PartialSpec | TailBatchingSpec) -> None:
         self.settings = settings
 
     async def drive(self, steps: Steps, first: int, last: int) -> None:
@@ -101,6 +102,8 @@ async def _ended(*calls: asyncio.Task[Data]) -> None:
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "sync": f"{__name__}:{Sync.__name__}",
+        "partial": f"{__name__}:{Sync.__name__}",
+        "tail_batching": f"{__name__}:{Sync.__name__}",
         "one_step_off": f"{__name__}:{OneStepOff.__name__}",
         "async": f"{__name__}:{Async.__name__}",
     }

@@ -66,7 +66,7 @@ async def drawn(
 
     async def collected(stage: GenerationStage, columns: Mapping[str, ComputeColumn]) -> Experience:
         request = stage.request
-        return await collect(stage.groups(), len(request.prompts), run.scoring_of(request.call), columns)
+        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns)
 
     if not any(stage.recall() for stage in stages):
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
@@ -147,4 +147,4 @@ async def taken(
     for sent in after:
         await sent.wait()
     run.take(context.step, experience)
-    return drawn_metrics(experience, kept, len(context.request.prompts))
+    return drawn_metrics(experience, kept, context.request.groups)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.redraws import has_signal
 from rlhfless.loop.run import Run
 from rlhfless.loop.step_context import StepContext
@@ -64,12 +65,24 @@ def step_metrics(
         "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens_per_s(calls),
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
+        **(carried_metrics(stage) if stage else {}),
         **prompt_token_metrics(calls, experience, kept, run.spec.epochs_of),
         "actors": float(len(run.generation.serving())),
         **run.scaler.runner.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
         **learned,
     }
+
+
+def carried_metrics(stage: GenerationStage) -> dict[str, float]:
+    """Figures of what a step took over from earlier ones, and left to later ones; none if its schedule does neither."""
+    selection = stage.request.selection
+    if selection is None:
+        return {}
+    metrics = {"left_groups": float(len(stage.request.prompts) - selection.groups)}
+    if selection.keeps:
+        metrics |= zip(("carried_samples", "carried_tokens"), map(float, stage.carried), strict=True)
+    return metrics
 
 
 def tokens_per_s(calls: Iterable[Invocation]) -> float:

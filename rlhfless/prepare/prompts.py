@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import Any
 
@@ -145,11 +145,22 @@ class PromptOrder:
         chosen = self._order(epoch)[position * n : (position + 1) * n]
         return [self._prompts[i] for i in chosen]
 
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt with an id. Raises InputError if the data has none, or no longer."""
+        if prompt_id not in self._by_id:
+            what = f"the run has begun to draw responses to prompt {prompt_id!r}, which the data no longer has"
+            raise InputError("prompts", [Problem("prompts", what, "put it back, or start a new run")])
+        return self._by_id[prompt_id]
+
     def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
         """Up to n prompts for a step, counted from 0, whose ids are not `used`, in an order of the step's own."""
         order = np.random.default_rng([self._seed % 2**64, step, OTHERS]).permutation(len(self._prompts))
         unused = (self._prompts[i] for i in order if self._prompts[i].prompt_id not in used)
         return list(islice(unused, n))
+
+    @cached_property
+    def _by_id(self) -> dict[str, Prompt]:
+        return {prompt.prompt_id: prompt for prompt in self._prompts}
 
     def _draw(self, epoch: int) -> IntArray:
         return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))

@@ -3,6 +3,10 @@
 One SQLite file. A step that was interrupted is done again from its rows, and only the missing samples are drawn. Rows
 are deleted when a checkpoint has made them needless.
 
+Where steps do not learn from all that they begin (rlhfless.loop.selection), it also has the groups that were begun, the
+step that takes each, and the tokens so far of samples that a later step continues. A rollout's step is then the one
+that began it.
+
 Durability: a transaction outlives the process that wrote it, whatever kills it. A power failure may lose the last
 transactions, never a part of one; those samples are drawn again, with their seeds. Waiting for the disk at every
 group would cost more time than drawing those samples again.
@@ -20,6 +24,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,7 @@ import numpy as np
 from rlhfless.records.rollouts import FinishReason, Rollout, VersionSpan
 from rlhfless.spec.errors import UserError
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 
 LOCK_S = 30.0
 """Longest wait for another process that has the file locked; a transaction takes milliseconds."""
@@ -44,6 +49,9 @@ CREATE TABLE rollouts (
     started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL,
     UNIQUE (step, prompt_id, sample_index)
 );
+CREATE TABLE groups (
+    begun INTEGER NOT NULL, place INTEGER NOT NULL, prompt_id TEXT NOT NULL, taken INTEGER, PRIMARY KEY (begun, place)
+) WITHOUT ROWID;
 """
 
 _COLUMNS = (
@@ -58,6 +66,16 @@ class JournalError(UserError):
 
 class StaleAttempt(UserError):
     """A newer attempt of the run has begun; this driver must stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunGroup:
+    """A group that a step has begun to draw, and that this step or a later one learns from."""
+
+    begun: int
+    prompt_id: str
+    taken: int | None
+    """The step that learns from it, once that is settled."""
 
 
 class Journal:
@@ -83,8 +101,8 @@ class Journal:
         return self.attempt
 
     def add(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write finished rollouts of a step; they are on disk when this returns. A rollout that the journal has already
-        is not changed.
+        """Write rollouts of a step, finished ones or aborted ones that are to be continued; they are on disk when this
+        returns. A finished rollout that the journal has already is not changed.
 
         Raises StaleAttempt, or JournalError when it cannot be written; nothing is written then.
         """
@@ -92,21 +110,51 @@ class Journal:
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.executemany(
+                "DELETE FROM rollouts WHERE step = ? AND prompt_id = ? AND sample_index = ? AND finish_reason = ?",
+                [(step, *rollout.key, str(FinishReason.ABORT)) for rollout in rollouts],
+            )
+            self._database.executemany(
                 f"INSERT OR IGNORE INTO rollouts (step, attempt, {_COLUMNS}) VALUES ({', '.join('?' * 14)})", rows
             )
 
-    def rollouts(self, step: int) -> list[Rollout]:
-        """The finished rollouts of a step, in the order in which they were added: what depends on the order in which
-        samples end is the same when the step is done again."""
-        query = f"SELECT {_COLUMNS} FROM rollouts WHERE step = ? ORDER BY rowid"
+    def rollouts(self, *steps: int) -> list[Rollout]:
+        """The rollouts of steps, in the order in which they were added: what depends on the order in which samples end
+        is the same when a step is done again."""
+        query = f"SELECT {_COLUMNS} FROM rollouts WHERE step IN ({', '.join('?' * len(steps))}) ORDER BY rowid"
         with self._errors():
-            return [_rollout(row) for row in self._database.execute(query, (step,))]
+            return [_rollout(row) for row in self._database.execute(query, steps)]
 
-    def forget(self, up_to_step: int) -> None:
-        """Drop the rollouts of all steps up to this one: a checkpoint holds what was learned from them."""
+    def begin_groups(self, step: int, prompt_ids: Sequence[str]) -> None:
+        """Write which groups a step begins, in their order. Raises as `add` does."""
+        rows = [(step, place, prompt_id) for place, prompt_id in enumerate(prompt_ids)]
         with self._errors(), self._transaction():
             self._require_newest()
-            self._database.execute("DELETE FROM rollouts WHERE step <= ?", (up_to_step,))
+            self._database.executemany("INSERT INTO groups (begun, place, prompt_id) VALUES (?, ?, ?)", rows)
+
+    def take_groups(self, step: int, groups: Sequence[tuple[int, str]]) -> None:
+        """Write which groups a step learns from: (step that began it, prompt id) of each. Raises as `add` does."""
+        rows = [(step, begun, prompt_id) for begun, prompt_id in groups]
+        with self._errors(), self._transaction():
+            self._require_newest()
+            self._database.executemany("UPDATE groups SET taken = ? WHERE begun = ? AND prompt_id = ?", rows)
+
+    def groups(self, step: int) -> list[BegunGroup]:
+        """The groups that a step may take, in the order in which they were begun: by it, or by earlier steps and left
+        to it."""
+        query = "SELECT begun, prompt_id, taken FROM groups WHERE begun <= ? AND (taken IS NULL OR taken >= ?)"
+        with self._errors():
+            rows = self._database.execute(f"{query} ORDER BY begun, place", (step, step))
+            return [BegunGroup(*row) for row in rows]
+
+    def forget(self, up_to_step: int) -> None:
+        """Drop what was drawn for all steps up to this one: a checkpoint holds what was learned from it. What they
+        began for later steps stays."""
+        with self._errors(), self._transaction():
+            self._require_newest()
+            self._database.execute("DELETE FROM groups WHERE taken <= ?", (up_to_step,))
+            left = "SELECT begun, prompt_id FROM groups"
+            query = f"DELETE FROM rollouts WHERE step <= ? AND (step, prompt_id) NOT IN ({left})"
+            self._database.execute(query, (up_to_step,))
 
     def close(self) -> None:
         self._database.close()

@@ -45,16 +45,16 @@ IN_FLIGHT_BATCHES = 2
 """Batches of an engine that may be scheduled and not done: vLLM schedules one ahead."""
 
 
-def kept_versions(max_staleness: int) -> int:
+def kept_versions(steps_ahead: int) -> int:
     """Versions that the learner keeps for engines: those that steps may still draw with, and of the newest two the
     older one, which a slow reader may still be opening."""
-    return max(2, max_staleness + 1)
+    return max(2, steps_ahead + 1)
 
 
-def stored_versions(max_staleness: int) -> int:
+def stored_versions(steps_ahead: int) -> int:
     """Versions that may be in the learner's store at once: the kept ones, the perturbed one, and the one being
     written."""
-    return kept_versions(max_staleness) + 2
+    return kept_versions(steps_ahead) + 2
 
 
 CACHED_VERSIONS = 3

@@ -66,7 +66,15 @@ from rlhfless.spec.rewards import (
     RewardSpec,
 )
 from rlhfless.spec.run import LimitsSpec, LoggingSpec, RunSpec
-from rlhfless.spec.schedule import AsyncSpec, OneStepOffSpec, OwnScheduleSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec.schedule import (
+    AsyncSpec,
+    OneStepOffSpec,
+    OwnScheduleSpec,
+    PartialSpec,
+    ScheduleSpec,
+    SyncSpec,
+    TailBatchingSpec,
+)
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec
 from rlhfless.spec.supervised import DemonstrationsSpec, DPOSpec, PreferencesSpec, RunType

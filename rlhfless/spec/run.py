@@ -38,7 +38,7 @@ from rlhfless.spec.learner import (
 )
 from rlhfless.spec.losses import PolicyLossSpec
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
-from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
+from rlhfless.spec.schedule import PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
 from rlhfless.spec.scoring import ScoringSpec
 from rlhfless.spec.sizes import Size, SizesSpec, size_problems
 from rlhfless.spec.supervised import (
@@ -413,16 +413,18 @@ class RunSpec(SpecModel):
 
     @model_validator(mode="after")
     def _old_weights_are_allowed_for(self) -> RunSpec:
-        """A schedule that draws with older weights needs a correction, the old versions, and devices to overlap on."""
+        """A schedule that learns from samples of older weights needs a correction; one that draws ahead also needs the
+        old versions, and devices to overlap on."""
         behind, of = self.schedule.max_staleness, f"schedule.type is {self.schedule.type}"
         if not behind:
             return self
-        if self.placement.in_turns:
+        overlaps = self.schedule.steps_ahead > 0
+        if overlaps and self.placement.in_turns:
             raise ValueError(
                 f"{of}, but functions take turns on their devices (placement.turns, placement.tenants): nothing would "
                 "overlap, and samples would be old for nothing; set schedule to sync, or placement.turns to false"
             )
-        if self.weights.transport == "cuda_ipc":
+        if overlaps and self.weights.transport == "cuda_ipc":
             raise ValueError(
                 f"{of}, but weights.transport is cuda_ipc, which has the newest version only; set weights.transport to "
                 "auto"
@@ -444,6 +446,19 @@ class RunSpec(SpecModel):
             raise ValueError(
                 f"{of}, so samples are up to {behind} versions old, but algorithm.importance and algorithm.rejection "
                 "are null: nothing corrects for that; leave `importance` out for its default, or set schedule to sync"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_begun_is_what_is_learned(self) -> RunSpec:
+        """A step that leaves groups to later ones draws nothing beside its groups."""
+        needs, schedule = self.algorithm.needs, self.schedule
+        if isinstance(schedule, PartialSpec | TailBatchingSpec) and (needs.redraws or needs.greedy_baseline):
+            what = "draws other prompts in place of those without signal" if needs.redraws else "draws greedy baselines"
+            hint = "set algorithm.max_redraws to 0, or schedule to sync" if needs.redraws else "set schedule to sync"
+            raise ValueError(
+                f"schedule.type is {schedule.type}, which leaves groups to later steps, but {self.algorithm.type} "
+                f"{what} within a step; {hint}"
             )
         return self
 

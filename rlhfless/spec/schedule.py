@@ -22,10 +22,51 @@ class SyncSpec(SpecModel):
 
     type: Literal["sync"] = "sync"
     in_flight: ClassVar[bool] = False
+    steps_ahead: ClassVar[int] = 0
+    """Most steps that are drawn while an earlier one is still to be learned from."""
 
     @property
     def max_staleness(self) -> int:
         """Most versions that the weights of a sample may be behind."""
+        return 0
+
+
+class PartialSpec(SpecModel):
+    """One step after the other; each ends its generation when `prompts_per_step` groups are complete, and learns from
+    these. The unfinished groups keep their tokens, and are continued in the next step with its weights. All groups that
+    are begun are learned from, before the run ends, and each step learns from as many groups as ever: what changes is
+    that groups of long responses are learned from some steps after they were begun."""
+
+    type: Literal["partial"] = "partial"
+    in_flight: ClassVar[bool] = False
+    steps_ahead: ClassVar[int] = 0
+
+    ahead: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Groups under way beyond those that a step learns from, as a share of `prompts_per_step`: so many are unfinished
+    when a step ends its generation. The first step begins them, the last ones begin fewer."""
+
+    max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
+    """Most versions that the weights of a token may be behind: a group that was begun so many steps ago is waited
+    for."""
+
+
+class TailBatchingSpec(SpecModel):
+    """One step after the other; a short step draws more prompts than it learns from, and learns from the groups that
+    are complete first. The others are abandoned, and their prompts are put off. When `prompts_per_step` of them have
+    been put off, a long step draws these, oldest first, and waits for all (RollPacker, arXiv 2509.21009). No prompt is
+    lost, all tokens are of the newest weights, and groups are whole; what changes is the order: steps learn from
+    prompts with short responses, and now and then from those with long ones."""
+
+    type: Literal["tail_batching"] = "tail_batching"
+    in_flight: ClassVar[bool] = False
+    steps_ahead: ClassVar[int] = 0
+
+    over_sampling: Annotated[float, Field(gt=1, le=2)] = 1.25
+    """Prompts that a short step draws, as a multiple of `prompts_per_step`."""
+
+    @property
+    def max_staleness(self) -> int:
+        """See SyncSpec."""
         return 0
 
 
@@ -35,6 +76,7 @@ class OneStepOffSpec(SpecModel):
 
     type: Literal["one_step_off"] = "one_step_off"
     in_flight: ClassVar[bool] = False
+    steps_ahead: ClassVar[int] = 1
 
     @property
     def max_staleness(self) -> int:
@@ -56,6 +98,11 @@ class AsyncSpec(SpecModel):
     computed again, and they go on with the new weights. Without it, engines draw with one version at a time and load
     between two draws, so that each sample is of one version."""
 
+    @property
+    def steps_ahead(self) -> int:
+        """See SyncSpec."""
+        return self.max_staleness
+
 
 class OwnScheduleSpec(OwnSpec):
     """Base of the settings of a schedule of your own; see docs/extending.md."""
@@ -69,12 +116,17 @@ class OwnScheduleSpec(OwnSpec):
         Override it if your schedule draws more than one step ahead, or none."""
         return 1
 
+    @property
+    def steps_ahead(self) -> int:
+        """See SyncSpec."""
+        return self.max_staleness
+
 
 ScheduleSpec = Annotated[
-    SyncSpec | OneStepOffSpec | AsyncSpec | OwnScheduleSpec,
+    SyncSpec | PartialSpec | TailBatchingSpec | OneStepOffSpec | AsyncSpec | OwnScheduleSpec,
     Seam(
         "schedule",
-        built_in=(SyncSpec, OneStepOffSpec, AsyncSpec),
+        built_in=(SyncSpec, PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec),
         methods=("drive",),
         settings=OwnScheduleSpec,
     ),

@@ -89,6 +89,11 @@ METRICS = _table(
         Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
         Metric("groups_without_signal", _RATIO, "Groups whose rewards are all equal: their advantage is 0"),
         Metric("redrawn_groups", Unit.NONE, "Groups that were drawn in place of those without signal"),
+        Metric("left_groups", Unit.NONE, "Groups that the step drew and left to later ones, by its schedule"),
+        Metric(
+            "carried_samples", Unit.NONE, "Samples that an earlier step left unfinished, and that go on in this one"
+        ),
+        Metric("carried_tokens", _TOKENS, "Tokens that these had: their KV is computed again"),
         Metric("kl_coefficient", Unit.NONE, "Weight of the KL in the reward, where it follows a target"),
         Metric("prompt_tokens_mean", _TOKENS, "Mean prompt length"),
         Metric("response_tokens", _TOKENS, "Response lengths", Kind.HISTOGRAM),

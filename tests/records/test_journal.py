@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from fakes.rollouts import rollout
-from rlhfless.records import Rollout
-from rlhfless.records.journal import Journal, JournalError, StaleAttempt
+from rlhfless.records import FinishReason, Rollout
+from rlhfless.records.journal import BegunGroup, Journal, JournalError, StaleAttempt
 
 
 def same(a: Rollout, b: Rollout) -> bool:
@@ -105,5 +105,30 @@ def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "b")
     database.execute("PRAGMA user_version=99")
     database.close()
-    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 2"):
+    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 3"):
         Journal(tmp_path / "b")
+
+
+def test_an_aborted_rollout_gives_its_place_to_what_comes_of_it(journal: Journal) -> None:
+    aborted = replace(rollout(tokens=3), finish_reason=FinishReason.ABORT)
+    journal.add(1, [aborted])
+    journal.add(1, [replace(aborted, token_ids=np.arange(5), logprobs=np.zeros(5, np.float32))])
+    assert [len(r.token_ids) for r in journal.rollouts(1)] == [5]
+    journal.add(1, [rollout(tokens=7)])
+    journal.add(1, [aborted])
+    assert [(len(r.token_ids), r.finish_reason) for r in journal.rollouts(1)] == [(7, FinishReason.STOP)]
+
+
+def test_what_a_step_began_for_later_ones_outlives_its_checkpoint(journal: Journal, tmp_path: Path) -> None:
+    journal.begin_groups(1, ["q", "p"])
+    journal.add(1, [rollout("p"), rollout("q")])
+    journal.take_groups(1, [(1, "p")])
+    journal.begin_groups(2, ["r"])
+    assert journal.groups(1) == [BegunGroup(1, "q", None), BegunGroup(1, "p", 1)]
+    assert journal.groups(2) == [BegunGroup(1, "q", None), BegunGroup(2, "r", None)]
+    journal.forget(1)
+    assert [r.prompt_id for r in journal.rollouts(1)] == ["q"]
+    journal.take_groups(2, [(1, "q")])
+    journal.forget(2)
+    assert journal.rollouts(1) == []
+    assert Journal(tmp_path / "journal.sqlite").groups(9) == [BegunGroup(2, "r", None)]

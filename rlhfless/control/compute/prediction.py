@@ -244,7 +244,7 @@ def _scenario(
 
 def _schedule(spec: RunSpec) -> dict[str, Any]:
     """Keys of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with `sync`."""
-    ahead = 0 if spec.placement.mode == "colocated" else spec.schedule.max_staleness
+    ahead = 0 if spec.placement.mode == "colocated" else spec.schedule.steps_ahead
     return {"schedule": "async", "max_staleness": ahead} if ahead else {"schedule": "sync"}
 
 

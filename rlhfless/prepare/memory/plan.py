@@ -174,7 +174,7 @@ def memory_plan(
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,
-        shared_bytes=stored_versions(spec.schedule.max_staleness) * store,
+        shared_bytes=stored_versions(spec.schedule.steps_ahead) * store,
         cache_bytes=CACHED_VERSIONS * store,
         checkpoint_bytes=sum(kept.values()) if spec.checkpoint.background else 0,
     )

@@ -1,0 +1,99 @@
+"""Which groups a step draws, and which of them it learns from, where steps do not learn from all that they begin
+(rlhfless.spec.schedule: `partial` and `tail_batching`).
+
+Prompts are begun in the order of the data, and only as many as the steps of the run learn from: P for each step, where
+P is `prompts_per_step`. What a step leaves is drawn by a later one, so at the end of the run nothing is left: a run
+learns from all groups that it begins, whatever their lengths.
+
+Invariants:
+- Each step learns from P groups, of P prompts.
+- Which groups a step has begun, and which it takes, is in the journal before anything comes of it. A step that is done
+  again has the same groups, and a resumed run goes on with those that were left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from rlhfless.loop.prompt_history import PromptHistory
+from rlhfless.loop.rollout_request import Selection
+from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.records import Prompt
+from rlhfless.records.journal import BegunGroup, Journal
+from rlhfless.spec import PartialSpec, RunSpec, TailBatchingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What a step draws of the groups that are left, and how many it begins."""
+
+    left: Sequence[BegunGroup]
+    new: int
+
+
+def select(
+    spec: RunSpec, step: int, order: PromptOrder, history: PromptHistory, journal: Journal
+) -> tuple[Sequence[Prompt], Selection | None]:
+    """The prompts of a step, oldest first, and how it chooses among their groups; None if it learns from all. Raises
+    JournalError, and InputError for a prompt that was begun and is no longer in the data."""
+    schedule, wanted = spec.schedule, spec.prompts_per_step
+    if not isinstance(schedule, PartialSpec | TailBatchingSpec):
+        return history.prompts(order, step, wanted), None
+    known = journal.groups(step)
+    if taken := [group for group in known if group.taken == step]:
+        return _selection(schedule, step, order, taken, wanted)
+    left = [group for group in known if group.begun < step]
+    began = wanted * (step - 1) + len(left)
+    """Groups that earlier steps have begun, all of which they took or left."""
+    draw = _draw_of(schedule, wanted, left, wanted * spec.steps - began, len(order))
+    new = [group for group in known if group.begun == step]
+    if not new and draw.new:
+        sequence = _sequence(order, history, wanted, began)
+        used = {group.prompt_id for group in left}
+        prompt_ids = [prompt.prompt_id for prompt in islice(_distinct(sequence, order, step, used), draw.new)]
+        journal.begin_groups(step, prompt_ids)
+        new = [BegunGroup(step, prompt_id, None) for prompt_id in prompt_ids]
+    return _selection(schedule, step, order, [*draw.left, *new], wanted)
+
+
+def _selection(
+    schedule: PartialSpec | TailBatchingSpec, step: int, order: PromptOrder, groups: Sequence[BegunGroup], wanted: int
+) -> tuple[Sequence[Prompt], Selection]:
+    keeps = isinstance(schedule, PartialSpec)
+    due = [group.prompt_id for group in groups if keeps and step - group.begun >= schedule.max_staleness]
+    begun = {group.prompt_id: group.begun for group in groups}
+    return [order.prompt(prompt_id) for prompt_id in begun], Selection(wanted, frozenset(due), begun, keeps)
+
+
+def _draw_of(
+    schedule: PartialSpec | TailBatchingSpec, wanted: int, left: Sequence[BegunGroup], unbegun: int, prompts: int
+) -> _Draw:
+    """What a step draws when these groups are left, the run is to begin `unbegun` others, and the data has so many
+    prompts: of those that are under way, or put off, none is begun a second time."""
+    if isinstance(schedule, PartialSpec):
+        under_way = min(wanted + math.ceil(schedule.ahead * wanted), len(left) + unbegun, prompts)
+        return _Draw(left, max(under_way - len(left), 0))
+    free = prompts - len(left)
+    if len(left) >= wanted or min(unbegun, free) < wanted:  # a long step
+        oldest = left[:wanted]
+        return _Draw(oldest, wanted - len(oldest))
+    return _Draw((), min(math.ceil(schedule.over_sampling * wanted), unbegun, free))
+
+
+def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: int) -> Iterator[Prompt]:
+    """The prompts of the run in their order, after the first `began`: those of one batch after the other."""
+    batch, place = divmod(began, wanted)
+    while True:
+        yield from history.prompts(order, batch + 1, wanted)[place:]
+        batch, place = batch + 1, 0
+
+
+def _distinct(sequence: Iterator[Prompt], order: PromptOrder, step: int, used: set[str]) -> Iterator[Prompt]:
+    """The prompts of a sequence; one that is `used`, or was there before, gives its place to another."""
+    for prompt in sequence:
+        chosen = prompt if prompt.prompt_id not in used else order.others(step - 1, 1, used)[0]
+        used.add(chosen.prompt_id)
+        yield chosen
