@@ -9,6 +9,7 @@ from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
     LOGITS_CHUNK_ELEMENTS,
+    PUBLISH,
     MemoryPart,
     MemoryPhase,
     learn_phases,
@@ -39,7 +40,8 @@ def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Memor
     if spec.type == "reward_model":
         return value_phases(shape, tokens, sharded(learner, spec.optimizer))
     how = replace(sharded(learner, spec.optimizer), exact_head=learner.head_dtype == "float32")
-    return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
+    phases = learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
+    return tuple(phase for phase in phases if not (spec.supervised and phase.name == PUBLISH))
 
 
 KIND = FunctionKind(

@@ -184,6 +184,7 @@ def _show_cost(row: dict[str, Any], schedules: list[dict[str, Any]], lengths: st
     console = Console(highlight=False)
     console.print()
     console.print(devices_table([PlannedDevices.model_validate(row)]))
-    console.print()
-    console.print(schedules_table([PlannedSchedule.model_validate(each) for each in schedules]))
+    if schedules:
+        console.print()
+        console.print(schedules_table([PlannedSchedule.model_validate(each) for each in schedules]))
     console.print(f"response lengths: {lengths}{hint}")

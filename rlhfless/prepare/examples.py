@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
-from rlhfless.prepare.data_rows import Row
-from rlhfless.prepare.model import PolicyModel
+from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.prompts import Faults, PromptSets, load_prompts
 from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
@@ -21,13 +22,16 @@ from rlhfless.spec import DataSpec, DemonstrationsSpec, PreferencesSpec, RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import nearest, shown
 
+MOST_READ = 1_000
+"""Rows whose lengths a plan reads: they give a mean within some per cent."""
+
 RESPONSE = "response"
 """The column with the response of a conversation, whose other messages are the prompt."""
 
 
-def load_examples(spec: RunSpec, policy: PolicyModel) -> PromptSets:
-    """The examples of a run that learns from written responses, for training and held out. Raises InputError with the
-    problems of all rows."""
+def load_examples(spec: RunSpec, policy: PolicyModel, every: int = 1) -> PromptSets:
+    """The examples of a run that learns from written responses, for training and held out; of each `every` rows one.
+    Raises InputError with the problems of all rows."""
     data, context = spec.data, policy.context_tokens
     whole = isinstance(data, DemonstrationsSpec) and data.response_field is None
     sets = load_prompts(
@@ -37,6 +41,7 @@ def load_examples(spec: RunSpec, policy: PolicyModel) -> PromptSets:
         seed=spec.seed,
         sizes=spec.sizes,
         read=frozenset(fields_of(data)),
+        every=every,
         edit=partial(_split, field=data.prompt_field) if whole else lambda row: row,
     )
     faults = Faults(f"{data.section}.path", len(sets.train) + len(sets.held_out))
@@ -45,6 +50,28 @@ def load_examples(spec: RunSpec, policy: PolicyModel) -> PromptSets:
     if problems := faults.problems():
         raise InputError(data.section, problems)
     return PromptSets(train, held_out, sets.warnings)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleLengths:
+    """Mean tokens of training rows."""
+
+    prompt_tokens: float
+    response_tokens: float
+    rows: int
+    read: int
+    """The rows that the means are of."""
+
+
+def example_lengths(spec: RunSpec) -> ExampleLengths:
+    """The lengths of a run's examples, from about MOST_READ of its rows. Raises InputError."""
+    policy, path = load_policy(spec.model), spec.data.path
+    assert path is not None, "data of written responses has a path"
+    rows = len(read_rows(f"{spec.data.section}.path", path, spec.data.split, spec.sizes))
+    train = cast(Sequence[Example], load_examples(spec, policy, every=max(rows // MOST_READ, 1)).train)
+    prompts = [len(example.token_ids) for example in train for _ in example.sequences]
+    both = [len(tokens) for example in train for tokens in example.sequences]
+    return ExampleLengths(fmean(prompts), fmean(both) - fmean(prompts), rows, len(train))
 
 
 def fields_of(data: DataSpec) -> tuple[str, ...]:

@@ -50,11 +50,13 @@ def load_prompts(
     read: frozenset[str] | None = None,
     named_sets: Sequence[NamedSetSpec] = (),
     edit: Callable[[Row], Row] = lambda row: row,
+    every: int = 1,
 ) -> PromptSets:
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
     `named_sets`: further held-out prompts. `read`: the columns that rewards read, None for all; NaN in one of them
-    gives a warning. `edit` is applied to each row first. Raises InputError with the problems of all sets.
+    gives a warning. `edit` is applied to each row first. `every`: of so many rows one is taken. Raises InputError with
+    the problems of all sets.
     """
     wanted = spec.held_out
     sources: dict[str, _Source] = {
@@ -74,7 +76,7 @@ def load_prompts(
     warnings: list[str] = []
     sets: dict[str, list[Prompt]] = {}
     for field, source in sources.items():
-        rows, prompts = _load(field, source, sizes, tokenizer, max_context_tokens, edit, problems)
+        rows, prompts = _load(field, source, sizes, tokenizer, max_context_tokens, edit, every, problems)
         sets[field] = [source.named(prompt) for prompt in prompts]
         if not problems:
             warnings += prompt_warnings(field, rows, sets[field], tokenizer, read)
@@ -190,12 +192,13 @@ def _load(
     tokenizer: Any,
     max_context_tokens: int | None,
     edit: Callable[[Row], Row],
+    every: int,
     problems: list[Problem],
 ) -> tuple[list[Row], list[Prompt]]:
     """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
     spec = source.spec
     try:
-        rows = [edit(row) for row in read_rows(field, source.path, source.split, sizes)]
+        rows = [edit(row) for row in read_rows(field, source.path, source.split, sizes)[::every]]
     except InputError as error:
         problems += error.problems
         return [], []

@@ -16,6 +16,9 @@ from rlhfless.spec import AdamWSpec, DType, TrainingSpec
 
 GIB = 2**30
 
+PUBLISH = "publish"
+"""The phase of a learner in which it publishes weights."""
+
 PROCESS = "process"
 """The part of a phase that stays on the device while the function sleeps."""
 
@@ -260,7 +263,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     return (
         max(learning, key=lambda phase: phase.size_bytes),
         MemoryPhase(
-            "publish",
+            PUBLISH,
             (*resting, MemoryPart("exact weights of a layer, embeddings and head", 4 * (root + layer + head))),
         ),
         MemoryPhase("restore", resting),

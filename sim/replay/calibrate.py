@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from statistics import median
 
@@ -68,12 +68,10 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         for step, rollouts, generated in _generation_by_step(trace, kept):
             if keep(step):
                 engine.observe_step(generated, rollouts, max_sequences(trace))
-    by_work: dict[Work, list[Invocation]] = defaultdict(list)
-    for call in calls:
-        by_work[call.work].append(call)
-    if not by_work[Work.GENERATE] or not by_work[Work.LEARN]:
-        raise TraceError(f"the trace of {traces[0].meta.run_id} has no generate or no learn calls; record a whole step")
-    model, columns = engine.model(), {call.function for call in by_work[Work.LOGPROBS]}
+    by_work = _by_work(calls)
+    if not by_work[Work.GENERATE]:
+        raise TraceError(f"the trace of {traces[0].meta.run_id} has no generate calls; record a whole step")
+    model, learning = engine.model(), _learning_fit(steps, by_work)
     return LatencyFile(
         traces=tuple(trace.meta.run_id for trace in traces),
         steps=len(steps),
@@ -83,14 +81,51 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         load_weights_s=_median_s(by_work[Work.LOAD_WEIGHTS]),
         start_s=_start_s(traces),
         group_s=_group_s(traces, by_work[Work.SCORE]),
-        columns=_lines(by_work[Work.LOGPROBS]),
+        columns=learning.columns,
         evaluate=_line(by_work[Work.EVALUATE]),
-        learn=_line([call for call in by_work[Work.LEARN] if call.function not in columns]) or LineFit(fixed_s=0.0),
-        updates=_lines([call for call in by_work[Work.LEARN] if call.function in columns]),
+        learn=learning.learn,
+        updates=learning.updates,
         publish_s=_median_s(by_work[Work.PUBLISH]),
-        driver_s=median(outside_s(*step)[0] for step in steps),
+        driver_s=learning.driver_s,
         helper_cores=_helper_cores(steps),
         mean_s=means_s(steps),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LearningFit:
+    """The part of a LatencyFile that has nothing to do with generation."""
+
+    columns: dict[str, LineFit]
+    updates: dict[str, LineFit]
+    learn: LineFit
+    driver_s: float
+
+
+def learning_fit(trace: Trace) -> LearningFit:
+    """The fit to a run that need not have drawn anything. Raises TraceError if it has learned nothing."""
+    return _learning_fit([(record, trace) for record in trace.steps if record.step > 0], _by_work(trace.invocations))
+
+
+def _by_work(calls: Iterable[Invocation]) -> dict[Work, list[Invocation]]:
+    by_work: dict[Work, list[Invocation]] = defaultdict(list)
+    for call in calls:
+        by_work[call.work].append(call)
+    return by_work
+
+
+def _learning_fit(
+    steps: Sequence[tuple[StepRecord, Trace]], by_work: Mapping[Work, Sequence[Invocation]]
+) -> LearningFit:
+    learned = by_work.get(Work.LEARN, ())
+    if not steps or not learned:
+        raise TraceError("the trace has no learn calls; record a whole step")
+    columns = {call.function for call in by_work.get(Work.LOGPROBS, ())}
+    return LearningFit(
+        _lines(by_work.get(Work.LOGPROBS, ())),
+        _lines([call for call in learned if call.function in columns]),
+        _line([call for call in learned if call.function not in columns]) or LineFit(fixed_s=0.0),
+        median(outside_s(*step)[0] for step in steps),
     )
 
 

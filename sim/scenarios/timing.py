@@ -7,18 +7,27 @@ from dataclasses import dataclass, replace
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.sim.replay.latency_file import load_latency
 from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.scenarios.work import LearnerTimingSpec
 from rlhfless.spec.errors import InputError, Problem
 
 GB = 1e9
 
 EIGHT, FULL = 8, 16
 """Bits of a byte, and of a format that is not quantised."""
+
+LEARN_OPERATIONS = 6
+"""Operations per parameter and token of a forward and a backward pass."""
+
+FORWARD_OPERATIONS = 2 * 6 / 8
+"""The same of a forward pass alone, at the rate at which devices work while activations are computed again: 8
+operations in the time of 6."""
 
 LEARNER_MEMORY_SHARE = 0.8
 """Share of the devices' memory for weights, gradients and the optimiser's state; the rest is for activations."""
@@ -119,13 +128,12 @@ def learner_devices_needed(scenario: Scenario, kind: str) -> int:
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Seconds per token of forward and backward passes on `devices` devices."""
-    return 6 * _token_s(scenario, kind, devices)
+    return LEARN_OPERATIONS * _token_s(scenario, kind, devices)
 
 
 def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token of a forward pass alone, at the rate at which devices work while activations are computed
-    again: 8 operations in the time of 6."""
-    return 2 * _token_s(scenario, kind, devices) * 6 / 8
+    """Seconds per token of a forward pass alone."""
+    return FORWARD_OPERATIONS * _token_s(scenario, kind, devices)
 
 
 def learner_move_s(scenario: Scenario, kind: str, devices: int) -> float:
@@ -145,7 +153,10 @@ def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
 
 
 def _token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token for each operation per parameter."""
-    mfu = scenario.learner.expert_mfu if scenario.model.shape.experts else scenario.learner.mfu
-    rate = scenario.cluster.sheet(kind).flops_per_s.value * devices * mfu
-    return scenario.model.shape.active / rate
+    return operation_s(scenario.model.shape, scenario.cluster.sheet(kind), devices, scenario.learner)
+
+
+def operation_s(shape: ModelShape, sheet: DeviceSheet, devices: int, timing: LearnerTimingSpec) -> float:
+    """Seconds per token for each operation per parameter of a model that is trained."""
+    mfu = timing.expert_mfu if shape.experts else timing.mfu
+    return shape.active / (sheet.flops_per_s.value * devices * mfu)

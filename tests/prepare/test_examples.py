@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhfless.prepare import examples
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo
 from rlhfless.records.examples import Example
@@ -127,3 +128,16 @@ def test_a_prompt_that_is_held_out_is_not_trained_on_with_another_response(tmp_p
     assert len(sets.held_out) == 2
     assert not held_out & {example.text for example in sets.train}
     assert all(isinstance(example, Example) for example in (*sets.train, *sets.held_out))
+
+
+def test_a_plan_reads_the_lengths_of_rows_spread_over_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, "MOST_READ", 2)
+    monkeypatch.setattr(examples, "load_policy", lambda _: policy())
+    file = tmp_path / "rows.jsonl"
+    answers = ["c", "a b", "c c", "d"]  # the first and the third are read
+    rows = [{"prompt": f"a {'b ' * i}", "response": answer} for i, answer in enumerate(answers)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"type": "sft", "model": {"path": "m"}, "demonstrations": {"path": str(file)}}
+    found = examples.example_lengths(RunSpec.model_validate(values))
+    assert (found.rows, found.read) == (4, 2)
+    assert (found.prompt_tokens, found.response_tokens) == (2.0, 2.5), "with the end of each"

@@ -91,11 +91,14 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
         known = load_price_book(spec.scaling.prices).kinds
         kinds = [kind for kind in load_devices() if kind in known and kind != CPU_KIND]
         found = [(kind, count) for kind in kinds for count in COUNTS]
-    return [Choice(kind, count, changes) for kind, count in found for changes in _placements(kind, count)]
+    return [Choice(kind, count, changes) for kind, count in found for changes in _placements(spec, kind, count)]
 
 
-def _placements(kind: str, count: int) -> Iterator[dict[str, Any]]:
+def _placements(spec: RunSpec, kind: str, count: int) -> Iterator[dict[str, Any]]:
     """Changes of the spec, by dotted key."""
+    if spec.supervised:  # the learner has all devices, and nothing is drawn beside it
+        yield {"placement.mode": "colocated"}
+        return
     yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
     for learner in sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ():
         for schedule in ("sync", "one_step_off"):

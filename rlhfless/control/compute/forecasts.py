@@ -18,6 +18,7 @@ from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.run_files import trace_of
+from rlhfless.spec.supervised import DATA
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ PLAN_S, STATIC_S, SIMULATION_S = 120.0, 600.0, 1800.0
 
 FIRST_STEPS = 20
 """A run's static fleet is computed after this many steps, after twice as many, and so on; and at its end."""
+
+SAME_LENGTHS = ("model", "type", *dict.fromkeys(DATA.values()))
+"""Sections of a spec; runs that agree in them have about the same lengths."""
 
 NOTHING: dict[str, Any] = {}
 """The stored result of a failed computation, which is not repeated."""
@@ -114,14 +118,15 @@ def _worth_simulating(session: Session) -> list[RunRow]:
     """The runs that have done twice the steps of their last simulation, or have ended since."""
     query = select(RunRow).where(RunRow.step > RunRow.simulated_step, RunRow.step >= 2)
     rows = session.scalars(query)
-    return [row for row in rows if row.status in ENDED or row.step >= max(2 * row.simulated_step, FIRST_STEPS)]
+    due = [row for row in rows if row.status in ENDED or row.step >= max(2 * row.simulated_step, FIRST_STEPS)]
+    return [row for row in due if row.spec.get("type", "rlhf") == "rlhf"]  # others have no fleet
 
 
 def _similar_trace(session: Session, run: RunRow) -> str | None:
-    """The trace of the newest succeeded run with the same model and prompts."""
+    """The trace of the newest succeeded run of the same type with the same model and data."""
     query = select(RunRow).where(RunRow.status == Status.SUCCEEDED).order_by(RunRow.created_at.desc()).limit(100)
     for row in session.scalars(query):
-        same = row.spec.get("model") == run.spec.get("model") and row.spec.get("prompts") == run.spec.get("prompts")
+        same = all(row.spec.get(key) == run.spec.get(key) for key in SAME_LENGTHS)
         if same and (trace := trace_of(row.folder)) is not None:
             return trace
     return None

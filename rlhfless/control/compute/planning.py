@@ -10,12 +10,13 @@ from typing import Any
 
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.schedules import schedules_of
+from rlhfless.control.compute.written import written, written_lengths
 from rlhfless.prepare.memory.assumed import config_file, question_of
 from rlhfless.prepare.memory.changes import Question, nearest_change
 from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
@@ -31,11 +32,15 @@ class Planner:
     measured: LatencyFile | None = None
     """Latencies measured on the devices that are asked for."""
     hurried: bool = False
+    found_lengths: Lengths | None = None
+    """`lengths`, where another planner has found them: to read them from the data takes seconds."""
 
     @cached_property
     def lengths(self) -> Lengths:
         """The response lengths that predictions assume."""
-        return lengths_of(self.spec, self.trace)
+        if self.found_lengths is not None:
+            return self.found_lengths
+        return written_lengths(self.spec, self.trace) if self.spec.supervised else lengths_of(self.spec, self.trace)
 
     @cached_property
     def config(self) -> dict[str, Any] | None:
@@ -48,15 +53,15 @@ class Planner:
 
     def quick(self) -> Planner:
         """One whose predictions are made with less work."""
-        return replace(self, hurried=True)
+        return replace(self, hurried=True, found_lengths=self.lengths)
 
     def predicted(self, asked: Question) -> tuple[Predicted | None, str | None]:
         """Time and cost, or why there is no prediction."""
-        if self.spec.supervised:
-            return None, "only runs of type rlhf are simulated"
         if self.config is None:
             return None, "the model's config.json cannot be read"
         try:
+            if self.spec.supervised:
+                return written(asked, self.lengths, self.measured or self._learning_of(asked)), None
             latency = self.measured if self.measured is not None else self._latency_of(asked)
             return predicted(asked, self.config, self.lengths, latency, quick=self.hurried), None
         except (UserError, ValueError) as error:
@@ -82,11 +87,21 @@ class Planner:
 
     def _latency_of(self, asked: Question) -> LatencyFile | None:
         """Of the earlier run, if it was recorded with this model on these devices."""
+        return calibrate([self.trace]) if self.trace is not None and self._recorded_on(self.trace, asked) else None
+
+    def _learning_of(self, asked: Question) -> LearningFit | None:
+        """As `_latency_of`, of a run that draws nothing, if its learner had as many ranks."""
         trace = self.trace
-        if trace is None or trace.meta.spec["model"]["path"] != asked.spec.model.path:
+        if trace is None or not self._recorded_on(trace, asked):
             return None
+        ranks = trace.meta.spec["learner"]["ranks"]
+        return learning_fit(trace) if ranks == asked.spec.learner.world_size else None
+
+    @staticmethod
+    def _recorded_on(trace: Trace, asked: Question) -> bool:
+        """Whether a run was recorded with the model that is asked for, on devices of the kind."""
         kinds = {holding.device_kind for holding in trace.holdings}
-        return calibrate([trace]) if asked.sheet.kind in kinds else None
+        return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and asked.sheet.kind in kinds
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -75,12 +76,12 @@ class Lengths:
     prompt_tokens: float
     source: str
     known: bool
+    rows: int | None = None
+    """Rows of the data; None where they were not read."""
 
 
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     """The lengths of an earlier run, or an assumption."""
-    if spec.supervised:
-        return Lengths(0.0, 0.0, 0.0, 0.0, "those of the data: nothing is drawn", known=True)
     if trace is None or not trace.rollouts:
         median = max(ASSUMED_SHARE * spec.generation.max_tokens, 1.0)
         source = f"assumed: a median of {median:.0f} tokens, a quarter of generation.max_tokens"
@@ -125,28 +126,39 @@ def predicted(
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
-    steps, sure = asked.spec.steps, 1.0
-    if latency is None:
-        sure = SHEET_FACTOR_CPU if asked.sheet.kind == CPU_KIND else SHEET_FACTOR
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
-    step_s = [of.time_s / of.steps for of in totals[0]]
-    step_usd = [of.usd / of.steps for of in totals[0]]
-    all_s = [of.time_s / of.steps for many in totals for of in many]
-    all_usd = [of.usd / of.steps for many in totals for of in many]
-    mean_s, mean_usd = fmean(step_s), fmean(step_usd)
-    cost = PlannedCost(
-        steps=steps,
-        step_s=mean_s,
-        wall_s=steps * mean_s,
-        wall_low_s=steps * min(all_s) / sure,
-        wall_high_s=steps * max(all_s) * sure,
-        cost_usd=steps * mean_usd,
-        cost_low_usd=steps * min(all_usd) / sure,
-        cost_high_usd=steps * max(all_usd) * sure,
+    cost = banded(
+        asked.spec.steps,
+        [[of.time_s / of.steps for of in many] for many in totals],
+        [[of.usd / of.steps for of in many] for many in totals],
+        1.0 if latency is not None else sheet_factor(asked.sheet.kind),
     )
     busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
     tokens = fmean(of.response_tokens / of.steps for of in totals[0])
     return Predicted(cost, busy_s, tokens, _shares(by_factor[0][0]))
+
+
+def sheet_factor(kind: str) -> float:
+    """How much wider the band is for devices that nothing was measured on."""
+    return SHEET_FACTOR_CPU if kind == CPU_KIND else SHEET_FACTOR
+
+
+def banded(
+    steps: int, step_s: Sequence[Sequence[float]], step_usd: Sequence[Sequence[float]], factor: float
+) -> PlannedCost:
+    """The cost of a run of so many steps: means of the first figures, and the band of all, `factor` wider."""
+    mean_s, mean_usd = fmean(step_s[0]), fmean(step_usd[0])
+    all_s, all_usd = list(chain(*step_s)), list(chain(*step_usd))
+    return PlannedCost(
+        steps=steps,
+        step_s=mean_s,
+        wall_s=steps * mean_s,
+        wall_low_s=steps * min(all_s) / factor,
+        wall_high_s=steps * max(all_s) * factor,
+        cost_usd=steps * mean_usd,
+        cost_low_usd=steps * min(all_usd) / factor,
+        cost_high_usd=steps * max(all_usd) * factor,
+    )
 
 
 def _shares(result: RunResult) -> dict[str, float]:

@@ -24,7 +24,10 @@ Predict = Callable[[Question], tuple[Predicted | None, str | None]]
 
 
 def schedules_of(asked: Question, predict: Predict) -> list[dict[str, Any]]:
-    """PlannedSchedule of each: `sync`, one step off, and asynchronous as in the spec or by default."""
+    """PlannedSchedule of each: `sync`, one step off, and asynchronous as in the spec or by default. None of a run that
+    draws nothing."""
+    if asked.spec.supervised:
+        return []
     own = asked.spec.schedule
     schedules: list[ScheduleSpec] = [SyncSpec(), OneStepOffSpec(), own if isinstance(own, AsyncSpec) else AsyncSpec()]
     found = [predict(_with(asked, schedule)) for schedule in schedules]

@@ -8,6 +8,7 @@ of all, and what the process of each other function keeps.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,13 @@ def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     functions = tuple(part for plan in plans for part in plan.functions for _ in range(plan.count))
     # Each core has its own turns, and this is the memory of all cores: counted as without turns, to be safe.
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
+
+
+def held_devices(spec: RunSpec, kind: str, count: int) -> dict[str, float]:
+    """The devices that each function holds in a run on `count` of a kind; of those that it shares, its shares. Raises
+    PlacementError."""
+    allocations = _placement(spec, kind, count).allocations
+    return {function: math.fsum(share for each in of for share in each.shares) for function, of in allocations.items()}
 
 
 def nodes_of(spec: RunSpec, function: str, kind: str, count: int) -> tuple[int, ...]:

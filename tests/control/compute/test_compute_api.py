@@ -45,6 +45,29 @@ def test_a_plan_says_memory_time_and_cost(client: httpx.Client, spec: dict[str, 
     assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
 
 
+def test_the_plan_of_demonstrations_is_of_their_lengths_and_has_no_schedules(
+    client: httpx.Client, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "12", "response": "34"}\n' * 2 + '{"prompt": "5", "response": "6"}'
+    )
+    sft = {"type": "sft", "demonstrations": {"path": str(tmp_path / "rows.jsonl")}, "model": spec["model"], "steps": 10}
+    answer = client.post("/v1/runs:plan", json={"spec": sft}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    plan = answer.json()
+    assert plan["lengths"] == f"3 of the 3 rows of {tmp_path / 'rows.jsonl'}"
+    assert plan["schedules"] == []
+    predicted = plan["chosen"]["predicted"]
+    assert predicted["wall_low_s"] < predicted["wall_s"] == pytest.approx(10 * predicted["step_s"])
+    asked = {"spec": sft, "devices": ["8xh100", "1xl40s"]}
+    rows = client.post("/v1/runs:compare", json=asked, timeout=240).json()["rows"]
+    assert {(row["kind"], row["placement"], row["reason"]) for row in rows} == {
+        ("h100", "co-located", None),
+        ("l40s", "co-located", None),
+    }
+    assert {tuple(row["shares"]) for row in rows} == {("learner",)}
+
+
 def test_devices_and_placements_are_compared(client: httpx.Client, spec: dict[str, Any]) -> None:
     asked = {"spec": spec, "devices": ["4xh100", "1xl40s"]}
     answer = client.post("/v1/runs:compare", json=asked, timeout=240)

@@ -1,0 +1,132 @@
+"""The time and cost of a run that learns from written responses, before it begins.
+
+Nothing is drawn, and nothing is decided while it runs, so nothing is simulated. A step passes its tokens through the
+learner, and for `dpo` those of pairs that are new through the reference, on devices that are held all the while:
+
+    step_s = learn_s(tokens x epochs) + reference_s(tokens of new pairs) + fixed_s
+    tokens = prompts_per_step x (1, or 2 of a pair) x mean tokens of prompt and response
+
+The seconds are those of an earlier run on as many ranks, or else by data sheets, as in the simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from rlhfless.control.compute.prediction import PROMPT_TOKENS, Lengths, Predicted, banded, sheet_factor
+from rlhfless.prepare.examples import example_lengths
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.plan import held_devices
+from rlhfless.records import FunctionName
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.memory import without_head
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book
+from rlhfless.sim.replay.calibrate import LearningFit
+from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
+from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, LEARN_OPERATIONS, operation_s
+from rlhfless.sim.scenarios.work import LearnerTimingSpec
+from rlhfless.spec import RunSpec
+from rlhfless.spec.base import count_of
+from rlhfless.spec.data import is_path
+from rlhfless.spec.errors import InputError
+
+log = logging.getLogger(__name__)
+
+RESPONSE_TOKENS = 256
+"""Mean written response where none is known: an assumption, as PROMPT_TOKENS; the band covers half and twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """The seconds of a step's parts, by tokens."""
+
+    learn: LineFit
+    reference: LineFit
+    fixed_s: float
+    """What a step takes in addition, whatever its size."""
+    factor: float = 1.0
+    """The band is wider by this."""
+
+    @classmethod
+    def of_sheet(cls, asked: Question) -> Seconds:
+        """By the devices' data sheet, at the simulator's utilisation."""
+        spec, timing = asked.spec, LearnerTimingSpec()
+        shape = without_head(asked.shape) if spec.type == "reward_model" else asked.shape
+        learn_s = LEARN_OPERATIONS * operation_s(shape, asked.sheet, spec.learner.world_size, timing)
+        reference_s = FORWARD_OPERATIONS * operation_s(shape, asked.sheet, count_of(spec.reference.ranks), timing)
+        learn, reference = (LineFit(fixed_s=0.0, token_s=each) for each in (learn_s, reference_s))
+        return cls(learn, reference, timing.fixed_s, sheet_factor(asked.sheet.kind))
+
+    @classmethod
+    def measured(cls, asked: Question, latency: LatencyFile | LearningFit) -> Seconds:
+        """Of a measurement on these devices; of a reference that it lacks, by the data sheet."""
+        reference = latency.columns.get(FunctionName.REFERENCE, cls.of_sheet(asked).reference)
+        return cls(latency.learn, reference, latency.driver_s)
+
+
+def written(asked: Question, lengths: Lengths, latency: LatencyFile | LearningFit | None) -> Predicted:
+    """Time and cost of a run. Raises PriceError for devices without a price."""
+    seconds = Seconds.of_sheet(asked) if latency is None else Seconds.measured(asked, latency)
+    spec = asked.spec
+    factors = (1.0,) if lengths.known else (1.0, 0.5, 2.0)
+    steps = [_step(asked, lengths, seconds, factor) for factor in factors]
+    usd = [[_usd(asked, lengths, step)] for step in steps]
+    work_s = steps[0]
+    step_s = math.fsum(work_s.values())
+    ranks = {FunctionName.LEARNER: spec.learner.world_size, FunctionName.REFERENCE: count_of(spec.reference.ranks)}
+    return Predicted(
+        banded(spec.steps, [[math.fsum(step.values())] for step in steps], usd, seconds.factor),
+        math.fsum(ranks[name] * busy_s for name, busy_s in work_s.items() if name),
+        spec.prompts_per_step * spec.sequences_per_prompt * lengths.mean_tokens,
+        {str(name): busy_s / step_s for name, busy_s in work_s.items() if name},
+    )
+
+
+def _step(asked: Question, lengths: Lengths, seconds: Seconds, factor: float) -> dict[FunctionName | None, float]:
+    """The seconds of a mean step by function; under None those in which no function works."""
+    spec = asked.spec
+    tokens = spec.prompts_per_step * spec.sequences_per_prompt * factor * (lengths.prompt_tokens + lengths.mean_tokens)
+    work_s: dict[FunctionName | None, float] = {FunctionName.LEARNER: seconds.learn.at(tokens * spec.epochs)}
+    if spec.needs_reference:
+        work_s[FunctionName.REFERENCE] = _new_share(spec, lengths) * seconds.reference.at(tokens)
+    return work_s | {None: seconds.fixed_s}
+
+
+def _new_share(spec: RunSpec, lengths: Lengths) -> float:
+    """The share of the steps whose pairs are new: the reference computes each pair once."""
+    return 1.0 if lengths.rows is None else min(lengths.rows / (spec.steps * spec.prompts_per_step), 1.0)
+
+
+def _usd(asked: Question, lengths: Lengths, work_s: Mapping[FunctionName | None, float]) -> float:
+    """The cost of a mean step. The reference gives its share back once it has computed every pair."""
+    spec = asked.spec
+    price = load_price_book(spec.scaling.prices).device(asked.sheet.kind)
+    by_function = held_devices(spec, asked.sheet.kind, asked.count)
+    held = by_function[FunctionName.LEARNER] + _new_share(spec, lengths) * by_function.get(FunctionName.REFERENCE, 0.0)
+    held = held if price.rented_by == "device" else asked.count
+    return held * math.fsum(work_s.values()) * price.usd_per_hour / SECONDS_PER_HOUR
+
+
+def written_lengths(spec: RunSpec, trace: Trace | None) -> Lengths:
+    """The lengths of an earlier run, of the data where it is a file, or an assumption."""
+    if trace is not None and trace.steps:
+        means = [
+            fmean(record.metrics[f"{part}_tokens_mean"] for record in trace.steps) for part in ("prompt", "response")
+        ]
+        return Lengths(0.0, means[1], 0.0, means[0], f"{len(trace.steps):,} steps of {trace.meta.run_id}", known=True)
+    why = "the data is no file"
+    if spec.data.path and is_path(spec.data.path) and os.path.isfile(spec.data.path):
+        try:
+            found = example_lengths(spec)
+            source = f"{found.read:,} of the {found.rows:,} rows of {spec.data.path}"
+            return Lengths(0.0, found.response_tokens, 0.0, found.prompt_tokens, source, known=True, rows=found.rows)
+        except (InputError, OSError, ValueError) as error:
+            why = str(error).splitlines()[-1].strip()
+            log.info("the lengths of the data are assumed: %s", error)
+    source = f"assumed: prompts of {PROMPT_TOKENS} and responses of {RESPONSE_TOKENS} tokens ({why})"
+    return Lengths(0.0, RESPONSE_TOKENS, 0.0, PROMPT_TOKENS, source, known=False)
