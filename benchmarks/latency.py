@@ -30,9 +30,10 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine
+from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.timeline import Array, Requests
@@ -178,7 +179,7 @@ def fitted(run: Measured, learn: np.ndarray) -> BentEngine:
 
 def measured_kernels(like: Roofline) -> MeasuredKernels:
     """Kernel tables for the same model and devices. Raises NoTables."""
-    return MeasuredKernels(like.shape, like.device.kind, like.tensor_parallel, tables_folder())
+    return MeasuredKernels.of(like.shape, like.device.kind, (like.tensor_parallel, 1), tables_folder())
 
 
 def without_kernels() -> str:

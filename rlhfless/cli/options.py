@@ -23,6 +23,20 @@ Overrides = Annotated[
     ),
 ]
 
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engines",
+        metavar="NAME",
+        help="Compare engines by their published runs: vllm, sglang, tensorrt-llm. Runs draw with vLLM alone.",
+    ),
+]
+
+RolloutFormats = Annotated[
+    list[str] | None,
+    typer.Option("--rollouts", metavar="FORMAT", help="Compare formats of the engine's weights: bf16, fp8."),
+]
+
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 
 Database = Annotated[

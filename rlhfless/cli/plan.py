@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.cli.options import Engines, Overrides, RolloutFormats, SpecFile
 
 if TYPE_CHECKING:
     from rlhfless.prepare.memory.changes import Change, Question
@@ -38,7 +39,20 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write run.yaml and values.yaml of a compared row here.")
     ] = None,
-    row: Annotated[int, typer.Option(min=1, help="The row that is written, by its number in the table.")] = 1,
+    row: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="The row that is written, by its number in the table; by default the first that runs."
+        ),
+    ] = None,
+    engines: Engines = None,
+    rollouts: RolloutFormats = None,
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ENGINE:NxKIND:FILE", help="Scale an engine to a file of `vllm bench serve --save-result`."
+        ),
+    ] = None,
     lengths_of: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Take response lengths and latencies of this recorded run."),
@@ -64,11 +78,13 @@ def plan(
     loaded = load_spec(spec, overrides or ())
     trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
     if compare:
-        from rlhfless.cli.plan_compare import compare_devices
+        from rlhfless.cli.plan_compare import Asked, compare_devices
 
-        compare_devices(Planner(loaded, trace), devices or (), out, row, as_json=as_json)
+        _refuse_with_compare(measured)
+        asked_for = Asked(devices or (), engines or (), rollouts or (), bench or ())
+        compare_devices(Planner(loaded, trace), asked_for, out, row, as_json=as_json)
         return
-    _refuse_without_compare(devices, out)
+    _refuse_without_compare(devices, {"--out": out, "--engines": engines, "--rollouts": rollouts, "--bench": bench})
     asked = question_of(loaded, *(parsed_devices(devices[0]) if devices else local_devices(loaded)))
     latency = None
     if measured is not None:
@@ -94,11 +110,18 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _refuse_without_compare(devices: list[str] | None, out: Path | None) -> None:
+def _refuse_with_compare(measured: Path | None) -> None:
+    if measured is not None:
+        hint = "compare without it, or plan the devices of the report alone; --lengths-of takes a run's latencies"
+        raise typer.BadParameter(f"a report is of one kind of device; {hint}", param_hint="--measured")
+
+
+def _refuse_without_compare(devices: list[str] | None, given: Mapping[str, object]) -> None:
     if devices is not None and len(devices) > 1:
         raise typer.BadParameter("several devices are for --compare", param_hint="--devices")
-    if out is not None:
-        raise typer.BadParameter("it needs --compare", param_hint="--out")
+    for option, value in given.items():
+        if value:
+            raise typer.BadParameter("it needs --compare", param_hint=option)
 
 
 def _as_json(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> dict[str, Any]:

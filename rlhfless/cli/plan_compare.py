@@ -7,22 +7,26 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 import yaml
 from rich.console import Console
 
-from rlhfless.cli.runs_tables import comparison_lines
+from rlhfless.cli.comparison_table import comparison_lines
 from rlhfless.cli.simulate_progress import Estimates
 from rlhfless.control.compute import comparing
 from rlhfless.control.compute.comparing import Choice, spec_of
 from rlhfless.control.compute.planning import Planner
+from rlhfless.control.compute.rollouts import RolloutFormat, Rollouts, rollouts_of
 from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
 from rlhfless.prepare.memory.assumed import question_of
 from rlhfless.prepare.memory.room import chart_shared_memory
 from rlhfless.scaling.accelerators import types_of
+from rlhfless.scaling.latency.bench import Bench
+from rlhfless.scaling.latency.engines import EngineName
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES
 from rlhfless.spec import RunSpec
@@ -37,12 +41,38 @@ CORES_PER_GPU = 8
 """Of a pod, for scoring and for what feeds the devices: an assumption, as clouds rent 8 to 28 cores with a GPU."""
 
 
-def compare_devices(planner: Planner, devices: Sequence[str], out: Path | None, row: int, *, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is compared, as on the command line."""
+
+    devices: Sequence[str]
+    engines: Sequence[str]
+    rollouts: Sequence[str]
+    benches: Sequence[str]
+
+    def read(self) -> tuple[list[Rollouts], tuple[Bench, ...]]:
+        """Raises typer.BadParameter, InputError, UnknownDevice."""
+        benches = tuple(Bench.of(text) for text in self.benches)
+        engines = _known(self.engines, get_args(EngineName), "--engines") or [each.engine for each in benches]
+        return rollouts_of(engines, _known(self.rollouts, get_args(RolloutFormat), "--rollouts")), benches
+
+
+def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[Any]:
+    """The names. Raises typer.BadParameter for one that is not known."""
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
+    return list(names)
+
+
+def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int | None, *, as_json: bool) -> None:
     """Print the comparison, as a table or as JSON. Raises InputError for devices that do not exist, typer.BadParameter
-    for a row that is not there or does not fit."""
+    for a row that is not there, does not fit or cannot run."""
     console = Console(highlight=False)
     estimates = Estimates(lambda text: print(text, file=sys.stderr), what="choices")
-    tried = comparing.compared(planner, devices, os.cpu_count() or 1, estimates.progress)
+    rollouts, benches = asked.read()
+    planner = replace(planner, benches=benches)
+    tried = comparing.compared(planner, asked.devices, rollouts, os.cpu_count() or 1, estimates.progress)
     answer = ComparisonObject.model_validate(comparing.as_json(planner, tried))
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
@@ -52,13 +82,16 @@ def compare_devices(planner: Planner, devices: Sequence[str], out: Path | None, 
         _write(planner, answer, row, out)
 
 
-def _write(planner: Planner, answer: ComparisonObject, number: int, out: Path) -> None:
-    """Write run.yaml and values.yaml of a row."""
+def _write(planner: Planner, answer: ComparisonObject, wanted: int | None, out: Path) -> None:
+    """Write run.yaml and values.yaml of a row; of the first that can run if none is wanted."""
     rows = answer.rows
-    if number > len(rows) or not rows[number - 1].fits:
-        fits = [str(index) for index, each in enumerate(rows, start=1) if each.fits]
-        hint = f"rows that fit are {', '.join(fits)}" if fits else "none fits"
-        raise typer.BadParameter(f"{number} is no row that fits; {hint}", param_hint="--row")
+    runs = [index for index, each in enumerate(rows, start=1) if each.fits and each.no_engine is None]
+    number = wanted or next(iter(runs), 1)
+    if number not in runs:
+        hint = f"rows that can are {', '.join(map(str, runs))}" if runs else "none can"
+        why = rows[number - 1].no_engine if number <= len(rows) else None
+        what = f"{number} is no row that fits and runs" + (f" ({why})" if why else "")
+        raise typer.BadParameter(f"{what}; {hint}", param_hint="--row")
     chosen = rows[number - 1]
     spec = spec_of(planner.spec, Choice(chosen.kind, chosen.count, chosen.changes))
     out.mkdir(parents=True, exist_ok=True)

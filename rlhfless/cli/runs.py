@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.cli.options import Engines, Overrides, RolloutFormats, SpecFile
 from rlhfless.text import legible
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def compare(
         list[str] | None,
         typer.Option("--devices", metavar="NxKIND", help="Devices, such as 8xh100; by default the price book's."),
     ] = None,
+    engines: Engines = None,
+    rollouts: RolloutFormats = None,
     lengths_of: LengthsOf = None,
     deadline_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
@@ -115,14 +117,21 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """On which devices, and how placed, a run would be faster or cheaper. Starts nothing."""
-    from rlhfless.cli.runs_tables import comparison_lines
+    from rlhfless.cli.comparison_table import comparison_lines
     from rlhfless.control.objects.costs import ComparisonObject
     from rlhfless.spec.load import load_values
 
     values = load_values(spec, overrides or ())
     with _client(url) as client:
         earlier = None if lengths_of is None else _id(client, lengths_of)
-        answer = client.compare(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
+        answer = client.compare(
+            values,
+            devices=devices or [],
+            engines=engines or [],
+            rollouts=rollouts or [],
+            lengths_of=earlier,
+            deadline_s=deadline_s,
+        )
     _print(ComparisonObject.model_validate(answer), as_json, comparison_lines)
 
 

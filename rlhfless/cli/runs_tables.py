@@ -10,16 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.cli.tables import functions_table, table
-from rlhfless.control.objects.costs import ComparisonObject, PlannedDevices, PlannedSchedule, PlanObject, UsageObject
+from rlhfless.control.objects.costs import PlannedDevices, PlannedSchedule, PlanObject, UsageObject
 from rlhfless.control.objects.runs import RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.text import legible
 
 REASONS_FROM = 110
 """Columns of a terminal that is wide enough for the reasons of runs' statuses."""
-
-MOST_REASONS = 8
-"""Reasons why devices do not hold a run that are shown; `--json` has all."""
 
 
 def runs_table(runs: Sequence[RunObject], width: int) -> Table:
@@ -98,37 +95,6 @@ def devices_table(rows: Sequence[PlannedDevices]) -> Table:
         cells += [f"{clock(predicted.wall_low_s)} to {clock(predicted.wall_high_s)}", money(predicted.cost_usd)]
         made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
     return made
-
-
-def comparison_lines(compared: ComparisonObject) -> RenderableType:
-    """The rows that fit, those on the front marked, with numbers to choose them by; and why others do not fit."""
-    made = table("", "devices", "placement", "step", "run", "cost", "$/M tok", "kWh", "busiest", texts=3, padding=1)
-    for number, row in enumerate(compared.rows, start=1):
-        if row.predicted is None:
-            continue
-        busiest, share = max(row.shares.items(), key=lambda item: item[1])
-        made.add_row(
-            f"{number}{' *' if row.on_front else ''}",
-            f"{row.count} x {row.kind}" + (" (plan only)" if row.no_engine else ""),
-            row.placement,
-            f"{decimal(row.predicted.step_s, 0)} s",
-            clock(row.predicted.wall_s),
-            money(row.predicted.cost_usd),
-            decimal(row.usd_per_million_tokens, 2),
-            "-" if row.energy_kwh is None else decimal(row.energy_kwh, 2),
-            f"{busiest} {share:.0%}",
-            style="bold" if row.on_front else "",
-        )
-    left = [row for row in compared.rows if row.predicted is None]
-    why = [
-        f"{row.count} x {row.kind}, {row.placement}: "
-        + (f"fits with {row.nearest_change}" if row.nearest_change else next(iter(row.problems), row.reason or ""))
-        for row in left[:MOST_REASONS]
-    ]
-    notes = ["* no other is both faster and cheaper; kWh of a step, at most", f"response lengths: {compared.lengths}"]
-    if left:
-        notes.append(f"without a prediction are {len(left)} of {len(compared.rows)}:")
-    return Group(made, Text(""), *(Text(legible(text)) for text in [*notes, *why]))
 
 
 def usage_table(usage: UsageObject) -> RenderableType:

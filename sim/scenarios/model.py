@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.engines import EngineName
 from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec.base import SpecModel
@@ -88,6 +89,19 @@ class KernelsLatency(SpecModel):
     type: Literal["kernels"] = "kernels"
 
 
+class EngineLatency(SpecModel):
+    """Latency of an engine as its published serving runs have it: by its kernel tables where aiconfigurator-core is
+    installed and has them, else by the devices' data sheets."""
+
+    type: Literal["engine"] = "engine"
+
+    engine: EngineName
+    """The engine."""
+
+    measured: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds of a measurement of your own, as a multiple of those."""
+
+
 class FittedLatency(SpecModel):
     """Latency by a file that `rlhfless simulate --calibrate` wrote."""
 
@@ -97,7 +111,7 @@ class FittedLatency(SpecModel):
     """The file."""
 
 
-LatencySpec = Annotated[RooflineLatency | KernelsLatency | FittedLatency, Field(discriminator="type")]
+LatencySpec = Annotated[RooflineLatency | KernelsLatency | EngineLatency | FittedLatency, Field(discriminator="type")]
 
 
 class ScenarioEngineSpec(SpecModel):

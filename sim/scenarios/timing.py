@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.engines import load_engines, served
 from rlhfless.scaling.latency.fitted import LinearEngine
+from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.sim.replay.latency_file import load_latency
-from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency
+from rlhfless.sim.scenarios.model import EngineLatency, FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -76,8 +78,12 @@ def engine_shape(scenario: Scenario) -> ModelShape:
 
 def engine_model(scenario: Scenario, kind: str) -> EngineModel:
     """The latency model of one actor on devices of this kind. Raises InputError if there is none."""
-    fitted = isinstance(scenario.engine.latency, FittedLatency)
-    return Packed.of(_engine_model(scenario, kind), 0.0 if fitted else scenario.engine.runtime_s)
+    latency, runtime_s = scenario.engine.latency, scenario.engine.runtime_s
+    if isinstance(latency, FittedLatency):
+        runtime_s = 0.0
+    elif isinstance(latency, EngineLatency):  # has what a server adds; a run adds as much more as with vLLM
+        runtime_s = max(runtime_s - load_engines()["vllm"].fit(kind, "roofline").fixed_s, 0.0)
+    return Packed.of(_engine_model(scenario, kind), runtime_s)
 
 
 def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
@@ -85,20 +91,19 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
     if isinstance(engine.latency, FittedLatency):
         return load_latency(engine.latency.path).engine
     if not isinstance(engine.latency, KernelsLatency):
+        sheet, devices = scenario.cluster.sheet(kind), (engine.tensor_parallel, engine.data_parallel)
         try:
-            return Roofline(shape, scenario.cluster.sheet(kind), engine.tensor_parallel, engine.data_parallel)
+            if isinstance(engine.latency, EngineLatency):
+                model = served(engine.latency.engine, shape, sheet, *devices)
+                return model.times(engine.latency.measured)
+            return Roofline(shape, sheet, *devices)
         except UnknownShape as error:
             raise InputError(scenario.name, [Problem("engine.product_bits", str(error), "take 16")]) from error
-    if min(engine.weight_bits, engine.kv_bits, shape.product_bits) < FULL or engine.data_parallel > 1:
-        what = "type `kernels` has tables of 16 bits and one rank"
-        raise InputError(scenario.name, [Problem("engine.latency", what, "use type `roofline`")])
     try:
-        model = MeasuredKernels(shape, kind, engine.tensor_parallel, tables_folder())
-        model.iteration_s(1)
-    except (NoTables, UnknownShape) as error:
+        return MeasuredKernels.of(shape, kind, (engine.tensor_parallel, engine.data_parallel), tables_folder())
+    except NoTables as error:
         problem = Problem("engine.latency", f"type `kernels`: {error}", "or use type `roofline`")
         raise InputError(scenario.name, [problem]) from error
-    return model
 
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:

@@ -71,6 +71,14 @@ PURE = (
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'), long=True),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
+    Smoke(
+        "serving",
+        (
+            r"kernels: \d+ of \d+ runs on one node",
+            rf"\| vllm \| any \| \d+ \| {NUMBER}%",
+            r"pairs that differ in the kind: \d+ of",
+        ),
+    ),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL, alone=True),
     Smoke(
         "prefixes",

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
+from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts, rollouts_of
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.assumed import parsed_devices, question_of
 from rlhfless.prepare.memory.changes import nearest_change
@@ -51,6 +52,7 @@ class Choice:
     count: int
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Values by dotted key."""
+    rollouts: Rollouts = AS_IN_RUNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +70,24 @@ class Tried:
 def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
     """ComparisonObject, as JSON. Raises InputError.
 
-    `question`: spec, devices (of the user's choice), trace (folder of an earlier run), deadline_s."""
+    `question`: spec, devices (of the user's choice), engines, rollouts (formats), trace (folder of an earlier run),
+    deadline_s."""
     planner = planner_of(question)
-    tried = compared(planner, question.get("devices") or ())
+    rollouts = rollouts_of(question.get("engines") or (), question.get("rollouts") or ())
+    tried = compared(planner, question.get("devices") or (), rollouts)
     return as_json(planner, tried, question.get("deadline_s"))
 
 
-def compared(planner: Planner, devices: Sequence[str], jobs: int = 1, on_choice: OnChoice | None = None) -> list[Tried]:
+def compared(
+    planner: Planner,
+    devices: Sequence[str],
+    rollouts: Sequence[Rollouts] = (AS_IN_RUNS,),
+    jobs: int = 1,
+    on_choice: OnChoice | None = None,
+) -> list[Tried]:
     """All choices for devices such as `8xh100`, or for the price book's. Raises InputError for devices that do not
     exist."""
-    choices = choices_of(planner.spec, devices)
+    choices = [replace(each, rollouts=one) for each in choices_of(planner.spec, devices) for one in rollouts]
     tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
     best = front(tried)
     return [try_choice(planner, each.choice) if each in best else each for each in tried]
@@ -132,6 +142,8 @@ def try_choice(planner: Planner, choice: Choice) -> Tried:
 
 def _tried(planner: Planner, choice: Choice) -> Tried:
     placement = placement_of(choice)
+    if problem := choice.rollouts.problem(planner.spec, choice.kind):
+        return Tried(choice, placement, (problem,))
     try:
         asked = question_of(spec_of(planner.spec, choice), choice.kind, choice.count)
         plan = asked.plan()
@@ -140,7 +152,7 @@ def _tried(planner: Planner, choice: Choice) -> Tried:
     if problems := plan_problems(asked, plan):
         change = None if plan.fits else nearest_change(asked)
         return Tried(choice, placement, tuple(problems), None if change is None else change.text)
-    predicted, reason = planner.predicted(asked)
+    predicted, reason = planner.predicted(asked, planner.measured_of(choice.rollouts, asked))
     return Tried(choice, placement, (), None, predicted, reason)
 
 
@@ -219,7 +231,10 @@ def _row(tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "problems": list(tried.problems),
         "nearest_change": tried.nearest_change,
         "reason": tried.reason,
-        "no_engine": device_of(choice.kind).no_engine,
+        "no_engine": choice.rollouts.no_engine(choice.kind),
+        "engine": choice.rollouts.engine or "vllm",
+        "rollouts": choice.rollouts.format,
+        "latency": None if found is None else found.latency,
         "changes": dict(choice.changes),
         "on_front": on_front,
         "shares": {} if found is None else dict(found.shares),

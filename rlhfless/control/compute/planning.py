@@ -9,12 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
+from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.control.compute.written import written, written_lengths
 from rlhfless.prepare.memory.assumed import config_file, question_of
 from rlhfless.prepare.memory.changes import Question, nearest_change
 from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.records.traces import Trace, read_trace
+from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -31,6 +33,8 @@ class Planner:
     """An earlier run, for its lengths and, on the same devices, its latencies."""
     measured: LatencyFile | None = None
     """Latencies measured on the devices that are asked for."""
+    benches: tuple[Bench, ...] = ()
+    """The user's measurements of servers."""
     hurried: bool = False
     found_lengths: Lengths | None = None
     """`lengths`, where another planner has found them: to read them from the data takes seconds."""
@@ -55,7 +59,14 @@ class Planner:
         """One whose predictions are made with less work."""
         return replace(self, hurried=True, found_lengths=self.lengths)
 
-    def predicted(self, asked: Question) -> tuple[Predicted | None, str | None]:
+    def measured_of(self, rollouts: Rollouts, asked: Question) -> Rollouts:
+        """The rollouts as the user has measured them on these devices; the last measurement of several counts."""
+        for bench in reversed(self.benches):
+            if (bench.engine, bench.kind) == (rollouts.engine, asked.sheet.kind):
+                return replace(rollouts, measured=bench.factor(asked.shape))
+        return rollouts
+
+    def predicted(self, asked: Question, rollouts: Rollouts = AS_IN_RUNS) -> tuple[Predicted | None, str | None]:
         """Time and cost, or why there is no prediction."""
         if self.config is None:
             return None, "the model's config.json cannot be read"
@@ -63,7 +74,9 @@ class Planner:
             if self.spec.supervised:
                 return written(asked, self.lengths, self.measured or self._learning_of(asked)), None
             latency = self.measured if self.measured is not None else self._latency_of(asked)
-            return predicted(asked, self.config, self.lengths, latency, quick=self.hurried), None
+            if latency is not None and not rollouts.as_in_runs:
+                return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, in 16 bits"
+            return predicted(asked, self.config, self.lengths, latency, rollouts, quick=self.hurried), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()
 

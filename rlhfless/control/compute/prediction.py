@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import Trace
@@ -57,7 +58,6 @@ SHEET_FACTOR, SHEET_FACTOR_CPU = 2.0, 4.0
 
 PROMPT_TOKENS = 256
 """Median prompt where none is known."""
-
 
 LOWEST_MFU = 1e-4
 """The lowest MFU of a learner; a measured time beyond it is a fixed time of each step."""
@@ -103,6 +103,8 @@ class Predicted:
     """A prediction, and what it was made of: means of a step."""
 
     cost: PlannedCost
+    latency: str
+    """What the engine's seconds were taken from."""
     busy_device_s: float
     response_tokens: float
     shares: Mapping[str, float]
@@ -110,7 +112,13 @@ class Predicted:
 
 
 def predicted(
-    asked: Question, config: dict[str, Any], lengths: Lengths, latency: LatencyFile | None, *, quick: bool = False
+    asked: Question,
+    config: dict[str, Any],
+    lengths: Lengths,
+    latency: LatencyFile | None,
+    rollouts: Rollouts = AS_IN_RUNS,
+    *,
+    quick: bool = False,
 ) -> Predicted:
     """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured;
     `quick`: at the expected lengths and with one seed, so that the band is that of the data sheets alone.
@@ -125,6 +133,7 @@ def predicted(
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
+        measured["engine"] = _engine(asked, rollouts) | measured.get("engine", {})
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
     cost = banded(
@@ -133,9 +142,12 @@ def predicted(
         [[of.usd / of.steps for of in many] for many in totals],
         1.0 if latency is not None else sheet_factor(asked.sheet.kind),
     )
+    source = rollouts.source(asked.shape, asked.sheet.kind, asked.spec.generation.engine.tensor_parallel_size)
+    if latency is not None:
+        source = f"measured: {', '.join(latency.traces)}"
     busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
     tokens = fmean(of.response_tokens / of.steps for of in totals[0])
-    return Predicted(cost, busy_s, tokens, _shares(by_factor[0][0]))
+    return Predicted(cost, source, busy_s, tokens, _shares(by_factor[0][0]))
 
 
 def sheet_factor(kind: str) -> float:
@@ -222,7 +234,7 @@ def _scenario(
         "name": spec.name,
         "cluster": _cluster(asked),
         "model": {"config": config},
-        "engine": _engine(asked) | measured.get("engine", {}),
+        "engine": measured["engine"],
         "workload": _workload(spec, lengths, factor),
         "prompts_per_step": spec.prompts_per_step,
         "samples_per_prompt": spec.samples_per_prompt,
@@ -273,9 +285,9 @@ def _cluster(asked: Question) -> dict[str, Any]:
     return {"machines": machines, "prices": asked.spec.scaling.prices}
 
 
-def _engine(asked: Question) -> dict[str, Any]:
+def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
     engine = asked.spec.generation.engine
-    return {
+    return rollouts.settings() | {
         "tensor_parallel": engine.tensor_parallel_size,
         "max_sequences": engine.max_sequences,
         "memory_fraction": engine.gpu_memory_fraction,

@@ -111,6 +111,12 @@ class ComparedDevices(PlannedDevices):
 
     changes: dict[str, Any]
     """The keys of the spec that say so, by dotted name, beside `placement.kind` and `placement.devices`."""
+    engine: str
+    """What draws the responses; runs do so with vLLM alone."""
+    rollouts: str
+    """The format of its weights: `bf16`, or `fp8`, in which runs do not draw."""
+    latency: str | None
+    """What the engine's seconds were taken from; null without a prediction."""
     on_front: bool
     """Whether no other one is both faster and cheaper."""
     step_usd: float | None

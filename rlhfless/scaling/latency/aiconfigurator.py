@@ -1,18 +1,15 @@
-"""An engine model from measured kernels: the tables of aiconfigurator-core, an optional extra. Pure.
+"""An engine model from measured kernels (`kernel_tables`): an iteration is the sum of its kernels. Pure.
 
-The package ships, for each device and version of vLLM, how long its kernels took: matrix products by their three sizes,
-prefill and decode attention by heads and context, all-reduces by message. Only those Parquet files are read; none of
-its code runs. Between measured sizes times follow a straight line in logarithms; above the largest they grow in
-proportion. An iteration is the sum of its kernels, and of a constant for each small one that has no table.
-
-Deliberately not here: models with experts, and 8 or 4 bit weights. `Roofline` does the former.
+Kernels without a table of their own count a constant each, and so does what no kernel accounts for. Known are dense
+models and models with experts, which tensor parallelism splits or expert parallelism spreads; grouped-query and latent
+attention; weights and products of 16, 8 and 4 bits. Layers with a window read the window in every iteration. What has
+no table is refused with NoTables: `Roofline` has figures for all.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,207 +17,217 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from rlhfless.scaling.latency.attention import UnknownShape
-from rlhfless.scaling.latency.roofline import ALL_REDUCES_PER_LAYER, KERNEL_S
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.kernel_tables import Grid, NoTables, Tables
+from rlhfless.scaling.latency.roofline import ACTIVATION_BYTES, ALL_REDUCES_PER_LAYER, KERNEL_S, exchange_s
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.spec.explain import nearest
-
-Array = npt.NDArray[np.float64]
-
-SYSTEMS: Mapping[str, str] = MappingProxyType(
-    {
-        "a100-80gb": "a100_sxm",
-        "b200": "b200_sxm",
-        "b300": "b300_sxm",
-        "gb200": "gb200",
-        "gb300": "gb300",
-        "h100": "h100_sxm",
-        "h200": "h200_sxm",
-        "l40s": "l40s",
-        "rtx-pro-6000": "rtx_pro_6000_server",
-    }
-)
-"""Device kinds by the package's names."""
 
 SMALL_KERNELS_PER_LAYER = 4
 """Two norms, rotation, and the product of the gate: kernels without a table of their own."""
 
-# Tables of older versions of vLLM have no column for windows, and no windows.
-_NEWER_COLUMNS = frozenset({"window_size"})
-
-_MS = 1e-3
+EVEN = "balanced"
+"""The tables' name for experts that are asked for evenly, as `Roofline` takes them to be."""
 
 # From this much KV in one layer on, reading it is bound by memory; less may sit in the cache from the last repetition.
 _BEYOND_CACHE_BYTES = 200e6
 
+_PRODUCTS: Mapping[int, tuple[str, ...]] = MappingProxyType({16: ("bfloat16",), 8: ("fp8_block", "fp8"), 4: ("nvfp4",)})
+"""The tables' formats by bits of products. Of several the fastest kernel counts, as for kernels of one format: vLLM's
+table of `fp8_block` was measured with the start of each kernel, which engines replay from graphs."""
 
-class NoTables(ValueError):
-    """No measured kernels for the request. The message says which there are."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Times over a full grid of sizes."""
-
-    axes: tuple[Array, ...]  # ascending, one per size
-    log_seconds: Array  # [axis 0, axis 1, ...]
-
-    @classmethod
-    def of(cls, columns: Sequence[Array], seconds: Array) -> Grid:
-        """The grid of measured rows. Values that were not measured are extrapolated in proportion to their last
-        size."""
-        axes = tuple(np.unique(column) for column in columns)
-        table = np.full([len(axis) for axis in axes], math.inf)
-        places = tuple(np.searchsorted(axis, column) for axis, column in zip(axes, columns, strict=True))
-        np.minimum.at(table, places, seconds)
-        last = axes[-1]
-        for index in range(1, len(last)):
-            grown = table[..., index - 1] * (last[index] / last[index - 1])
-            table[..., index] = np.where(np.isinf(table[..., index]), grown, table[..., index])
-        if np.isinf(table).any():
-            raise NoTables("a table of kernels lacks small sizes; install another version of aiconfigurator-core")
-        return cls(axes, np.log(table))
-
-    def at(self, *sizes: float) -> float:
-        """Seconds at these sizes."""
-        beyond, table = 1.0, self.log_seconds
-        for axis, size in zip(self.axes, sizes, strict=True):
-            beyond *= max(size / float(axis[-1]), 1.0)
-            inside = min(max(size, float(axis[0])), float(axis[-1]))
-            high = int(np.searchsorted(axis, inside))
-            if axis[high] == inside:
-                table = table[high]
-            else:
-                part = math.log(inside / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
-                table = table[high - 1] * (1 - part) + table[high] * part
-        return beyond * math.exp(float(table))
-
-
-def tables_folder() -> Path:
-    """The tables of the installed package. Raises NoTables if it is not installed."""
-    package = importlib.util.find_spec("aiconfigurator_core")
-    if package is None or not package.submodule_search_locations:
-        raise NoTables("aiconfigurator-core is not installed; install it with `pip install 'rlhfless[aiconfigurator]'`")
-    return Path(package.submodule_search_locations[0]) / "systems" / "data"
+_PLAIN_PRODUCTS: Mapping[int, tuple[str, ...]] = MappingProxyType(
+    {16: ("w4a16_mxfp4",), 8: ("w4a8_mxfp4_mxfp8", "w4a16_mxfp4")}
+)
+"""Of experts of four bits beside attention of 16, by bits of their products."""
 
 
 @dataclass(frozen=True)
 class MeasuredKernels:
-    """An `EngineModel` of a dense bf16 model."""
+    """An `EngineModel` by measured kernels."""
 
     shape: ModelShape
-    kind: str
-    """Device kind; a key of SYSTEMS."""
-    tensor_parallel: int
-    folder: Path
-    """`tables_folder()`."""
+    tables: Tables
+    tensor_parallel: int = 1
+    """Devices of a rank."""
+    data_parallel: int = 1
+    """Ranks, over all of whose devices experts are spread."""
 
-    def __post_init__(self) -> None:
-        if self.kind not in SYSTEMS:
-            raise NoTables(f"no tables of {self.kind!r}; {nearest(self.kind, SYSTEMS)}There are {', '.join(SYSTEMS)}")
-        shape = self.shape
-        if shape.experts or shape.latent or shape.windows or shape.matrix_bytes is not None:
-            raise UnknownShape(
-                "experts, latent attention, windows or quantised weights: kernel tables are read for dense models "
-                "only, of 16 bits and with grouped-query attention to the whole context; take a roofline"
-            )
+    @classmethod
+    def of(
+        cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path, engine: str = "vllm"
+    ) -> MeasuredKernels:
+        """`devices`: tensor and data parallel. Raises NoTables if a kernel of the model has no table."""
+        model = cls(shape, Tables(folder, kind, engine), *devices)
+        model.prefill_s(1)
+        model.iteration_s(1)
+        return model
 
     @property
     def context_s(self) -> float:
-        return self._decode_attention[1] * self.shape.layers
+        return self._decode_attention[1] * self.shape.full_layers / self.data_parallel
 
     def iteration_s(self, sequences: int) -> float:
-        return self._forward_s(sequences) + self.shape.layers * self._decode_attention[0].at(sequences)
+        each = max(sequences / self.data_parallel, 1)
+        fixed, token_s = self._decode_attention
+        windows = self.shape.windows
+        held_s = each * token_s * windows.layers * windows.tokens if windows else 0.0
+        return self._forward_s(sequences) + self.shape.layers * fixed.at(each) + held_s
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         if tokens == 0:
             return 0.0
         # Measured without context: attention grows with the pairs of tokens that it computes.
-        pairs = (context_tokens + tokens / 2) / (tokens / 2)
-        return self._forward_s(tokens) + self.shape.layers * self._prefill_attention.at(tokens) * pairs
+        each, shape = max(tokens / self.data_parallel, 1), self.shape
+        pairs = shape.full_layers * (context_tokens + tokens / 2) / (tokens / 2)
+        if shape.windows:
+            pairs += shape.windows.layers * shape.windows.attended(tokens, context_tokens) / (tokens * tokens / 2)
+        return self._forward_s(tokens) + pairs * self._prefill_attention.at(each)
 
     def _forward_s(self, tokens: int) -> float:
+        """All but attention, which for some engines has its products with it."""
         shape, parallel = self.shape, self.tensor_parallel
-        width = shape.dense_mlp // (3 * shape.hidden * shape.layers)
-        heads, kv_heads = self._heads
-        products = (
-            ((heads + 2 * kv_heads) * shape.head_dim, shape.hidden),
-            (shape.hidden, heads * shape.head_dim),
-            (2 * width / parallel, shape.hidden),
-            (shape.hidden, width / parallel),
-        )
-        layer_s = math.fsum(self._matmul.at(tokens, n, k) for n, k in products) + SMALL_KERNELS_PER_LAYER * KERNEL_S
+        each = max(tokens / self.data_parallel, 1)
+        layer_s = math.fsum(self._matmul.at(each, n, k) for n, k in self._products())
+        layer_s += SMALL_KERNELS_PER_LAYER * KERNEL_S
         if parallel > 1:
-            layer_s += ALL_REDUCES_PER_LAYER * self._all_reduce.at(tokens * shape.hidden * shape.weight_bytes)
-        return shape.layers * layer_s + self._matmul.at(tokens, shape.vocabulary / parallel, shape.hidden)
+            layer_s += ALL_REDUCES_PER_LAYER * self._all_reduce.at(each * shape.hidden * ACTIVATION_BYTES)
+        head_s = self._head_matmul.at(each, shape.vocabulary / parallel, shape.hidden)
+        return shape.layers * layer_s + self._experts_s(tokens) + head_s
+
+    def _products(self) -> Iterator[tuple[float, float]]:
+        """Sizes (n, k) of the products of a layer on one device, without routed experts."""
+        shape, parallel = self.shape, self.tensor_parallel
+        heads, kv_heads = self._heads
+        if shape.latent is None:
+            yield (heads + 2 * kv_heads) * shape.head_dim, shape.hidden
+            yield shape.hidden, heads * shape.head_dim
+        elif self._attention_module is None:
+            latent = shape.latent
+            yield latent.query_rank + latent.kv_rank + latent.rope_dim, shape.hidden
+            yield heads * (latent.plain_dim + latent.rope_dim), latent.query_rank or shape.hidden
+            yield heads * latent.kv_rank, latent.plain_dim
+            yield heads * latent.value_dim, latent.kv_rank
+            yield shape.hidden, heads * latent.value_dim
+        if width := shape.dense_mlp / (3 * shape.hidden * shape.layers):
+            yield 2 * width / parallel, shape.hidden
+            yield shape.hidden, width / parallel
+
+    def _experts_s(self, tokens: int) -> float:
+        shape = self.shape
+        if not shape.experts:
+            return 0.0
+        gate_s = self._head_matmul.at(max(tokens / self.data_parallel, 1), shape.experts, shape.hidden)
+        sent_s = exchange_s(shape, device_of(self.tables.kind), self.tensor_parallel, self.data_parallel, tokens)
+        return shape.expert_layers * (self._expert_layer.at(tokens) + gate_s + sent_s)
 
     @property
     def _heads(self) -> tuple[int, int]:
         """Query and KV heads of one device."""
-        return self.shape.heads // self.tensor_parallel, max(self.shape.kv_heads // self.tensor_parallel, 1)
+        return max(self.shape.heads // self.tensor_parallel, 1), max(self.shape.kv_heads // self.tensor_parallel, 1)
 
     @cached_property
     def _matmul(self) -> Grid:
-        columns = self._read("gemm", "gemm_perf", {"gemm_dtype": "bfloat16"})
-        return Grid.of([columns[name] for name in ("m", "n", "k")], columns["latency"] * _MS)
+        plain = self.shape.plain_attention
+        return self._gemm(_PRODUCTS[16] if plain else self._formats)
+
+    @cached_property
+    def _head_matmul(self) -> Grid:
+        return self._gemm(_PRODUCTS[16])
+
+    def _gemm(self, formats: tuple[str, ...]) -> Grid:
+        return self.tables.grid("gemm", "gemm_perf", {"gemm_dtype": formats}, ("m", "n", "k"))
+
+    @cached_property
+    def _expert_layer(self) -> Grid:
+        shape, spread = self.shape, self.data_parallel > 1
+        devices = self.tensor_parallel * self.data_parallel
+        wanted = {
+            "hidden_size": shape.hidden,
+            "inter_size": shape.expert_mlp // (3 * shape.hidden * shape.expert_layers),
+            "topk": shape.experts_per_token,
+            "num_experts": shape.experts,
+            "moe_tp_size": 1 if spread else devices,
+            "moe_ep_size": devices if spread else 1,
+            "distribution": EVEN,
+        }
+        formats = _PLAIN_PRODUCTS.get(shape.product_bits, ()) if shape.plain_attention else self._formats
+        return self.tables.grid("moe", "moe_perf", wanted | {"moe_dtype": formats}, ("num_tokens",))
 
     @cached_property
     def _all_reduce(self) -> Grid:
-        wanted = {"num_gpus": self.tensor_parallel, "kernel_source": "vLLM_custom_graph"}
-        columns = self._read("comm", "custom_allreduce_perf", wanted)
-        return Grid.of([columns["message_size"]], columns["latency"] * _MS)
+        wanted = {"num_gpus": self.tensor_parallel}
+        return self.tables.grid("comm", "custom_allreduce_perf", wanted, ("message_size",))
 
     @cached_property
     def _prefill_attention(self) -> Grid:
-        columns = self._read("attention", "context_attention_perf", self._attention() | {"batch_size": 1})
-        return Grid.of([columns["isl"]], columns["latency"] * _MS)
+        alone = {"batch_size": 1}
+        if self._attention_module is not None:
+            wanted = self._attention_module | alone | {"mla_dtype": "bfloat16"}
+            return self.tables.grid("mla", "mla_context_module_perf", wanted, ("isl",))
+        if self.shape.latent is not None:
+            return self.tables.grid("mla", "context_mla_perf", self._latent | alone, ("isl",))
+        wanted = self._attention | alone | {"attn_dtype": "bfloat16"}
+        return self.tables.grid("attention", "context_attention_perf", wanted, ("isl",))
 
     @cached_property
     def _decode_attention(self) -> tuple[Grid, float]:
         """Seconds of one layer by batch size with hardly a context, and for each token of context."""
-        columns = self._read("attention", "generation_attention_perf", self._attention())
+        if self._attention_module is not None:
+            columns = self.tables.columns("mla", "mla_generation_module_perf", self._attention_module)
+        elif self.shape.latent is not None:
+            columns = self.tables.columns("mla", "generation_mla_perf", self._latent)
+        else:
+            columns = self.tables.columns("attention", "generation_attention_perf", self._attention)
         shortest = columns["step"] == columns["step"].min()
-        fixed = Grid.of([columns["batch_size"][shortest]], columns["latency"][shortest] * _MS)
+        fixed = Grid.of([columns["batch_size"][shortest]], columns["seconds"][shortest])
         context = columns["batch_size"] * (columns["step"] + columns["isl"])
-        kv_bytes = 2 * self._heads[1] * self.shape.head_dim * self.shape.weight_bytes * context
-        large = kv_bytes > _BEYOND_CACHE_BYTES
+        heads = 1 if self.shape.latent else self.shape.kv_heads / self._heads[1]
+        large = self.shape.kv_layer_bytes / heads * context > _BEYOND_CACHE_BYTES
         if not large.any():
-            raise NoTables(f"decode attention of {self.kind} was measured with small contexts only; take a roofline")
-        return fixed, float(np.median(columns["latency"][large] * _MS / context[large]))
+            kind = self.tables.kind
+            raise NoTables(f"decode attention of {kind} was measured with small contexts only; take a roofline")
+        return fixed, float(np.median(columns["seconds"][large] / context[large]))
 
+    @property
+    def _kv_dtype(self) -> str:
+        return "fp8" if self.shape.kv_number_bytes == 1 else "bfloat16"
+
+    @property
     def _attention(self) -> dict[str, Any]:
         heads, kv_heads = self._heads
         return {
             "num_heads": heads,
+            # Tables have one name for all heads with KV of their own.
             "num_key_value_heads": kv_heads,
             "head_dim": self.shape.head_dim,
             "window_size": 0,
-            "attn_dtype": "bfloat16",
-            "kv_cache_dtype": "bfloat16",
+            "kv_cache_dtype": self._kv_dtype,
         }
 
-    def _read(self, family: str, name: str, wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """The rows of the newest table that has what is wanted, as columns of numbers. Raises NoTables."""
-        files = (self.folder / SYSTEMS[self.kind] / family / "vllm").glob(f"*/{name}.parquet")
-        for path in sorted(files, key=lambda path: _version(path.parent.name), reverse=True):
-            table = pq.read_table(path)
-            for column, value in wanted.items():
-                if column in table.column_names or column not in _NEWER_COLUMNS:
-                    table = table.filter(pc.equal(table[column], value))
-            if table.num_rows:
-                numbers = [field.name for field in table.schema if not _is_text(field.type)]
-                return {column: table[column].to_numpy().astype(np.float64) for column in numbers}
-        sizes = ", ".join(f"{key} {value}" for key, value in wanted.items())
-        raise NoTables(f"no table {name} of {self.kind} for vLLM has {sizes}; take a roofline")
+    @property
+    def _latent(self) -> dict[str, Any]:
+        return {"num_heads": self._heads[0], "kv_cache_dtype": self._kv_dtype}
 
+    @cached_property
+    def _attention_module(self) -> dict[str, Any] | None:
+        """The rows of latent attention measured with its products; None where there are none."""
+        if self.shape.latent is None:
+            return None
+        wanted = self._latent | {"gemm_type": self._formats}
+        try:
+            self.tables.columns("mla", "mla_generation_module_perf", wanted)
+            self.tables.columns("mla", "mla_context_module_perf", wanted | {"mla_dtype": "bfloat16"})
+        except NoTables:
+            return None
+        return wanted
 
-def _version(name: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
-def _is_text(kind: Any) -> bool:
-    return str(kind) in ("string", "large_string")
+    @property
+    def _formats(self) -> tuple[str, ...]:
+        """The formats of weights and products. Raises NoTables for what no table has."""
+        shape = self.shape
+        if shape.product_bits == 16 and shape.matrix_bytes is not None:
+            if shape.matrix_bytes == 0.5:
+                return ("int4_wo",)
+            raise NoTables("weights of 8 bits multiplied in 16 have no table; take a roofline")
+        return _PRODUCTS[shape.product_bits]

@@ -99,13 +99,9 @@ class Roofline:
         return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens / ranks) + self._exchanges_s(tokens)
 
     def _exchanges_s(self, tokens: int) -> float:
-        """Tokens to their experts and back, over the links of the devices."""
-        devices = self.tensor_parallel * self.data_parallel
-        if self.data_parallel == 1 or not self.shape.experts:
-            return 0.0
-        sent = tokens / devices * self.shape.experts_per_token * self.shape.hidden * ACTIVATION_BYTES
-        sent_s = sent * (devices - 1) / devices / self.device.link_bytes_per_s.value
-        return EXCHANGES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + sent_s)
+        """Of all layers."""
+        each_s = exchange_s(self.shape, self.device, self.tensor_parallel, self.data_parallel, tokens)
+        return self.shape.layers * each_s
 
     def _all_reduces_s(self, tokens: float) -> float:
         others = self.tensor_parallel - 1
@@ -115,3 +111,14 @@ class Roofline:
         rate = self.device.all_reduce_bytes_per_s.among(self.tensor_parallel)
         moved_s = 2 * others / self.tensor_parallel * size / rate
         return ALL_REDUCES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + moved_s)
+
+
+def exchange_s(shape: ModelShape, device: DeviceSheet, tensor_parallel: int, data_parallel: int, tokens: int) -> float:
+    """Seconds in which `tokens` tokens reach their experts in one layer and come back, over the links of the devices of
+    an engine; 0 if its ranks have no experts to share."""
+    if data_parallel == 1 or not shape.experts:
+        return 0.0
+    devices = tensor_parallel * data_parallel
+    sent = tokens / devices * shape.experts_per_token * shape.hidden * ACTIVATION_BYTES
+    sent_s = sent * (devices - 1) / devices / device.link_bytes_per_s.value
+    return EXCHANGES_PER_LAYER * (device.all_reduce_s.value + sent_s)

@@ -48,6 +48,8 @@ class ModelShape:
     """Bits in which the products of attention's and MLPs' weights are computed."""
     windows: Windows | None = None
     """None: every layer attends to the whole context."""
+    expert_layers: int = 0
+    """Layers with routed experts."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -83,11 +85,18 @@ class ModelShape:
             plain_attention=(config.get("quantization_config") or {}).get("quant_method") == _MXFP4,
             product_bits=product_bits,
             windows=Windows.of_config(config, layers),
+            expert_layers=layers - dense_layers,
         )
 
     def up_to(self, tokens: int) -> ModelShape:
         """The shape for sequences of at most `tokens` tokens: a window that holds them all is none."""
         return replace(self, windows=None) if self.windows and tokens <= self.windows.tokens else self
+
+    def in_bits(self, bits: int) -> ModelShape:
+        """The shape with the weights of its layers, and their products, in so many bits at most."""
+        if bits >= 8 * self._matrix_bytes:
+            return replace(self, product_bits=min(self.product_bits, bits))
+        return replace(self, matrix_bytes=bits / 8, product_bits=min(self.product_bits, bits))
 
     @property
     def full_layers(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.control.compute.comparing import Choice, Tried, as_json, choices_of, front, spec_of
+from rlhfless.control.compute.comparing import TURNS, Choice, Tried, as_json, choices_of, front, spec_of, try_choice
 from rlhfless.control.compute.planning import Planner
 from rlhfless.control.compute.prediction import Predicted
+from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts, rollouts_of
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.spec import RunSpec
 
@@ -35,7 +36,7 @@ def tried(wall_s: float | None, cost_usd: float = 0.0, count: int = 1, problems:
         cost_low_usd=cost_usd,
         cost_high_usd=cost_usd,
     )
-    found = Predicted(cost, busy_device_s=36.0, response_tokens=5e5, shares={"generation": 0.75, "learner": 0.25})
+    found = Predicted(cost, "a sheet", 36.0, response_tokens=5e5, shares={"generation": 0.75, "learner": 0.25})
     return Tried(choice, "co-located", predicted=found)
 
 
@@ -55,6 +56,41 @@ def test_rows_have_an_order_and_figures_by_hand() -> None:
     assert first["usd_per_million_tokens"] == pytest.approx(1.8)
     assert first["energy_kwh"] == pytest.approx(36.0 * 700 / 3.6e6)
     assert answer["rows"][3]["problems"] == ["too large"]
+    assert (first["engine"], first["rollouts"], first["latency"], first["no_engine"]) == (
+        "vllm",
+        "bf16",
+        "a sheet",
+        None,
+    )
+
+
+def test_engines_and_formats_that_runs_do_not_draw_with_are_planned_for() -> None:
+    every = rollouts_of(["sglang", "vllm", "sglang"], ["bf16", "fp8"])
+    assert [(each.engine, each.format) for each in every] == [
+        ("sglang", "bf16"),
+        ("sglang", "fp8"),
+        ("vllm", "bf16"),
+        ("vllm", "fp8"),
+    ]
+    assert rollouts_of([], []) == [AS_IN_RUNS]
+    assert "SGLang can only be planned for" in str(every[0].no_engine("h100"))
+    assert every[2].no_engine("h100") is None
+    assert "in fp8 can only be planned for" in str(every[3].no_engine("h100"))
+    assert "no engine of rlhfless" in str(every[2].no_engine("tpu-v5e"))
+
+
+def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
+    fp8 = Rollouts(format="fp8")
+    assert fp8.problem(SPEC, "h100") is None
+    assert fp8.problem(SPEC, "a100-80gb") == "rollouts in fp8: a100-80gb has no products of 8 bits"
+    plain = RunSpec.model_validate(
+        SPEC.model_dump(exclude_unset=True) | {"algorithm": {"type": "grpo", "importance": None}}
+    )
+    assert "leave algorithm.importance out" in str(fp8.problem(plain, "h100"))
+    assert AS_IN_RUNS.problem(plain, "a100-80gb") is None
+    assert try_choice(
+        Planner(SPEC), Choice("a100-80gb", 8, {"placement.mode": "colocated", TURNS: False}, fp8)
+    ).problems
 
 
 def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:

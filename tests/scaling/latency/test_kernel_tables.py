@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhfless.scaling.latency.aiconfigurator import SYSTEMS, Grid, MeasuredKernels, NoTables, tables_folder
-from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.kernel_tables import FOLDERS, SYSTEMS, Grid, NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 
@@ -80,12 +81,16 @@ def test_between_measured_sizes_a_power_law_is_met() -> None:
 def test_what_was_not_measured_grows_in_proportion() -> None:
     grid = Grid.of([np.array([1.0, 1, 2]), np.array([1.0, 4, 1])], np.array([3.0, 6, 5]))
     assert grid.at(2, 4) == pytest.approx(20)
-    with pytest.raises(NoTables, match="lacks small sizes"):
-        Grid.of([np.array([1.0, 1, 2]), np.array([1.0, 4, 4])], np.array([3.0, 6, 5]))
+    # (2, 1) from (2, 4), the next larger one.
+    assert Grid.of([np.array([1.0, 1, 2]), np.array([1.0, 4, 4])], np.array([3.0, 6, 8])).at(2, 1) == pytest.approx(2)
+    # Of three sizes nothing was measured at (2, 2, any): they come from (1, 2, any) along the second last size.
+    sizes = np.array([(1.0, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 2)])
+    grid = Grid.of(list(sizes.T), np.array([1.0, 2, 3, 6]))
+    assert grid.at(2, 2, 1) == pytest.approx(6)
 
 
 def test_an_iteration_is_the_sum_of_its_kernels(tables: Path) -> None:
-    model = MeasuredKernels(SHAPE, "h100", 1, tables)
+    model = MeasuredKernels.of(SHAPE, "h100", (1, 1), tables)
     # Per layer q, k, v (2048 x 1024), output (1024 x 1024), gate and up (8192 x 1024), down (1024 x 4096).
     products = 2048 * 1024 + 1024 * 1024 + 8192 * 1024 + 1024 * 4096
     layer_s = 64 * products * 1e-12 + 4 * 3e-6
@@ -95,7 +100,7 @@ def test_an_iteration_is_the_sum_of_its_kernels(tables: Path) -> None:
 
 
 def test_prefill_counts_the_context_before_it(tables: Path) -> None:
-    model = MeasuredKernels(SHAPE, "h100", 1, tables)
+    model = MeasuredKernels.of(SHAPE, "h100", (1, 1), tables)
     fresh, behind = model.prefill_s(64), model.prefill_s(64, context_tokens=64)
     # 64 tokens attend to 32 on average, and behind 64 others to 96: three times 64 us, in 2 layers.
     assert behind - fresh == pytest.approx(2 * 2 * 64e-6)
@@ -103,7 +108,7 @@ def test_prefill_counts_the_context_before_it(tables: Path) -> None:
 
 
 def test_two_devices_halve_the_products_and_exchange(tables: Path) -> None:
-    model = MeasuredKernels(SHAPE, "h100", 2, tables)
+    model = MeasuredKernels.of(SHAPE, "h100", (2, 1), tables)
     products = 1024 * 1024 + 1024 * 1024 + 4096 * 1024 + 1024 * 2048  # k of 512 counts as the smallest, 1,024
     exchange_s = 2 * 64 * 1024 * 2 / 1024 * 1e-6
     layer_s = 64 * products * 1e-12 + 4 * 3e-6 + exchange_s + 2e-6
@@ -112,14 +117,56 @@ def test_two_devices_halve_the_products_and_exchange(tables: Path) -> None:
 
 def test_what_has_no_table_is_said(tables: Path) -> None:
     with pytest.raises(NoTables, match="no tables of 'h10'; did you mean `h100`"):
-        MeasuredKernels(SHAPE, "h10", 1, tables)
-    with pytest.raises(NoTables, match=r"custom_allreduce_perf of h100 for vLLM has num_gpus 4"):
-        MeasuredKernels(SHAPE, "h100", 4, tables).iteration_s(1)
+        MeasuredKernels.of(SHAPE, "h10", (1, 1), tables)
+    with pytest.raises(NoTables, match="no tables of 'triton'; there are those of vllm, sglang"):
+        MeasuredKernels.of(SHAPE, "h100", (1, 1), tables, "triton")
+    with pytest.raises(NoTables, match=r"custom_allreduce_perf of h100 for vllm has num_gpus 8"):
+        MeasuredKernels.of(SHAPE, "h100", (8, 1), tables)
     with pytest.raises(NoTables, match="gemm_perf of h200"):
-        MeasuredKernels(SHAPE, "h200", 1, tables).iteration_s(1)
-    experts = ModelShape.of_config(CONFIG | {"num_local_experts": 8, "num_experts_per_tok": 2})
-    with pytest.raises(UnknownShape, match="dense models only"):
-        MeasuredKernels(experts, "h100", 1, tables)
+        MeasuredKernels.of(SHAPE, "h200", (1, 1), tables)
+    with pytest.raises(NoTables, match="moe_perf of h100 for vllm has hidden_size 1024"):
+        MeasuredKernels.of(
+            ModelShape.of_config(CONFIG | {"num_local_experts": 4, "num_experts_per_tok": 2}), "h100", (1, 1), tables
+        )
+    shape = ModelShape.of_config(CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 8}})
+    with pytest.raises(NoTables, match="8 bits multiplied in 16"):
+        MeasuredKernels.of(shape, "h100", (1, 1), tables)
+
+
+EXPERTS = CONFIG | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+
+
+def test_experts_by_hand(tables: Path) -> None:
+    """An expert layer takes a microsecond a token where tensor parallelism splits it, and half of that where it is
+    spread over two ranks, which exchange tokens as the data sheet has it."""
+    sizes = {"hidden_size": 1024, "inter_size": 512, "topk": 2, "num_experts": 8, "moe_dtype": "bfloat16"}
+    of_experts = [
+        sizes | {"distribution": name, "moe_tp_size": 1, "moe_ep_size": ranks, "num_tokens": count, "latency": cost}
+        for name, factor in (("balanced", 1.0), ("power_law_1.2", 5.0))
+        for ranks, share in ((1, 1.0), (2, 0.5))
+        for count in (1, 4096)
+        for cost in [factor * share * count * 1e-3]
+    ]
+    write(tables, "moe", "moe_perf", of_experts)
+    shape = ModelShape.of_config(EXPERTS)
+    dense = replace(SHAPE, dense_mlp=0)
+    one, without = (MeasuredKernels.of(each, "h100", (1, 1), tables) for each in (shape, dense))
+    gate_s = 64 * 1024 * 1024 * 1e-12  # as many columns as the narrowest product of the table
+    assert one.iteration_s(64) - without.iteration_s(64) == pytest.approx(2 * (64e-6 + gate_s), rel=1e-6)
+    two, device = MeasuredKernels.of(shape, "h100", (1, 2), tables), device_of("h100")
+    sent_s = 2 * (device.all_reduce_s.value + 64 / 2 * 2 * 1024 * 2 / 2 / device.link_bytes_per_s.value)
+    alone = MeasuredKernels.of(dense, "h100", (1, 1), tables).iteration_s(32)
+    assert two.iteration_s(64) - alone == pytest.approx(2 * (32e-6 + gate_s / 2 + sent_s), rel=1e-6)
+    assert two.context_s == pytest.approx(one.context_s / 2)
+
+
+def test_a_quantised_model_takes_the_table_of_its_format(tables: Path) -> None:
+    shape = ModelShape.of_config(CONFIG).in_bits(8)
+    assert (shape.matrix_bytes, shape.product_bits) == (1.0, 8)
+    fast, full = (MeasuredKernels.of(each, "h100", (1, 1), tables) for each in (shape, SHAPE))
+    # Products of layers take half as long; the head's stay in 16 bits.
+    products = 2048 * 1024 + 1024 * 1024 + 8192 * 1024 + 1024 * 4096
+    assert full.iteration_s(64) - fast.iteration_s(64) == pytest.approx(2 * 64 * products * 0.5e-12)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +175,29 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         tables_folder()
 
 
+WIDE = CONFIG | {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 @pytest.mark.parametrize("kind", sorted(SYSTEMS))
 def test_real_tables_are_near_the_roofline(kind: str) -> None:
-    wide = CONFIG | {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    shape = ModelShape.of_config(wide | {"intermediate_size": 14336})
-    model = MeasuredKernels(shape, kind, 1, tables_folder())
+    shape = ModelShape.of_config(WIDE | {"intermediate_size": 14336})
+    model = MeasuredKernels.of(shape, kind, (1, 1), tables_folder())
     assert 2e-3 < model.iteration_s(1) < model.iteration_s(256) < 0.2
     assert model.prefill_s(4096) > model.prefill_s(1024) > 0
     if kind in ("h100", "h200", "l40s", "b200"):
         assert model.iteration_s(16) == pytest.approx(Roofline(shape, device_of(kind)).iteration_s(16), rel=0.4)
+
+
+@pytest.mark.parametrize("engine", FOLDERS)
+def test_every_engine_has_tables_of_experts_and_latent_attention(engine: str) -> None:
+    """DeepSeek-V3 in fp8 on 8 H200: split by tensor parallelism, and spread over ranks."""
+    sizes = dict(WIDE, num_hidden_layers=61, hidden_size=7168, num_attention_heads=128, intermediate_size=18432)
+    experts = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    shape = ModelShape.of_config(sizes | LATENT | experts | quantised | {"first_k_dense_replace": 3})
+    for devices in ((8, 1), (1, 8)):
+        model = MeasuredKernels.of(shape, "h200", devices, tables_folder(), engine)
+        sheet = Roofline(shape, device_of("h200"), *devices)
+        assert model.iteration_s(64) == pytest.approx(sheet.iteration_s(64), rel=0.7)
+        assert model.context_s == pytest.approx(sheet.context_s, rel=1.0)

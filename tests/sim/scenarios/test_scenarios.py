@@ -205,8 +205,8 @@ def test_weights_and_kv_of_8_bits() -> None:
     models = [timing.engine_model(one, "l40s") for one in (plain, small, halved)]
     assert models[0].iteration_s(1) - models[1].iteration_s(1) == pytest.approx(saved / (864e9 * 0.81))
     assert models[2].context_s == pytest.approx(models[1].context_s / 2)
-    kernels = scenario(engine={"kv_bits": 8, "latency": {"type": "kernels"}})
-    with pytest.raises(InputError, match="has tables of 16 bits and one rank"):
+    kernels = scenario(engine={"weight_bits": 8, "latency": {"type": "kernels"}})
+    with pytest.raises(InputError, match="weights of 8 bits multiplied in 16 have no table"):
         timing.engine_model(kernels, "l40s")
 
 

@@ -1,0 +1,58 @@
+"""A comparison of devices and placements, as a table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from rlhfless.cli.tables import table
+from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
+from rlhfless.telemetry.numbers import clock, decimal, money
+from rlhfless.text import legible
+
+MOST_REASONS = 8
+"""Reasons why devices do not hold a run that are shown; `--json` has all."""
+
+
+def comparison_lines(compared: ComparisonObject) -> RenderableType:
+    """The rows that fit, those on the front marked, with numbers to choose them by; and why others do not fit."""
+    made = table("", "devices", "placement", "step", "run", "cost", "$/M tok", "kWh", "busiest", texts=3, padding=1)
+    named = any((row.engine, row.rollouts) != ("vllm", "bf16") for row in compared.rows)
+    for number, row in enumerate(compared.rows, start=1):
+        if row.predicted is None:
+            continue
+        busiest, share = max(row.shares.items(), key=lambda item: item[1])
+        made.add_row(
+            f"{number}{' *' if row.on_front else ''}",
+            _devices(row, named) + (" (plan only)" if row.no_engine else ""),
+            row.placement,
+            f"{decimal(row.predicted.step_s, 0)} s",
+            clock(row.predicted.wall_s),
+            money(row.predicted.cost_usd),
+            decimal(row.usd_per_million_tokens, 2),
+            "-" if row.energy_kwh is None else decimal(row.energy_kwh, 2),
+            f"{busiest} {share:.0%}",
+            style="bold" if row.on_front else "",
+        )
+    return Group(made, Text(""), *(Text(legible(text)) for text in _notes(compared, named)))
+
+
+def _devices(row: ComparedDevices, named: bool) -> str:
+    """The devices; with what draws, if rows differ in it."""
+    return f"{row.count} x {row.kind}" + (f" {row.engine} {row.rollouts}" if named else "")
+
+
+def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
+    """What the table means, and the rows that are not in it."""
+    yield "* no other is both faster and cheaper; kWh of a step, at most"
+    yield f"response lengths: {compared.lengths}"
+    if named:
+        yield "(plan only) no run can be started so; --json says why, and what each engine's times were taken from"
+    left = [row for row in compared.rows if row.predicted is None]
+    if left:
+        yield f"without a prediction are {len(left)} of {len(compared.rows)}:"
+    for row in left[:MOST_REASONS]:
+        why = f"fits with {row.nearest_change}" if row.nearest_change else next(iter(row.problems), row.reason or "")
+        yield f"{_devices(row, named)}, {row.placement}: {why}"

@@ -1,0 +1,144 @@
+"""The engines that plans compare, each by its own measured kernels or else by the devices' data sheets. Pure.
+
+Both miss what a server does beside its kernels, and what is new in its version. So each engine has, by kind of device,
+a scale and a constant that `benchmarks/serving.py --fit` has fitted to published serving runs of it:
+
+    iteration = scale x (kernels or data sheet) + fixed_s
+
+`engines.yaml` says of which versions, when and where these runs were published, and how far off the fit is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field
+
+from rlhfless.scaling.engine_model import EngineModel, decode_s
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
+from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.spec.base import SpecModel
+
+EngineName = Literal["vllm", "sglang", "tensorrt-llm"]
+
+ANY_KIND = "any"
+"""In a fit, the kinds of devices that have no fit of their own."""
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens that a server prefills together."""
+
+Basis = Literal["kernels", "roofline"]
+
+
+class ServingFit(SpecModel):
+    """What turns a model's seconds on a kind of device into those of the engine."""
+
+    kind: str
+    """A device kind, or ANY_KIND."""
+    by: Basis
+    scale: Annotated[float, Field(gt=0)]
+    fixed_s: Annotated[float, Field(ge=0)]
+    """Seconds of each iteration beside."""
+    rows: Annotated[int, Field(ge=1)]
+    """Published runs that it was fitted to."""
+    error: Annotated[float, Field(ge=0)]
+    """Median error of the seconds per token of these runs, as a share."""
+
+
+class Engine(SpecModel):
+    """An engine, and the fits to its published runs."""
+
+    name: EngineName
+    versions: Annotated[str, Field(min_length=1)]
+    """Of the published runs."""
+    as_of: date
+    """When the last of them was measured."""
+    source: Annotated[str, Field(min_length=1)]
+    no_engine: str | None = None
+    """Why no run can be started with it, although it can be planned for."""
+    fits: tuple[ServingFit, ...]
+
+    def fit(self, kind: str, by: Basis) -> ServingFit:
+        """The fit of a kind of device; of all kinds for one with no published runs."""
+        known = {each.kind: each for each in self.fits if each.by == by}
+        return known.get(kind, known[ANY_KIND])
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An `EngineModel`: another one, scaled to an engine's published runs."""
+
+    model: EngineModel
+    scale: float
+    fixed_s: float
+    source: str
+    """The tables or sheet, and the runs."""
+
+    @property
+    def context_s(self) -> float:
+        return self.scale * self.model.context_s
+
+    def iteration_s(self, sequences: int) -> float:
+        return self.scale * self.model.iteration_s(sequences) + self.fixed_s
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return self.scale * self.model.prefill_s(tokens, context_tokens)
+
+    def times(self, factor: float) -> Served:
+        """The engine if everything takes so many times as long."""
+        return replace(self, scale=self.scale * factor, fixed_s=self.fixed_s * factor)
+
+
+def steady_token_s(model: EngineModel, in_flight: int, input_tokens: float, output_tokens: float) -> float:
+    """Seconds per token of a server with so many requests in flight: each iteration decodes a token of every request,
+    with contexts at their mean, and prefills its part of the next prompts."""
+    contexts = in_flight * (input_tokens + output_tokens / 2)
+    prompt_token_s = model.prefill_s(PREFILL_TOKENS) / PREFILL_TOKENS
+    return decode_s(model, in_flight, contexts, 1) + prompt_token_s * in_flight * input_tokens / output_tokens
+
+
+class _EngineTable(SpecModel):
+    engines: tuple[Engine, ...]
+
+
+@cache
+def load_engines() -> dict[EngineName, Engine]:
+    """The engines by name."""
+    text = files(__package__).joinpath("engines.yaml").read_text("utf-8")
+    return {engine.name: engine for engine in _EngineTable.model_validate(yaml.safe_load(text)).engines}
+
+
+def kernels_or_sheet(
+    name: EngineName, shape: ModelShape, sheet: DeviceSheet, tensor_parallel: int, data_parallel: int
+) -> tuple[EngineModel, Basis]:
+    """The model of an engine's kernels where they were measured and are installed, else of the data sheet. Raises
+    UnknownShape."""
+    try:
+        devices = (tensor_parallel, data_parallel)
+        return MeasuredKernels.of(shape, sheet.kind, devices, tables_folder(), name), "kernels"
+    except NoTables:
+        return Roofline(shape, sheet, tensor_parallel, data_parallel), "roofline"
+
+
+def served(
+    name: EngineName, shape: ModelShape, sheet: DeviceSheet, tensor_parallel: int = 1, data_parallel: int = 1
+) -> Served:
+    """The engine's model as its published runs have it. Raises UnknownShape."""
+    model, by = kernels_or_sheet(name, shape, sheet, tensor_parallel, data_parallel)
+    engine = load_engines()[name]
+    fit = engine.fit(sheet.kind, by)
+    what = "its kernel tables" if by == "kernels" else "the data sheet"
+    where = "other devices" if fit.kind == ANY_KIND else sheet.kind
+    source = (
+        f"{what}, scaled to {fit.rows} published runs on {where} ({engine.versions}, until {engine.as_of}; "
+        f"median error {fit.error:.0%})"
+    )
+    return Served(model, fit.scale, fit.fixed_s, source)

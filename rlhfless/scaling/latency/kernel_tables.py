@@ -1,0 +1,171 @@
+"""Measured times of kernels, by device and engine: the tables of aiconfigurator-core, an optional extra. Pure.
+
+The package ships, for each device, engine and version, how long its kernels took: matrix products by their three
+sizes, attention by heads and context, experts by tokens, all-reduces by message. Only those Parquet files are read;
+none of its code runs. Between measured sizes times follow a straight line in logarithms; above the largest they grow
+in proportion.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlhfless.spec.explain import nearest
+
+Array = npt.NDArray[np.float64]
+Wanted = tuple[tuple[str, Any], ...]
+"""Columns, and the value that rows must have there, or a tuple of values."""
+
+SYSTEMS: Mapping[str, str] = MappingProxyType(
+    {
+        "a100-80gb": "a100_sxm",
+        "b200": "b200_sxm",
+        "b300": "b300_sxm",
+        "gb200": "gb200",
+        "gb300": "gb300",
+        "h100": "h100_sxm",
+        "h200": "h200_sxm",
+        "l40s": "l40s",
+        "rtx-pro-6000": "rtx_pro_6000_server",
+    }
+)
+"""Device kinds by the package's names."""
+
+FOLDERS: Mapping[str, str] = MappingProxyType({"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"})
+"""Engines by the package's names."""
+
+# Tables of older versions have no column for windows, and no windows.
+_NEWER_COLUMNS = frozenset({"window_size"})
+
+_MS = 1e-3
+
+
+class NoTables(ValueError):
+    """No measured kernels for the request. The message says which there are."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Times over a full grid of sizes."""
+
+    axes: tuple[Array, ...]  # ascending, one per size
+    log_seconds: Array  # [axis 0, axis 1, ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[Array], seconds: Array) -> Grid:
+        """The grid of measured rows; of several for the same sizes the fastest counts. What was not measured is
+        extrapolated along the last size that has measurements, in proportion, from the next smaller or else
+        the next larger one."""
+        axes = tuple(np.unique(column) for column in columns)
+        table = np.full([len(axis) for axis in axes], math.inf)
+        places = tuple(np.searchsorted(axis, column) for axis, column in zip(axes, columns, strict=True))
+        np.minimum.at(table, places, seconds)
+        for number in reversed(range(len(axes))):
+            _extrapolate(np.moveaxis(table, number, -1), axes[number])
+        return cls(axes, np.log(table))
+
+    def at(self, *sizes: float) -> float:
+        """Seconds at these sizes."""
+        beyond, table = 1.0, self.log_seconds
+        for axis, size in zip(self.axes, sizes, strict=True):
+            beyond *= max(size / float(axis[-1]), 1.0)
+            inside = min(max(size, float(axis[0])), float(axis[-1]))
+            high = int(np.searchsorted(axis, inside))
+            if axis[high] == inside:
+                table = table[high]
+            else:
+                part = math.log(inside / axis[high - 1]) / math.log(axis[high] / axis[high - 1])
+                table = table[high - 1] * (1 - part) + table[high] * part
+        return beyond * math.exp(float(table))
+
+
+def _extrapolate(table: Array, sizes: Array) -> None:
+    """Fill what is infinite in `table` [..., sizes] along its last axis, in place."""
+    upwards = [(index - 1, index) for index in range(1, len(sizes))]
+    for source, index in [*upwards, *((high, low) for low, high in reversed(upwards))]:
+        missing = np.isinf(table[..., index])
+        table[..., index] = np.where(missing, table[..., source] * sizes[index] / sizes[source], table[..., index])
+
+
+def tables_folder() -> Path:
+    """The tables of the installed package. Raises NoTables if it is not installed."""
+    package = importlib.util.find_spec("aiconfigurator_core")
+    if package is None or not package.submodule_search_locations:
+        raise NoTables("aiconfigurator-core is not installed; install it with `pip install 'rlhfless[aiconfigurator]'`")
+    return Path(package.submodule_search_locations[0]) / "systems" / "data"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of one engine on one kind of device."""
+
+    folder: Path
+    """`tables_folder()`."""
+    kind: str
+    """A key of SYSTEMS."""
+    engine: str
+    """A key of FOLDERS."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in SYSTEMS:
+            raise NoTables(f"no tables of {self.kind!r}; {nearest(self.kind, SYSTEMS)}There are {', '.join(SYSTEMS)}")
+        if self.engine not in FOLDERS:
+            raise NoTables(f"no tables of {self.engine!r}; there are those of {', '.join(FOLDERS)}")
+
+    def grid(self, family: str, name: str, wanted: Mapping[str, Any], axes: Sequence[str]) -> Grid:
+        """Seconds over `axes`, of the newest table that has the rows that are wanted. Raises NoTables."""
+        columns = self.columns(family, name, wanted)
+        return Grid.of([columns[axis] for axis in axes], columns["seconds"])
+
+    def columns(self, family: str, name: str, wanted: Mapping[str, Any]) -> dict[str, Array]:
+        """The rows of the newest table that has what is wanted (a value, or one of several), as columns of numbers, and
+        `seconds`. Raises NoTables."""
+        found = next(filter(None, (_rows(path, tuple(wanted.items())) for path in self._files(family, name))), None)
+        if found is None:
+            sizes = ", ".join(f"{key} {value}" for key, value in wanted.items())
+            raise NoTables(f"no table {name} of {self.kind} for {self.engine} has {sizes}; take a roofline")
+        return found
+
+    def _files(self, family: str, name: str) -> Iterator[Path]:
+        """The newest version first."""
+        files = (self.folder / SYSTEMS[self.kind] / family / FOLDERS[self.engine]).glob(f"*/{name}.parquet")
+        yield from sorted(files, key=lambda path: _version(path.parent.name), reverse=True)
+
+
+@lru_cache(maxsize=256)
+def _rows(path: Path, wanted: Wanted) -> dict[str, Array] | None:
+    table = _table(path)
+    for column, value in wanted:
+        if column in table.column_names or column not in _NEWER_COLUMNS:
+            table = table.filter(pc.is_in(table[column], pa.array(value if isinstance(value, tuple) else (value,))))
+    if not table.num_rows:
+        return None
+    numbers = [field.name for field in table.schema if not _is_text(field.type)]
+    columns = {name: table[name].to_numpy().astype(np.float64) for name in numbers}
+    return columns | {"seconds": columns["latency"] * _MS}
+
+
+@lru_cache(maxsize=32)
+def _table(path: Path) -> pa.Table:
+    return pq.read_table(path)
+
+
+def _version(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _is_text(kind: Any) -> bool:
+    return str(kind) in ("string", "large_string")
