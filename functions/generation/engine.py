@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
-from rlhfless.spec import DType, EngineSpec, RunSpec, TimeoutsSpec, Transport
+from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
 from rlhfless.spec.imports import load_target
 from rlhfless.weights.address import StoreAddress
 
@@ -64,6 +64,7 @@ class EngineSettings:
     """KV cache on each GPU. None: the engine measures what is free, which is right only where it is alone."""
     batch_invariant: bool = False
     """See GenerationSpec."""
+    speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
     sleeps: bool = False
     """It will be asked to sleep, which vLLM wants to know when it takes its memory on a GPU."""
 
@@ -85,13 +86,14 @@ class EngineSettings:
             timeouts=run.timeouts,
             kv_bytes=kv_bytes,
             batch_invariant=run.generation.batch_invariant,
+            speculation=run.generation.speculation,
             sleeps=run.placement.in_turns,
         )
 
     @property
     def is_local(self) -> bool:
-        """Model and tokenizer are folders: the engine must not ask the hub."""
-        return Path(self.model).is_dir() and Path(self.tokenizer).is_dir()
+        """All that it reads is in folders: the engine must not ask the hub."""
+        return all(Path(path).is_dir() for path in (self.model, self.tokenizer, self.speculation.model or self.model))
 
 
 KvTransfer = Mapping[str, Any]
@@ -124,6 +126,9 @@ class SampleRequest:
     drawn_tokens: int = 0
     """How many tokens at the end of `token_ids` an engine has already drawn with this seed: sampling continues
     there."""
+    earlier: tuple[tuple[int, ...], ...] = ()
+    """Other responses to the prompt, the newest last, which this one may repeat: drafts of an engine that speculates.
+    What is drawn does not depend on them. Requests of the same prompt that run at the same time need them once."""
     kv_transfer: KvTransfer | None = None
     """OFFER: the KV of `token_ids` is kept for other engines. An offer of another engine: its KV is taken from
     there."""
@@ -143,6 +148,11 @@ class Sampled:
     """Prompt tokens whose KV came from the prefix cache."""
     text: str
     """The text of the whole response, with what was drawn before; without special tokens and without the stop text."""
+    drafted: tuple[int, ...] = ()
+    """[depth]: how often a draft was verified, by its place in the pass; empty without speculation. An aborted
+    response has none."""
+    accepted: tuple[int, ...] = ()
+    """[depth]: how often it was accepted."""
     kv_offer: KvTransfer | None = None
     """With this other engines get the KV of the prompt, if the request was OFFER."""
 
@@ -206,8 +216,8 @@ class Rest:
 class Engine(Protocol):
     """A running engine, made by `await SomeEngine.start(settings)`.
 
-    The same seed gives the same tokens whatever is drawn beside them, and a response that is continued
-    (`SampleRequest.drawn_tokens`) is the one that would have been drawn in one go. Every wait is bounded by
+    The same seed gives the same tokens whatever is drawn beside them or drafted for them, and a response that is
+    continued (`SampleRequest.drawn_tokens`) is the one that would have been drawn in one go. Every wait is bounded by
     `settings.timeouts`. After a failed load, a lost process or a call that timed out `usable` is False for ever, and
     every call raises EngineDead. Calls that need what a sleeping engine has given up raise EngineAsleep.
     """

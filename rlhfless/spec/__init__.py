@@ -41,7 +41,7 @@ from rlhfless.spec.fleet import (
     WeightedSpec,
     WeightsSpec,
 )
-from rlhfless.spec.generation import EngineSpec, GenerationSpec
+from rlhfless.spec.generation import EngineSpec, GenerationSpec, SpeculationSpec
 from rlhfless.spec.learner import AdamWSpec, CriticAdamWSpec, CriticSpec, LearnerSpec, ReferenceSpec, TrainingSpec
 from rlhfless.spec.losses import (
     ClippedLossSpec,

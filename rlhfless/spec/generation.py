@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, SpecModel, Tokens
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import several
 from rlhfless.spec.imports import IMPORT_PATH, TargetError, load_target
+from rlhfless.spec.locations import HubPath
 
 MOST_SEQUENCES = 65_536
 """Far above what an engine decodes at a time; it allocates its tables for so many."""
@@ -78,6 +79,49 @@ class EngineSpec(SpecModel):
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
 
 
+MOST_DRAFTS = 32
+"""vLLM verifies up to 128 drafts of a request at once; published acceptance is gone long before 32."""
+
+DRAFTERS = ("draft_model", "eagle3")
+"""Methods that need a model of their own."""
+
+
+class SpeculationSpec(SpecModel):
+    """Drafts: tokens that the engine guesses, and verifies several of in one pass. Samples are the same with and
+    without them (docs/speculation.md)."""
+
+    method: Literal["off", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = "off"
+    """`ngram`: what followed the same last tokens earlier in the prompt or the response. `suffix`: what followed the
+    longest equal end in other responses to the prompt, those of earlier steps too. `draft_model`: a smaller model with
+    the same tokenizer. `eagle3`: a head that reads the model's hidden states. `mtp`: the heads that the model itself
+    has for that. On GPUs `suffix` takes vLLM's older model runner, without asynchronous scheduling."""
+
+    depth: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] = 4
+    """Most drafts of a response in one pass. `suffix` takes fewer where they are rejected."""
+
+    model: Annotated[HubPath, Field(min_length=1)] | None = None
+    """Folder or hub name of the draft model or of the head."""
+
+    @model_validator(mode="after")
+    def _has_the_model_that_its_method_needs(self) -> SpeculationSpec:
+        if self.method in DRAFTERS and self.model is None:
+            problem = Problem("model", f"method {self.method} needs a model", "name its folder, or its name on the hub")
+            raise several([problem])
+        if self.method not in DRAFTERS and self.model is not None:
+            what = f"{self.model!r} would not be used: method {self.method} has no model of its own"
+            raise several([Problem("model", what, "leave it out, or set method to draft_model or eagle3")])
+        return self
+
+    @property
+    def on(self) -> bool:
+        return self.method != "off"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether drafts come from weights beside the model's own, which no version holds."""
+        return self.method in (*DRAFTERS, "mtp")
+
+
 class GenerationSpec(SpecModel):
     """Sampling."""
 
@@ -108,4 +152,24 @@ class GenerationSpec(SpecModel):
     progress_interval_s: Duration = 0.5
     """How often an actor reports the tokens produced so far."""
 
+    speculation: SpeculationSpec = SpeculationSpec()
+
     engine: EngineSpec = EngineSpec()
+
+    @model_validator(mode="after")
+    def _the_engine_can_speculate(self) -> GenerationSpec:
+        method, engine = self.speculation.method, self.engine
+        problems = []
+        if self.speculation.on and engine.type != "vllm":
+            what = f"{method} is for vLLM, and generation.engine.type is {engine.type}"
+            problems.append(Problem("speculation.method", what, "set it to off"))
+        if self.speculation.has_weights and engine.kv_connector is not None:
+            what = (
+                f"{method} has KV of its own, which generation.engine.kv_connector {engine.kv_connector} does not move"
+            )
+            problems.append(
+                Problem("speculation.method", what, "set it to ngram, suffix or off, or leave kv_connector out")
+            )
+        if problems:
+            raise several(problems)
+        return self

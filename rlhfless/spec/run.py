@@ -401,6 +401,17 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _drafts_outlive_a_sleep(self) -> RunSpec:
+        method = self.generation.speculation.method
+        if self.generation.speculation.has_weights and self.placement.in_turns:
+            raise ValueError(
+                f"generation.speculation.method is {method}, but functions take turns on their devices: an engine that "
+                "sleeps drops the draft's weights, and no version brings them back; set method to ngram or suffix, or "
+                "placement.turns to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_broadcast_has_a_fixed_group(self) -> RunSpec:
         actors = self.scaling.generation
         if self.weights.transport == "nccl" and actors.min_actors != actors.max_actors:

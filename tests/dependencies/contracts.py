@@ -113,11 +113,12 @@ def _fault_of_call(value: Any, takes: tuple[str, ...]) -> str:
 
 def _of_vllm() -> dict[str, str]:
     """By entry; and by class of ours what vLLM's base class asks for beside its methods."""
+    faults = {entry.name: fault_of_name(entry) for entry in VLLM_NAMES}  # before ours replace what they are
+
     from rlhfless.functions.generation.vllm import kv_files, weight_engine
 
     ours = (kv_files.KvFiles, weight_engine.StoreWeightTransferEngine)
-    lacking = {kind.__name__: ", ".join(getattr(kind, "__abstractmethods__", ())) for kind in ours}
-    return lacking | {entry.name: fault_of_name(entry) for entry in VLLM_NAMES}
+    return faults | {kind.__name__: ", ".join(getattr(kind, "__abstractmethods__", ())) for kind in ours}
 
 
 if __name__ == "__main__":  # vLLM cannot be imported beside numba, and our own code replaces some of these names

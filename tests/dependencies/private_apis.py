@@ -13,7 +13,7 @@ CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{V
 GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
     f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "charts", "arguments")
 )
-SLEEPING = f"{VLLM}/sleeping.py"
+SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", "verification", "drafter"))
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
@@ -95,12 +95,38 @@ VLLM_NAMES = (
                 "import a model's class without a second Python", has=("load_model_cls",)),
     PrivateName("vllm.outputs.CompletionOutput", (CORE,), "weight versions of spans of a response",
                 has=("weight_versions",)),
-    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE, SLEEPING), "whether this is a CPU",
-                has=("is_cpu",)),
+    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE, SLEEPING, VERIFICATION),
+                "whether this is a CPU", has=("is_cpu",)),
     PrivateName("vllm.v1.worker.gpu_model_runner", (GENERATORS,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
     PrivateName("vllm.v1.worker.gpu_input_batch.CachedRequestState", (GENERATORS,),
                 "continue a request's random numbers", has=("sampling_params", "generator", "output_token_ids")),
+    PrivateName("vllm.v1.sample.rejection_sampler.RejectionSampler", (VERIFICATION,), "drafts are verified by drawing",
+                has=("forward", "sampler")),
+    PrivateName("vllm.v1.sample.rejection_sampler.RejectionSampler.forward", (VERIFICATION,), "the method that ours "
+                "replaces", takes=("metadata", "draft_probs", "logits", "sampling_metadata")),
+    PrivateName("vllm.v1.sample.rejection_sampler.PLACEHOLDER_TOKEN_ID", (VERIFICATION,), "marks rejected places"),
+    PrivateName("vllm.v1.sample.sampler.Sampler.forward", (VERIFICATION,), "draws a token at each position",
+                takes=("logits", "sampling_metadata")),
+    PrivateName("vllm.v1.sample.metadata.SamplingMetadata", (VERIFICATION,), "an entry for each position",
+                has=("temperature", "top_p", "top_k", "generators")),
+    PrivateName("vllm.v1.outputs.SamplerOutput", (VERIFICATION,), "what a pass has drawn",
+                has=("sampled_token_ids", "logprobs_tensors")),
+    PrivateName("vllm.v1.outputs.LogprobsTensors", (VERIFICATION,), "logprobs of the positions that count",
+                has=("logprob_token_ids", "logprobs", "selected_token_ranks")),
+    PrivateName("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", (VERIFICATION,), "the drafts of a pass",
+                has=("num_draft_tokens", "draft_token_ids", "target_logits_indices")),
+    PrivateName("vllm.v1.worker.gpu.spec_decode.rejection_sampler.rejection_sample", (VERIFICATION,),
+                "the function that ours replaces in the newer runner for GPUs",
+                takes=("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
+                       "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed", "num_speculative_steps",
+                       "synthetic_conditional_rates", "use_fp64")),
+    PrivateName("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample", (VERIFICATION,), "the noise of that runner",
+                takes=("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature",
+                       "is_drafting", "use_fp64")),
+    PrivateName("vllm.v1.metrics.stats.RequestSpecDecodeMetrics", (CORE,), "drafts of a response, and how many were "
+                "accepted", has=("per_step_drafted", "per_step_accepted", "num_spec_tokens")),
+    PrivateName("vllm.config.SpeculativeConfig", (DRAFTER,), "most drafts of a pass", has=("num_speculative_tokens",)),
     PrivateName("vllm.distributed.get_tensor_model_parallel_rank", (KV_FILES, WEIGHT_ENGINE), "the worker's own part"),
     PrivateName("vllm.distributed.get_tensor_model_parallel_world_size", (WEIGHT_ENGINE,), "its share of the hashing"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1", (KV_FILES,),
@@ -108,7 +134,8 @@ VLLM_NAMES = (
                 has=("_kv_transfer_config", "_get_connector_metadata", "request_finished", "register_kv_caches")),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata", (KV_FILES,), "the same"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole", (KV_FILES,), "the same"),
-    PrivateName("vllm.config.VllmConfig", (KV_FILES, CHARTS, CORE), "what decides where a worker holds an element",
+    PrivateName("vllm.config.VllmConfig", (KV_FILES, CHARTS, CORE, DRAFTER),
+                "what decides where a worker holds an element",
                 has=("compute_hash", "parallel_config", "cache_config", "model_config")),
     PrivateName("vllm.config.CompilationConfig", (STARTS,), "a start's phases",
                 has=("compilation_time", "encoder_compilation_time")),
@@ -263,6 +290,11 @@ TEXTS = (
                "the runner makes request states by the name that we replace"),
     SourceText('"Graph capturing finished in %.0f', "vllm/v1/worker/gpu_model_runner.py", (STARTS,), "a start"),
     SourceText("Loading weights took", "vllm/model_executor/model_loader/default_loader.py", (STARTS,), "the same"),
+    SourceText("cast(Any, self.drafter).propose(\n                sampled_token_ids,\n                "
+               "self.input_batch.num_tokens_no_spec,", "vllm/v1/worker/gpu_model_runner.py", (DRAFTER,),
+               "how a drafter of our own is asked, once the tokens are in the request's state"),
+    SourceText("sampled = gumbel_sample(\n                processed_logits,\n                expanded_idx_mapping,",
+               "vllm/v1/worker/gpu/sample/sampler.py", (VERIFICATION,), "draws without drafts in the newer runner"),
     SourceText("seeds[i] = torch.randint(", "vllm/v1/sample/ops/topk_topp_sampler.py", (GENERATORS,), "draws on a CPU"),
     SourceText("q[i].exponential_(generator=generator)", "vllm/v1/sample/ops/topk_topp_sampler.py", (GENERATORS,),
                "draws on a GPU"),

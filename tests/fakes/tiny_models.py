@@ -1,6 +1,6 @@
 """Tiny random models, as folders and as Hugging Face models to compare with; and engines for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
-from rlhfless.spec import EngineSpec, TimeoutsSpec
+from rlhfless.spec import EngineSpec, SpeculationSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.samples import sampled_values
 from rlhfless.weights.store import StoredWeights
@@ -100,12 +100,18 @@ SHAPES = {
 """The processes that an engine consists of: on one CPU core, on one GPU, and on several devices."""
 
 
-async def start_tiny_engine(model: TinyModel, store: Path, shape: str = "one process") -> VllmEngine:
+async def start_tiny_engine(
+    model: TinyModel,
+    store: Path,
+    shape: str | EngineSpec = "one process",
+    speculation: SpeculationSpec | None = None,
+) -> VllmEngine:
     """A small CPU engine with one thread per device that reads weights from the folder `store`."""
+    settings = tiny_settings(model, store, SHAPES[shape] if isinstance(shape, str) else shape)
     with pytest.MonkeyPatch.context() as patch:
         # Threads that wait for each other on a busy machine take many times as long as one.
         patch.setenv("OMP_NUM_THREADS", "1")
-        return await VllmEngine.start(tiny_settings(model, store, SHAPES[shape]))
+        return await VllmEngine.start(replace(settings, speculation=speculation or SpeculationSpec()))
 
 
 def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSettings:

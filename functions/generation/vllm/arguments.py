@@ -28,11 +28,20 @@ TRANSFER_BACKEND = "rlhfless-store"
 WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
 
+_DRAFTER_MODULE = "rlhfless.functions.generation.vllm.drafter"
+DRAFTERS = {"suffix": f"{_DRAFTER_MODULE}.SuffixDrafter", "ngram": f"{_DRAFTER_MODULE}.NgramDrafter"}
+"""Our classes that vLLM imports in its workers, by method; `ngram` only on CPUs."""
+
+NGRAMS = 3, 5
+"""Fewest and most last tokens that vLLM's own n-grams have on GPUs."""
+
 OWN_ARGUMENTS = frozenset(
     {
         "distributed_executor_backend",
         "kv_transfer_config",
         "logprobs_mode",
+        "per_request_spec_decode_metrics",
+        "speculative_config",
         "weight_transfer_config",
         "worker_extension_cls",
     }
@@ -72,6 +81,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             arguments["enable_sleep_mode"] = True
         if settings.kv_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.kv_bytes
+    if settings.speculation.on:
+        arguments["speculative_config"] = _speculative(settings)
+        arguments["per_request_spec_decode_metrics"] = "detailed"
     if spec.kv_connector is not None:
         arguments["kv_transfer_config"] = _kv_transfer(settings)
     return arguments | spec.extra
@@ -97,6 +109,18 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"folder": str(kv_folder(settings))},
     }
+
+
+def _speculative(settings: EngineSettings) -> dict[str, Any]:
+    """`speculative_config` of vLLM. Suffixes are drafted by our own class: vLLM's need a package that is built from
+    source, and remember no earlier steps."""
+    method, model = settings.speculation.method, settings.speculation.model
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": settings.speculation.depth}
+    if method == "ngram" and settings.device != "cpu":
+        return drafts | {"method": "ngram_gpu", "prompt_lookup_min": NGRAMS[0], "prompt_lookup_max": NGRAMS[1]}
+    if method in DRAFTERS:
+        return drafts | {"method": "custom_class", "model": DRAFTERS[method]}
+    return drafts if model is None else drafts | {"model": model}
 
 
 def is_eager(settings: EngineSettings) -> bool:

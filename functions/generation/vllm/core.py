@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from rlhfless.functions.generation.engine import (
     EngineBusy,
@@ -40,7 +41,7 @@ from rlhfless.functions.generation.engine import (
 )
 from rlhfless.functions.generation.vllm import start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
-from rlhfless.functions.generation.vllm.generators import DRAWN
+from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
 from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
@@ -88,6 +89,7 @@ class Core:
         self._continued: dict[str, SampleRequest] = {}
         """Requests that continue a response, by id."""
         self._usable = True
+        self._drafts_suffixes = settings.speculation.method == "suffix"
         self._on_gpu = settings.device != "cpu"
         self._workers = settings.engine.tensor_parallel_size
         self._freed_bytes = 0
@@ -125,6 +127,8 @@ class Core:
         extra: dict[str, Any] = {}
         if request.drawn_tokens:
             extra[DRAWN] = (request.drawn_tokens, self._vocabulary_tokens)
+        if request.earlier and self._drafts_suffixes:
+            extra[EARLIER] = [list(response) for response in request.earlier]
         if request.kv_transfer is not None:
             # With this key vLLM reports the tokens that were cached where the prefill was done, and not here.
             kept = {key: value for key, value in request.kv_transfer.items() if key != "remote_prefill_cached_tokens"}
@@ -322,7 +326,8 @@ class Core:
         sampled = Sampled(
             request_id=output.request_id,
             token_ids=token_ids,
-            logprobs=tuple(completion.logprobs.logprobs),
+            # A pass that ended in a stop text may have gone beyond it.
+            logprobs=tuple(completion.logprobs.logprobs[: len(token_ids)]),
             finish_reason=FinishReason(completion.finish_reason),
             version_spans=tuple(
                 VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ()
@@ -330,6 +335,7 @@ class Core:
             cached_tokens=output.num_cached_tokens or 0,
             kv_offer=output.kv_transfer_params,
             text=completion.text or tokenizer.decode(token_ids, skip_special_tokens=True),
+            **_speculated(completion.spec_decode_metrics),
         )
         continued = self._continued.pop(output.request_id, None)
         return sampled if continued is None else as_one(sampled, continued, tokenizer)
@@ -341,6 +347,15 @@ class Core:
     def _require_usable(self) -> None:
         if not self._usable:
             raise EngineDead("an earlier weight load failed half-way; start a new engine")
+
+
+def _speculated(metrics: RequestSpecDecodeMetrics | None) -> dict[str, tuple[int, ...]]:
+    """Drafts of a response by their place in a pass, [depth]: `drafted` and `accepted`, of Sampled."""
+    if metrics is None:
+        return {}
+    passes = {"drafted": metrics.per_step_drafted, "accepted": metrics.per_step_accepted}
+    places = range(metrics.num_spec_tokens)
+    return {name: tuple(sum(n > place for n in counts) for place in places) for name, counts in passes.items()}
 
 
 def _register_model_class(settings: EngineSettings) -> None:

@@ -22,6 +22,9 @@ DRAWN = "rlhfless_drawn"
 """Key in `SamplingParams.extra_args`: (how many tokens at the prompt's end were drawn with the request's seed, size of
 the vocabulary)."""
 
+EARLIER = "rlhfless_earlier"
+"""Key in `SamplingParams.extra_args`: see SampleRequest.earlier."""
+
 
 def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: int) -> None:
     """Take from the generator what vLLM's sampler takes for `drawn_tokens` tokens.

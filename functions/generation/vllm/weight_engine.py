@@ -33,9 +33,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlhfless.functions.generation.vllm import experts, generators, start_times
+from rlhfless.functions.generation.vllm import experts, generators, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
+from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
 from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
@@ -162,7 +163,10 @@ class StoreWorkerExtension(SleepingWorker):
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
     def rlhfless_start(self) -> start_times.WorkerStart:
-        """See start_times.of_worker."""
+        """See start_times.of_worker. The drafter, if it is ours, gets its runner: vLLM gives it none."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        if isinstance(drafter := getattr(runner, "drafter", None), SuffixDrafter):
+            drafter.runner = runner
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
 
     def rlhfless_consumed(self) -> Consumed:
@@ -180,5 +184,6 @@ class StoreWorkerExtension(SleepingWorker):
 # vLLM imports this module in every worker before the worker joins a process group; all of these need that.
 start_times.listen()
 generators.install()
+verification.install()
 bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

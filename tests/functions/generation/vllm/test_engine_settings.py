@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+import rlhfless
 from rlhfless import processes
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm import version
 from rlhfless.functions.generation.vllm.arguments import (
+    DRAFTERS,
     engine_arguments,
     engine_environment,
     has_core_process,
 )
-from rlhfless.spec import EngineSpec, RunSpec, TimeoutsSpec
+from rlhfless.spec import EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
 
 
@@ -88,6 +90,43 @@ def test_extra_arguments_win_but_for_the_adapters_own() -> None:
     assert engine_arguments(_settings(extra={"block_size": 64}))["block_size"] == 64
     with pytest.raises(ValueError, match="'logprobs_mode'"):
         engine_arguments(_settings(extra={"logprobs_mode": "raw_logprobs"}))
+
+
+@pytest.mark.parametrize(
+    ("device", "method", "asked"),
+    [
+        ("cpu", "ngram", {"method": "custom_class", "model": DRAFTERS["ngram"]}),
+        ("cuda", "ngram", {"method": "ngram_gpu", "prompt_lookup_min": 3, "prompt_lookup_max": 5}),
+        ("cpu", "suffix", {"method": "custom_class", "model": DRAFTERS["suffix"]}),
+        ("cuda", "suffix", {"method": "custom_class", "model": DRAFTERS["suffix"]}),
+        ("cuda", "draft_model", {"method": "draft_model", "model": "small"}),
+        ("cuda", "eagle3", {"method": "eagle3", "model": "small"}),
+        ("cuda", "mtp", {"method": "mtp"}),
+    ],
+)
+def test_speculation(device: str, method: str, asked: dict[str, object]) -> None:
+    model = "small" if asked.get("model") == "small" else None
+    speculation = SpeculationSpec(method=method, depth=6, model=model)  # type: ignore[arg-type]
+    arguments = engine_arguments(dataclasses.replace(_settings(device), speculation=speculation))
+    assert arguments["speculative_config"] == asked | {"num_speculative_tokens": 6}
+    assert arguments["per_request_spec_decode_metrics"] == "detailed"
+    assert "speculative_config" not in engine_arguments(_settings(device))
+    with pytest.raises(ValueError, match="'speculative_config'"):
+        engine_arguments(_settings(device, extra={"speculative_config": {}}))
+
+
+def test_the_drafters_are_there() -> None:
+    for path in DRAFTERS.values():
+        module, _, name = path.rpartition(".")
+        assert f"class {name}" in (Path(rlhfless.__file__).parent.parent / f"{module.replace('.', '/')}.py").read_text()
+
+
+def test_a_draft_model_of_the_hub_is_asked_for(tmp_path: Path) -> None:
+    local = _settings(path=str(tmp_path))
+    of_hub = dataclasses.replace(local, speculation=SpeculationSpec(method="draft_model", model="some/draft"))
+    assert local.is_local
+    assert not of_hub.is_local
+    assert "HF_HUB_OFFLINE" not in engine_environment(of_hub, {})
 
 
 def test_environment(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Drafts are verified by drawing: speculation changes when a token is drawn, and never which.
+
+vLLM's rejection sampling (Leviathan et al., arXiv 2211.17192) keeps the distribution of a response, and changes the
+response: it takes other random numbers with drafts than without. Here each position draws the target's own token, with
+the noise that it would have had without drafts, and a draft is accepted if it is that token. The probability of that is
+p(draft), which is the one of rejection sampling too where a draft is a token and not a distribution (n-grams, suffixes,
+greedy draft models and heads). So seeded samples are the same at any depth, and drafts may come from anywhere.
+
+Invariant: after each iteration a request's generator is behind as many draws as the request has tokens.
+
+Not here: penalties, bad words, allowed tokens and logits processors, none of which a `SampleRequest` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from rlhfless.functions.generation.vllm.generators import advance
+
+
+def verify(
+    sampler: RejectionSampler,
+    metadata: SpecDecodeMetadata,
+    draft_probs: torch.Tensor | None,  # noqa: ARG001 (a draft is accepted for what is drawn, however it was found)
+    logits: torch.Tensor,
+    sampling: SamplingMetadata,
+) -> SamplerOutput:
+    """In place of `RejectionSampler.forward`. `logits` [rows, vocabulary]: of each request one row for each of its
+    drafts and one more, in order."""
+    rows = [drafts + 1 for drafts in metadata.num_draft_tokens]
+    before = {request: generator.get_state() for request, generator in sampling.generators.items() if rows[request] > 1}
+    drawn = sampler.sampler(logits=logits, sampling_metadata=_of_rows(sampling, rows, logits.device))
+    starts = torch.tensor([0, *accumulate(rows)], device=logits.device)
+    drafts = torch.full((sum(rows),), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=logits.device)
+    drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.to(torch.int32)
+    kept, emitted, where = accepted(drawn.sampled_token_ids[:, 0], drafts, starts, max(rows))
+    counts = emitted.tolist() if before else []
+    for request, state in before.items():
+        if counts[request] < rows[request]:
+            sampling.generators[request].set_state(state)
+            advance(sampling.generators[request], counts[request], logits.shape[-1])
+    return SamplerOutput(sampled_token_ids=kept.to(torch.int32), logprobs_tensors=_at(drawn.logprobs_tensors, where))
+
+
+def accepted(
+    drawn: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What requests keep of the tokens that their rows drew: the drafts before the first that was not drawn, and the
+    token that was drawn there.
+
+    `drawn`, `drafts` [rows]: the token that a row drew, and the draft that the next row has read in its place; that of
+    a request's last row is ignored. `starts` [requests + 1]: where the rows of a request begin.
+
+    Returns the kept tokens [requests, width], filled up with PLACEHOLDER_TOKEN_ID; how many they are [requests]; and
+    the row of each place [requests, width].
+    """
+    places = torch.arange(width, device=drawn.device)
+    where = starts[:-1, None] + places
+    followed = where + 1 < starts[1:, None]
+    where = where.clamp(max=drawn.shape[0] - 1)
+    agree = (drawn == drafts)[where] & followed
+    emitted = 1 + agree.long().cumprod(1).sum(1)
+    kept = drawn[where].masked_fill(places >= emitted[:, None], PLACEHOLDER_TOKEN_ID)
+    return kept, emitted, where
+
+
+def verify_by_position(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,  # noqa: ARG001 (see verify)
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    pos: torch.Tensor,
+    idx_mapping: torch.Tensor,  # noqa: ARG001
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,  # noqa: ARG001
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    num_speculative_steps: int,
+    synthetic_conditional_rates: torch.Tensor | None = None,  # noqa: ARG001
+    use_fp64: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of `rejection_sample` of vLLM's newer runner for GPUs, whose noise follows from seed and position:
+    nothing has to be set back. `target_logits` [rows, vocabulary] are processed, `draft_sampled` [rows] is the token
+    that a row has read, `cu_num_logits` [requests + 1] is where the rows of a request begin."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    drawn = gumbel_sample(
+        target_logits,
+        expanded_idx_mapping,
+        temperature,
+        seed,
+        pos,
+        apply_temperature=False,
+        is_drafting=False,
+        use_fp64=use_fp64,
+    )
+    kept, emitted, _rows = accepted(drawn, draft_sampled.roll(-1), cu_num_logits, num_speculative_steps + 1)
+    return kept, emitted.to(torch.int32)
+
+
+def _of_rows(sampling: SamplingMetadata, rows: Sequence[int], device: torch.device) -> SamplingMetadata:
+    """The same with an entry for each row, as if it were a request. A generator is there once for each of its rows, and
+    the sampler takes their noise in this order."""
+    each = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
+    starts = [0, *accumulate(rows)]
+
+    def repeated(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[each]
+
+    return replace(
+        sampling,
+        temperature=repeated(sampling.temperature),
+        top_p=repeated(sampling.top_p),
+        top_k=repeated(sampling.top_k),
+        generators={
+            row: generator
+            for request, generator in sampling.generators.items()
+            for row in range(starts[request], starts[request + 1])
+        },
+    )
+
+
+def _at(logprobs: LogprobsTensors | None, where: torch.Tensor) -> LogprobsTensors | None:
+    """Those of the rows `where`."""
+    if logprobs is None:
+        return None
+    rows = where.flatten()
+    return LogprobsTensors(
+        logprobs.logprob_token_ids[rows], logprobs.logprobs[rows], logprobs.selected_token_ranks[rows]
+    )
+
+
+def install() -> None:
+    """Make the model runners of this worker verify like this. Idempotent."""
+    forward: Any = verify
+    rejection_sampler.RejectionSampler.forward = forward  # type: ignore[method-assign]
+    if not current_platform.is_cpu():
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler as newer
+
+        newer_module: Any = newer
+        newer_module.rejection_sample = verify_by_position
