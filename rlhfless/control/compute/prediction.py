@@ -103,12 +103,12 @@ class Predicted:
     """A prediction, and what it was made of: means of a step."""
 
     cost: PlannedCost
-    latency: str
-    """What the engine's seconds were taken from."""
     busy_device_s: float
     response_tokens: float
     shares: Mapping[str, float]
     """By function: the share of the time in which it works."""
+    latency: str | None = None
+    """What the engine's seconds were taken from; None where nothing is drawn."""
 
 
 def predicted(
@@ -147,7 +147,7 @@ def predicted(
         source = f"measured: {', '.join(latency.traces)}"
     busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
     tokens = fmean(of.response_tokens / of.steps for of in totals[0])
-    return Predicted(cost, source, busy_s, tokens, _shares(by_factor[0][0]))
+    return Predicted(cost, busy_s, tokens, _shares(by_factor[0][0]), source)
 
 
 def sheet_factor(kind: str) -> float:

@@ -60,6 +60,8 @@ class Rollouts:
 
     def problem(self, spec: RunSpec, kind: str) -> str | None:
         """Why a run cannot draw so on a kind of device."""
+        if spec.supervised and self != AS_IN_RUNS:
+            return f"a run of type {spec.type} draws nothing"
         if self.format == "bf16":
             return None
         if device_of(kind).fp8_flops_per_s is None:

@@ -36,7 +36,7 @@ def tried(wall_s: float | None, cost_usd: float = 0.0, count: int = 1, problems:
         cost_low_usd=cost_usd,
         cost_high_usd=cost_usd,
     )
-    found = Predicted(cost, "a sheet", 36.0, response_tokens=5e5, shares={"generation": 0.75, "learner": 0.25})
+    found = Predicted(cost, 36.0, 5e5, {"generation": 0.75, "learner": 0.25}, "a sheet")
     return Tried(choice, "co-located", predicted=found)
 
 
@@ -81,6 +81,9 @@ def test_engines_and_formats_that_runs_do_not_draw_with_are_planned_for() -> Non
 
 def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
     fp8 = Rollouts(format="fp8")
+    written = RunSpec.model_construct(type="sft", algorithm=None)
+    assert fp8.problem(written, "h100") == "a run of type sft draws nothing"
+    assert AS_IN_RUNS.problem(written, "h100") is None
     assert fp8.problem(SPEC, "h100") is None
     assert fp8.problem(SPEC, "a100-80gb") == "rollouts in fp8: a100-80gb has no products of 8 bits"
     plain = RunSpec.model_validate(
