@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
 
 import ray
 
@@ -20,12 +20,15 @@ from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.functions.training.settings import TrainedSettings
 
+Learned: TypeAlias = Reply[Mapping[str, float]]
+"""The metrics of a training step."""
+
 
 class TrainedFunction(RankedFunction):
     """The front of a trained model; `actor` is a TrainingActor."""
 
     async def __init__(self, settings: TrainedSettings) -> None:  # type: ignore[misc]
-        self._learning: tuple[Call, asyncio.Task[Reply[Mapping[str, float]]]] | None = None
+        self._learning: tuple[Call, asyncio.Task[Learned]] | None = None
         self._step = 0
         """The last training step of the weights."""
         self._asked = asyncio.Event()
@@ -36,26 +39,36 @@ class TrainedFunction(RankedFunction):
     def _step_of_weights(self) -> int:
         return self._step
 
-    async def learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Reply[Mapping[str, float]]:
+    async def learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Learned:
         """One training step: an optimiser step per mini-batch of each pass. Returns the metrics.
 
         Idempotent by step: a repeated call, even during the first, gets the answer of the first.
         """
+        return await self._once(call, lambda: self._learn(call, batch, passes))
+
+    async def _once(self, call: Call, learn: Callable[[], Coroutine[Any, Any, Learned]]) -> Learned:
+        """The answer of the first `learn` of a call."""
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
-            self._learning = (call, asyncio.create_task(self._learn(call, batch, passes)))
+            self._learning = (call, asyncio.create_task(learn()))
             self._asked.set()
             self._asked = asyncio.Event()
         return await asyncio.shield(self._learning[1])
 
-    async def _learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Reply[Mapping[str, float]]:
+    async def _learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Learned:
         start_s = time.time()
-        metrics = dict((await self._group.all("learn", ray.put(batch), passes))[0])
+        metrics = (await self._group.all("learn", ray.put(batch), passes))[0]
+        return self._learned(call, metrics, start_s, passes.epochs * len(batch.tokens), passes.epochs * batch.sequences)
+
+    def _learned(
+        self, call: Call, metrics: Mapping[str, float], start_s: float, tokens: int, sequences: int
+    ) -> Learned:
+        """The answer to a call with which the weights have taken its step; it read so many tokens and sequences."""
         self._step = call.step
-        shared = int(metrics.pop("shared_prompt_tokens", 0))
-        read = (passes.epochs * len(batch.tokens), passes.epochs * batch.sequences)
-        usage = CallUsage(input_tokens=read[0], cached_tokens=shared, sequences=read[1])
-        return self.reply(metrics, start_s, usage)
+        figures = dict(metrics)
+        shared = int(figures.pop("shared_prompt_tokens", 0))
+        usage = CallUsage(input_tokens=tokens, cached_tokens=shared, sequences=sequences)
+        return self.reply(figures, start_s, usage)
 
     async def check_shared_storage(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
         """Why ranks cannot read a file that the run has written, or write beside it; empty if all can."""

@@ -39,6 +39,9 @@ BUILT_IN: Mapping[str, str] = {
 MAXIMUM_SUFFIX = "_max"
 """Metrics with this ending combine by maximum; all others are shares of a token mean and combine by sum."""
 
+OF_LOSS = frozenset({"loss", "policy_loss"})
+"""Metrics that are divided as the loss is, and not by tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:

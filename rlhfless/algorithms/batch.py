@@ -81,9 +81,16 @@ class Denominators:
     """Sequences in which it drew any."""
     groups: int
 
+    def plus(self, other: Denominators) -> Denominators:
+        """Of two parts of a batch, which share no group."""
+        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences, self.groups + other.groups)
+
 
 NO_DENOMINATORS = Denominators(0, 0, 0)
 """Of a batch that is still being packed."""
+
+UNDIVIDED = Denominators(1, 1, 1)
+"""Of a part of a batch: its losses are sums."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,15 +56,24 @@ def without_failures(experience: Experience, scoring: ScoringSpec, step: int) ->
     Logs failures. Raises RewardError if too many samples failed.
     """
     log_failures(experience, step)
-    failed, samples = list(experience.failed()), len(experience.samples)
-    unusable = [sample for sample in failed if scoring.on_failure == "drop" or LOGPROBS in sample.scored.failures]
-    if len(failed) > scoring.max_failed * samples or len(unusable) == samples:
+    failed, samples, usable = list(experience.failed()), len(experience.samples), usable_of(experience, scoring)
+    if len(failed) > scoring.max_failed * samples or not usable.groups:
         reward, cause = next(iter(failed[0].scored.failures.items()))
         share = (
             f"{len(failed)} of {samples} samples of step {step} failed (scoring.max_failed is {scoring.max_failed:g})"
         )
         raise RewardError(reward, f"{share}; the first: {failed[0]}: {cause}")
-    return _without(experience, {sample.key for sample in unusable}) if unusable else experience
+    return usable
+
+
+def usable_of(experience: Experience, scoring: ScoringSpec) -> Experience:
+    """The samples that can be learned from, and the groups that have any."""
+    unusable = {
+        sample.key
+        for sample in experience.failed()
+        if scoring.on_failure == "drop" or LOGPROBS in sample.scored.failures
+    }
+    return _without(experience, unusable) if unusable else experience
 
 
 def log_failures(experience: Experience, step: int) -> None:

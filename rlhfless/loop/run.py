@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
+from rlhfless.algorithms.passes import LastParts, Part
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
@@ -34,6 +35,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes
+from rlhfless.spec.streaming import waits_for
 from rlhfless.tasks import gather_or_cancel
 from rlhfless.weights.monitor import RolloutMonitor
 
@@ -67,6 +69,8 @@ class Run(TrainedRun):
     """What the steps drew, which decides how often prompts are drawn."""
 
     versions: OneVersion = field(init=False)
+    streams: bool = field(init=False)
+    """Whether the learner begins with the groups of a step that are complete, while others are drawn."""
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """By step and column: the values of groups, while the step is in progress."""
 
@@ -77,6 +81,10 @@ class Run(TrainedRun):
         assert prompts is not None, "a run that draws has prompts"
         self.history = PromptHistory(prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
         self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
+        waits = waits_for(self.spec)
+        self.streams = self.spec.schedule.streaming and not waits
+        if self.spec.schedule.streaming and waits:
+            log.info("the learner waits for all samples of a step: %s", waits)
 
     @property
     def generation(self) -> ReplicaPool:
@@ -205,6 +213,15 @@ class Run(TrainedRun):
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
         return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
+
+    async def accumulate(self, call: Call, part: Part) -> None:
+        """Add the gradient of a part of a step that is still drawn."""
+        await self.work(self._the_learner, Work.LEARN, "accumulate", call, part)
+
+    async def finish(self, call: Call, last: LastParts, sent: asyncio.Event) -> Mapping[str, float]:
+        """The training step of a batch that came in parts; returns its metrics."""
+        metrics: Mapping[str, float] = await self.work(self._the_learner, Work.LEARN, "finish", call, last, sent=sent)
+        return metrics
 
     async def publish(
         self, call: Call, *, perturbed: bool = False, sent: asyncio.Event | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_re
 from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
-from rlhfless.loop.stages import ComputeColumn, collect, with_columns
+from rlhfless.loop.stages import ComputeColumn, collect, ignored, with_columns
 from rlhfless.loop.staleness import staleness_of
 from rlhfless.loop.step_context import StepContext
+from rlhfless.loop.streaming import Streaming
 from rlhfless.loop.summary import drawn_metrics, step_metrics
-from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
+from rlhfless.records import Experience, FinishReason, Group, PublishedWeights, StepRecord
 from rlhfless.spec import Needs
 from rlhfless.tasks import beside, gather_or_cancel
 
@@ -31,7 +33,21 @@ from rlhfless.tasks import beside, gather_or_cancel
 async def rollout(run: Run, context: StepContext) -> Experience:
     """Draw the samples of a step with the weights that were published last, and score them. Raises what a stage
     raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout."""
-    request = context.request
+    if not run.streams:
+        return await _rolled_out(run, context)
+    needs = run.spec.algorithm.needs
+    streaming = context.streaming = Streaming(
+        run.spec,
+        context.request,
+        lambda groups: _with_targets(run, context.step, batch_of(groups, needs)),
+        run.accumulate,
+        run.finish,
+    )
+    return await streaming.beside(_rolled_out(run, context))
+
+
+async def _rolled_out(run: Run, context: StepContext) -> Experience:
+    request, passed = context.request, context.streaming.add if context.streaming else ignored
     columns = run.columns_of(context.call)
 
     def generation(wanted: RolloutRequest) -> GenerationStage:
@@ -40,7 +56,7 @@ async def rollout(run: Run, context: StepContext) -> Experience:
         return stage
 
     async def draw(wanted: RolloutRequest) -> Experience:
-        (experience,) = await drawn(run, {generation(wanted): columns}, context.oldest)
+        (experience,) = await drawn(run, {generation(wanted): columns}, context.oldest, passed)
         return experience
 
     needs = run.spec.algorithm.needs
@@ -55,10 +71,13 @@ async def rollout(run: Run, context: StepContext) -> Experience:
 
 
 async def drawn(
-    run: Run, stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]], oldest: int
+    run: Run,
+    stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]],
+    oldest: int,
+    passed: Callable[[Group], None] = ignored,
 ) -> Sequence[Experience]:
     """The samples of each stage, scored and with its columns; all are drawn at once, with the newest weights, which are
-    at least of the step `oldest`.
+    at least of the step `oldest`. `passed`: see `collect`.
 
     Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Samples that are all in
     the journal need no engine.
@@ -66,7 +85,7 @@ async def drawn(
 
     async def collected(stage: GenerationStage, columns: Mapping[str, ComputeColumn]) -> Experience:
         request = stage.request
-        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns)
+        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns, passed)
 
     if not any(stage.recall() for stage in stages):
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
@@ -94,23 +113,24 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     experience = await with_columns(experience, run.columns_of(call, learned=True))
     kept = without_failures(experience, run.spec.scoring, step)
     needs = run.spec.algorithm.needs
-    learned_from = with_signal(kept) if needs.signal_only or needs.redraws else kept
-    batch = batch_of(learned_from, needs)
-    if needs.greedy_baseline:
-        batch = batch.with_columns(baselines=baselines(learned_from, experience.greedy))
-    if needs.old_logprobs and run.spec.updates_per_step > 1:
-        # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
-        batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
-    batch = _with_targets(run, step, batch)
-    figures = await run.keepers.update_others(call, batch)
+    learned_from = with_signal(kept) if needs.with_signal else kept
+    figures: dict[str, float] = {}
+    learn: Callable[[asyncio.Event], Coroutine[Any, Any, Mapping[str, float]]]
+    whole: Callable[[], PackedBatch] = partial(batch_of, learned_from, needs)
+    if streaming := context.streaming:
+        learn = partial(streaming.finish, learned_from)
+    else:
+        batch = await _whole_batch(run, context, learned_from, experience.greedy)
+        figures = await run.keepers.update_others(call, batch)
+        learn, whole = partial(run.keepers.learn, run.learner, call, batch), lambda: batch
     if run.spec.updates_policy(step):
         learning, publishing = asyncio.Event(), asyncio.Event()
         learned, run.published, drawn = await gather_or_cancel(
-            run.keepers.learn(run.learner, call, batch, learning),
+            learn(learning),
             run.publish(call, sent=publishing),
             taken(run, context, experience, kept, after=[learning, publishing]),
         )
-        figures |= {**learned, **run.algorithms.learn(step, batch)}
+        figures |= {**learned, **run.algorithms.learn(step, whole)}
     else:
         drawn = await taken(run, context, experience, kept, after=[])
     figures |= baseline_figures(experience) | (staleness.metrics if staleness else {})
@@ -119,6 +139,20 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     run.close_step(record, experience)
     run.check_rollouts(record, staleness)
     return record
+
+
+async def _whole_batch(
+    run: Run, context: StepContext, learned_from: Experience, greedy: Sequence[Group]
+) -> PackedBatch:
+    """The batch of a step whose samples are all there."""
+    needs = run.spec.algorithm.needs
+    batch = batch_of(learned_from, needs)
+    if needs.greedy_baseline:
+        batch = batch.with_columns(baselines=baselines(learned_from, greedy))
+    if needs.old_logprobs and run.spec.updates_per_step > 1:
+        # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
+        batch = batch.with_columns(old_logprobs=await run.evaluate(context.call, batch))
+    return _with_targets(run, context.step, batch)
 
 
 def batch_of(experience: Experience, needs: Needs) -> PackedBatch:

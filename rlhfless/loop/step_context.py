@@ -11,6 +11,7 @@ from rlhfless.loop.rollout_request import RolloutRequest
 
 if TYPE_CHECKING:
     from rlhfless.loop.generation import GenerationStage
+    from rlhfless.loop.streaming import Streaming
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class StepContext:
     """The step of the oldest version that may draw its samples: the newest when it began."""
     stage: GenerationStage | None = None
     """Its generation, once that has begun."""
+    streaming: Streaming | None = None
+    """What the learner gets while the step is drawn, if it begins then."""
 
     @property
     def step(self) -> int:

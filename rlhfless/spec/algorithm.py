@@ -66,7 +66,7 @@ class ReMaxSpec(ClippedLossSpec):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, samples_per_prompt=1, greedy_baseline=True)
+        return replace(super().needs, samples_per_prompt=1, greedy_baseline=True, by_group=None)
 
 
 class ReinforcePlusPlusSpec(ClippedLossSpec):
@@ -85,7 +85,7 @@ class ReinforcePlusPlusSpec(ClippedLossSpec):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, samples_per_prompt=2 if self.group_baseline else 1)
+        return replace(super().needs, samples_per_prompt=2 if self.group_baseline else 1, by_group=None)
 
 
 class GSPOSpec(GroupRelativeSpec, ClippedLossSpec):
@@ -163,7 +163,7 @@ class PPOSpec(ClippedLossSpec):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, values=True, samples_per_prompt=1)
+        return replace(super().needs, values=True, samples_per_prompt=1, by_group=None)
 
 
 class OwnAlgorithmSpec(OwnSpec):

@@ -15,6 +15,9 @@ Level = Literal["token", "sequence", "geometric"]
 
 Aggregation = Literal["token", "sequence", "constant"]
 
+Denominator = Literal["tokens", "sequences"]
+"""What a loss is divided by: the tokens of the optimiser step that the model drew, or the sequences with any."""
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
@@ -48,8 +51,18 @@ class Needs:
     """How many times a step draws other prompts in place of those whose samples have all the same reward. With any,
     the latter are not learned from."""
 
+    by_group: Denominator | None = None
+    """Its advantages of a group follow from that group alone, and its loss is a sum over tokens that is divided by this
+    number of the optimiser step: so learning may begin with complete groups (`schedule.streaming`). None: it needs the
+    whole batch first."""
+
     signal_only: bool = False
     """Prompts whose samples have all the same reward are left out before learning, unless all of them are."""
+
+    @property
+    def with_signal(self) -> bool:
+        """Whether only prompts whose samples differ in their rewards are learned from, if there are any."""
+        return self.signal_only or self.redraws > 0
 
 
 class KLSpec(SpecModel):
@@ -168,6 +181,7 @@ class PolicyLossSpec(SpecModel):
             entropy_gradient=self.entropy_bonus > 0,
             samples_per_prompt=2,
             whole_responses=self.mask_truncated,
+            by_group="tokens" if self.aggregation == "token" else "sequences",
         )
 
 

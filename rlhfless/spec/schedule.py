@@ -21,6 +21,12 @@ class SyncSpec(SpecModel):
     """One step after the other: each step draws with the weights that the previous step published."""
 
     type: Literal["sync"] = "sync"
+
+    streaming: bool = False
+    """The learner begins with the gradients of complete groups while others are still drawn, and steps when the last
+    ones are there: the same update, up to the order of sums. Where that cannot be, a line of the log says why
+    (rlhfless.spec.streaming), and the learner waits for all samples of a step."""
+
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
     """Most steps that are drawn while an earlier one is still to be learned from."""
@@ -38,6 +44,7 @@ class PartialSpec(SpecModel):
     that groups of long responses are learned from some steps after they were begun."""
 
     type: Literal["partial"] = "partial"
+    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
 
@@ -58,6 +65,7 @@ class TailBatchingSpec(SpecModel):
     prompts with short responses, and now and then from those with long ones."""
 
     type: Literal["tail_batching"] = "tail_batching"
+    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
 
@@ -75,6 +83,7 @@ class OneStepOffSpec(SpecModel):
     first learns from samples that are one version old. Weights are loaded between two steps."""
 
     type: Literal["one_step_off"] = "one_step_off"
+    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 1
 
@@ -89,6 +98,7 @@ class AsyncSpec(SpecModel):
     step is only begun when it cannot become too old."""
 
     type: Literal["async"] = "async"
+    streaming: ClassVar[bool] = False
 
     max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
     """Most versions that the weights of a sample may be behind: so many steps are drawn ahead of the learner."""
@@ -109,6 +119,9 @@ class OwnScheduleSpec(OwnSpec):
 
     in_flight: ClassVar[bool] = False
     """See AsyncSpec."""
+
+    streaming: ClassVar[bool] = False
+    """See SyncSpec. Only schedules that learn from samples of the newest weights can have it."""
 
     @property
     def max_staleness(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from fakes.fleet import FakePool, prompt, runner
 from fakes.ledgers import ledger_in
 from fakes.stage import until
-from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Part
 from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import rollout
@@ -48,7 +48,9 @@ class Function:
     def __init__(self, function: FunctionName, ledger: Any, calls: list[tuple[str, str, int]], gated: bool = False):
         self.function, self.kind, self.allocations = function, declared()[function], ()
         self.asked: list[tuple[str, int]] = []
-        self.learned: list[PackedBatch] = []
+        self.learned: list[Any] = []
+        """The batch of each step, or its last parts."""
+        self.parts: list[Part] = []
         self.computed = 0
         """Calls that have asked for a column: each gets another value."""
         self.gate = asyncio.Event()
@@ -85,7 +87,10 @@ class Function:
         match method:
             case "score":
                 return scored(arguments[0])
-            case "learn":
+            case "accumulate":
+                self.parts.append(arguments[0])
+                return None
+            case "learn" | "finish":
                 self.learned.append(arguments[0])
                 return {"loss": 0.5} if self.kind.publishes else {"value_loss": 0.25}
             case "compute":

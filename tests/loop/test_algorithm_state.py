@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,11 +38,11 @@ ADAPTIVE = ReinforcePlusPlusSpec(kl=RewardKLSpec(coefficient=0.5, target=1.0, ho
 
 def test_a_step_done_again_has_its_own_coefficient_and_does_not_count_twice() -> None:
     state = AlgorithmState(ADAPTIVE)
-    assert state.learn(1, batch_with_kl(2.0)) == {"kl_coefficient": 0.5}
-    assert state.learn(1, batch_with_kl(2.0)) == {"kl_coefficient": 0.5}
+    assert state.learn(1, partial(batch_with_kl, 2.0)) == {"kl_coefficient": 0.5}
+    assert state.learn(1, partial(batch_with_kl, 2.0)) == {"kl_coefficient": 0.5}
     # Two samples of 20, each fully above: 2 % more.
     assert state.coefficient_after(1) == pytest.approx(0.51)
-    assert state.learn(2, batch_with_kl(0.5))["kl_coefficient"] == pytest.approx(0.51)
+    assert state.learn(2, partial(batch_with_kl, 0.5))["kl_coefficient"] == pytest.approx(0.51)
     assert state.coefficient_after(2) == pytest.approx(0.51 * 0.98)
     # The advantages are made with the step's own.
     one = state.at(2).advantages(batch_with_kl(2.0))
@@ -52,12 +53,12 @@ def test_a_step_done_again_has_its_own_coefficient_and_does_not_count_twice() ->
 def test_a_restore_goes_on_with_what_the_checkpoint_kept() -> None:
     through, kept = AlgorithmState(ADAPTIVE), {}
     for step, kl in enumerate((2.0, 3.0, 0.2, 1.5), start=1):
-        through.learn(step, batch_with_kl(kl))
+        through.learn(step, partial(batch_with_kl, kl))
         kept[step] = through.coefficient_after(step)
     resumed = AlgorithmState(ADAPTIVE)
     resumed.restore(2, kept[2])
     for step, kl in enumerate((0.2, 1.5), start=3):
-        resumed.learn(step, batch_with_kl(kl))
+        resumed.learn(step, partial(batch_with_kl, kl))
         assert resumed.coefficient_after(step) == kept[step]
     resumed.restore(0, None)
     assert resumed.coefficient_after(0) == 0.5
@@ -66,7 +67,7 @@ def test_a_restore_goes_on_with_what_the_checkpoint_kept() -> None:
 def test_without_a_target_nothing_is_kept() -> None:
     for settings in (GRPOSpec(), PPOSpec(kl=RewardKLSpec(coefficient=0.1))):
         state = AlgorithmState(settings)
-        assert state.learn(1, batch_with_kl(2.0)) == {}
+        assert state.learn(1, partial(batch_with_kl, 2.0)) == {}
         assert state.coefficient_after(1) is None
 
 
