@@ -69,8 +69,6 @@ class Run(TrainedRun):
     """What the steps drew, which decides how often prompts are drawn."""
 
     versions: OneVersion = field(init=False)
-    streams: bool = field(init=False)
-    """Whether the learner begins with the groups of a step that are complete, while others are drawn."""
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """By step and column: the values of groups, while the step is in progress."""
 
@@ -81,10 +79,13 @@ class Run(TrainedRun):
         assert prompts is not None, "a run that draws has prompts"
         self.history = PromptHistory(prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
         self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
-        waits = waits_for(self.spec)
-        self.streams = self.spec.schedule.streaming and not waits
-        if self.spec.schedule.streaming and waits:
-            log.info("the learner waits for all samples of a step: %s", waits)
+        if self.spec.schedule.streaming and (why := waits_for(self.spec)):
+            log.info("the learner waits for all samples of a step: %s", why)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the learner begins with the groups of a step that are complete, while others are drawn."""
+        return self.spec.schedule.streaming and not waits_for(self.spec)
 
     @property
     def generation(self) -> ReplicaPool:

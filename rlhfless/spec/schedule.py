@@ -121,7 +121,7 @@ class OwnScheduleSpec(OwnSpec):
     """See AsyncSpec."""
 
     streaming: ClassVar[bool] = False
-    """See SyncSpec. Only schedules that learn from samples of the newest weights can have it."""
+    """See SyncSpec."""
 
     @property
     def max_staleness(self) -> int:
