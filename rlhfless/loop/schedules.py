@@ -4,13 +4,23 @@ path."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.loop.overlap import OverlapTrial, StepTimes
 from rlhfless.records import Experience
-from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
+from rlhfless.spec import (
+    AsyncSpec,
+    AutoSpec,
+    OneStepOffSpec,
+    PartialSpec,
+    ScheduleSpec,
+    SyncSpec,
+    TailBatchingSpec,
+)
 from rlhfless.spec.extension import make
 
 Data = Experience | PackedBatch
@@ -30,6 +40,9 @@ class Steps(Protocol):
     async def train(self, step: int, experience: Data) -> None:
         """Learn from a step's samples, publish the weights, and do what the spec wants after the step."""
 
+    def decided(self, step: int, choice: str, reason: str, measured: Mapping[str, float]) -> None:
+        """Note what the schedule has decided after a step, and the measurements by which it did."""
+
 
 class Schedule(Protocol):
     """Drives steps. After a fault a new schedule is made, which begins with the first step that is not done."""
@@ -42,33 +55,53 @@ class Sync:
     """One step after the other; which groups a step draws and learns from is no matter of order, see
     rlhfless.loop.selection."""
 
-    def __init__(self, settings: SyncSpec | PartialSpec | TailBatchingSpec) -> None:
+    overlap = False
+    """Whether the next step is drawn while this one is learned: its rollout begins when the one before it has ended,
+    and the learner has published the step before that."""
+
+    def __init__(self, settings: SyncSpec | PartialSpec | TailBatchingSpec | OneStepOffSpec | AutoSpec) -> None:
         self.settings = settings
 
     async def drive(self, steps: Steps, first: int, last: int) -> None:
         """See Schedule."""
-        for step in range(first, last + 1):
-            await steps.train(step, await steps.rollout(step))
-
-
-class OneStepOff:
-    """While a step is learned, the next one is drawn: a rollout begins when the one before it has ended, and the
-    learner has published the step before that."""
-
-    def __init__(self, settings: OneStepOffSpec) -> None:
-        self.settings = settings
-
-    async def drive(self, steps: Steps, first: int, last: int) -> None:
-        """See Schedule."""
+        ended_s = time.monotonic()
         drawing = asyncio.create_task(steps.rollout(first))
         try:
             for step in range(first, last + 1):
                 experience = await drawing
-                if step < last:
+                drawn_s, overlap = time.monotonic(), self.overlap
+                if overlap and step < last:
                     drawing = asyncio.create_task(steps.rollout(step + 1))
                 await steps.train(step, experience)
+                began_s, ended_s = ended_s, time.monotonic()
+                self._observe(steps, step, StepTimes(drawn_s - began_s, ended_s - drawn_s, ended_s - began_s))
+                if not overlap and step < last:
+                    drawing = asyncio.create_task(steps.rollout(step + 1))
         finally:
             await _ended(drawing)
+
+    def _observe(self, steps: Steps, step: int, times: StepTimes) -> None:
+        """Called when a step has ended."""
+
+
+class OneStepOff(Sync):
+    """While a step is learned, the next one is drawn."""
+
+    overlap = True
+
+
+class Auto(Sync):
+    """The faster of the two, by trial."""
+
+    def __init__(self, settings: AutoSpec) -> None:
+        super().__init__(settings)
+        self._trial = OverlapTrial(settings)
+
+    def _observe(self, steps: Steps, step: int, times: StepTimes) -> None:
+        choice = self._trial.observe(times)
+        self.overlap = self._trial.overlap
+        if choice is not None:
+            steps.decided(step, "one_step_off" if choice.overlap else "sync", choice.reason, choice.measured)
 
 
 class Async:
@@ -106,6 +139,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "tail_batching": f"{__name__}:{Sync.__name__}",
         "one_step_off": f"{__name__}:{OneStepOff.__name__}",
         "async": f"{__name__}:{Async.__name__}",
+        "auto": f"{__name__}:{Auto.__name__}",
     }
 )
 

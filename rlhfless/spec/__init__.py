@@ -68,6 +68,7 @@ from rlhfless.spec.rewards import (
 from rlhfless.spec.run import LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import (
     AsyncSpec,
+    AutoSpec,
     OneStepOffSpec,
     OwnScheduleSpec,
     PartialSpec,

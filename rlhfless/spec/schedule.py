@@ -114,6 +114,28 @@ class AsyncSpec(SpecModel):
         return self.max_staleness
 
 
+class AutoSpec(SpecModel):
+    """The run measures whether an overlap pays: it takes some steps as `sync`, as many as `one_step_off`, and goes on
+    with what was faster. Where the longer of generation and learning takes nearly the whole step, nothing is tried."""
+
+    type: Literal["auto"] = "auto"
+    streaming: ClassVar[bool] = False
+    in_flight: ClassVar[bool] = False
+    steps_ahead: ClassVar[int] = 1
+
+    least_saving: Annotated[float, Field(gt=0, lt=1)] = 0.03
+    """Share of a step that an overlap has to save, for samples that are one version older: less is within the error of
+    a measurement."""
+
+    again_after_steps: Annotated[int, Field(ge=1)] = 100
+    """Steps until both ways are tried again, because lengths change as a policy learns. A trial takes seven steps."""
+
+    @property
+    def max_staleness(self) -> int:
+        """See SyncSpec."""
+        return 1
+
+
 class OwnScheduleSpec(OwnSpec):
     """Base of the settings of a schedule of your own; see docs/extending.md."""
 
@@ -136,10 +158,10 @@ class OwnScheduleSpec(OwnSpec):
 
 
 ScheduleSpec = Annotated[
-    SyncSpec | PartialSpec | TailBatchingSpec | OneStepOffSpec | AsyncSpec | OwnScheduleSpec,
+    SyncSpec | PartialSpec | TailBatchingSpec | OneStepOffSpec | AsyncSpec | AutoSpec | OwnScheduleSpec,
     Seam(
         "schedule",
-        built_in=(SyncSpec, PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec),
+        built_in=(SyncSpec, PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec, AutoSpec),
         methods=("drive",),
         settings=OwnScheduleSpec,
     ),

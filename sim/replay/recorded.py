@@ -92,9 +92,13 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
 
 
 def _max_staleness(trace: Trace) -> int:
-    """Steps that the run drew ahead of its learner; a schedule of the user's own counts as one that draws none."""
+    """Steps that the run drew ahead of its learner, at the end if it chose itself; a schedule of the user's own counts
+    as one that draws none."""
     schedule = trace.meta.spec.get("schedule") or {}
-    return {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}.get(schedule.get("type", "sync"), 0)
+    name = schedule.get("type", "sync")
+    if name == "auto":
+        name = ["sync", *(decision.choice for decision in trace.decisions if decision.kind == "schedule")][-1]
+    return {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}.get(name, 0)
 
 
 def _epochs(trace: Trace, function: str) -> int:

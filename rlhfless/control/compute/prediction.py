@@ -32,7 +32,7 @@ from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.spec import RunSpec
+from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 
@@ -125,6 +125,13 @@ def predicted(
 
     Raises InputError if the simulator cannot run it.
     """
+    own = asked.spec.schedule
+    if isinstance(own, AutoSpec):
+        sync, ahead = (
+            predicted(asked.with_schedule(schedule), config, lengths, latency, quick=quick)
+            for schedule in (SyncSpec(), OneStepOffSpec())
+        )
+        return ahead if ahead.cost.step_s <= (1 - own.least_saving) * sync.cost.step_s else sync
     factors = (1.0,) if lengths.known or quick else (1.0, 0.5, 2.0)
     with tempfile.TemporaryDirectory() as folder:
         measured: dict[str, Any] = {}

@@ -7,16 +7,15 @@ learning share the devices, whose work then adds up, or where one of the two tak
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records import FunctionName
-from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec import AsyncSpec, AutoSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
 
-LEAST_SAVING = 0.03
-"""Share of a step of `sync` that an overlap has to save: less is within the error of a prediction."""
+LEAST_SAVING = AutoSpec().least_saving
+"""Share of a step of `sync` that an overlap has to save."""
 
 
 Predict = Callable[[Question], tuple[Predicted | None, str | None]]
@@ -30,7 +29,7 @@ def schedules_of(asked: Question, predict: Predict) -> list[dict[str, Any]]:
         return []
     own = asked.spec.schedule
     schedules: list[ScheduleSpec] = [SyncSpec(), OneStepOffSpec(), own if isinstance(own, AsyncSpec) else AsyncSpec()]
-    found = [predict(_with(asked, schedule)) for schedule in schedules]
+    found = [predict(asked.with_schedule(schedule)) for schedule in schedules]
     base = found[0][0]
     return [
         {
@@ -42,10 +41,6 @@ def schedules_of(asked: Question, predict: Predict) -> list[dict[str, Any]]:
         }
         for schedule, (one, why) in zip(schedules, found, strict=True)
     ]
-
-
-def _with(asked: Question, schedule: ScheduleSpec) -> Question:
-    return replace(asked, spec=asked.spec.model_copy(update={"schedule": schedule}))
 
 
 def _refused(asked: Question, schedule: ScheduleSpec, one: Predicted, sync: Predicted) -> str | None:

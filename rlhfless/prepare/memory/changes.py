@@ -12,7 +12,7 @@ from rlhfless.scaling.function_kinds import Rewards, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, ScheduleSpec
 from rlhfless.spec.run import OPTIMIZER_KEYS
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -57,6 +57,10 @@ class Question:
     host_bytes: int
     rewards: Rewards = ()
     """The reward models whose sizes are known."""
+
+    def with_schedule(self, schedule: ScheduleSpec) -> Question:
+        """The same run with another schedule."""
+        return replace(self, spec=self.spec.model_copy(update={"schedule": schedule}))
 
     def plan(self) -> MemoryPlan:
         """Raises PlacementError if there are too few devices."""
