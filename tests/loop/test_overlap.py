@@ -28,7 +28,7 @@ def driven(trial: OverlapTrial, steps: int, times: Callable[[bool], StepTimes]) 
 
 
 def test_an_overlap_that_saves_enough_stays() -> None:
-    """6 + 4 s apart, 7 s overlapped. The first step warms up; the first that overlaps was drawn apart and does not count."""
+    """6 + 4 s apart, 7 s overlapped. The first step warms up; the first overlap is of a step drawn apart."""
     trial = OverlapTrial(AutoSpec())
     overlaps, choices = driven(trial, 10, lambda overlap: StepTimes(6, 4, 7) if overlap else apart(6, 4))
     assert overlaps == 4 * [False] + 6 * [True]
