@@ -54,8 +54,9 @@ class ActorWeights:
         assert self.served is not None, "a version is published before actors serve"
         return self.served
 
-    async def sync(self, published: PublishedWeights, call: Call) -> None:
-        """Load published weights into all actors that are up; the listeners of the pool are told of each.
+    async def sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event | None = None) -> None:
+        """Load published weights into all actors that are up; the listeners of the pool are told of each. `asked` is
+        set when no actor serves others any more: a draw that began before would be of older weights.
 
         Replacements of lost actors start in the background, and are waited for only if no other actor is up; then an
         error of their start is raised. Wrong weights of a new actor are raised whenever they were found.
@@ -65,14 +66,15 @@ class ActorWeights:
         async with self._syncing:
             self.served = published
             async with self._pool.turn(call):
-                await self._sync(published, call)
+                await self._sync(published, call, asked or asyncio.Event())
 
-    async def _sync(self, published: PublishedWeights, call: Call) -> None:
+    async def _sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event) -> None:
         self._pool.replace_missing(call)
         await self._pool.wait_any_up()
         up = self._pool.up()
         for actor in up:
             actor.ask(published.version)  # from here on, an actor gets no work before it has loaded this version
+        asked.set()
         await gather_or_cancel(*(self._bring(actor, call) for actor in up))
 
     async def _bring(self, actor: Replica, call: Call) -> None:

@@ -83,16 +83,20 @@ async def drawn(
     the journal need no engine.
     """
 
+    asked = asyncio.Event()
+
     async def collected(stage: GenerationStage, columns: Mapping[str, ComputeColumn]) -> Experience:
         request = stage.request
+        await asked.wait()  # the sync before this one may have left the actors with older weights
         return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns, passed)
 
     if not any(stage.recall() for stage in stages):
+        asked.set()
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
     call = next(iter(stages)).request.call
     async with run.versions.drawing(oldest) as published:
         _, *experiences = await beside(
-            gather_or_cancel(run.weights.sync(published, call), *map(collected, stages.keys(), stages.values())),
+            gather_or_cancel(run.weights.sync(published, call, asked), *map(collected, stages.keys(), stages.values())),
             _followed(run, published, call) if run.spec.schedule.in_flight else None,
         )
     return experiences

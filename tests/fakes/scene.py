@@ -111,8 +111,10 @@ class Weights:
     def __init__(self) -> None:
         self.synced: list[tuple[int, int]] = []
 
-    async def sync(self, published: PublishedWeights, call: Call) -> None:
+    async def sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event | None = None) -> None:
         self.synced.append((call.step, published.version.step))
+        if asked is not None:
+            asked.set()
 
 
 class Scene:

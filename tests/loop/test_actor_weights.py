@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -119,6 +120,24 @@ async def test_work_hears_of_each_actor_as_soon_as_it_has_loaded_the_weights() -
     scene.cluster.loads["a"].set_result(None)
     await scene.syncing
     assert scene.watcher.heard == [("joined", 1), ("joined", 0)]
+
+
+async def test_no_actor_serves_older_weights_when_a_sync_has_asked() -> None:
+    """The next sync waits for the one before; until it has asked, an actor may serve what that one brings."""
+    scene = await Loading().begun()
+    newer = replace(WEIGHTS, version=replace(WEIGHTS.version, step=3))
+    asked = asyncio.Event()
+    following = asyncio.create_task(scene.weights.sync(newer, CALL, asked))
+    scene.cluster.loads["a"].set_result(None)
+    await until(lambda: scene.pool["a"].state is ReplicaState.SERVING)
+    assert not asked.is_set()
+    first, scene.cluster.loads = scene.cluster.loads["b"], {}
+    first.set_result(None)
+    await asked.wait()
+    serving = {actor.served for actor in scene.pool.replicas() if actor.state is ReplicaState.SERVING}
+    assert serving <= {newer.version.label}
+    await asyncio.gather(scene.syncing, following)
+    assert {actor.served for actor in scene.pool.replicas()} == {newer.version.label}
 
 
 async def test_an_actor_that_is_lost_while_it_loads_is_replaced_and_the_others_go_on() -> None:
