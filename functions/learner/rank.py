@@ -195,6 +195,7 @@ class LearnerRank(TrainingRank):
             denominator_tokens=batch.denominators.tokens,
             sequence_id=self._of_responses(batch, batch.sequence_id),
             denominator_sequences=batch.denominators.sequences,
+            oldest=batch.oldest,
             own={name: self._of_responses(batch, values) for name, values in batch.own.items()},
             **{
                 name: self._of_responses(batch, values)

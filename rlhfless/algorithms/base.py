@@ -60,6 +60,10 @@ class LossInputs:
     old_logprobs: torch.Tensor | None = None  # [tokens]
     """None: this is the first and only update of the step, so the old policy is the current one, exactly."""
     reference_logprobs: torch.Tensor | None = None  # [tokens]; if the algorithm needs a reference
+    staleness: torch.Tensor | None = None  # [tokens]
+    """Versions that each token's weights were behind; None where they are alike."""
+    oldest: int = 0
+    """See PackedBatch."""
     own: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [tokens]
     """Columns of the user's own functions, by name."""
 
@@ -165,6 +169,22 @@ def combine_metrics(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, to
             else:
                 total[name] = total[name] + value
     return total
+
+
+BY_STALENESS = "_by_staleness/"
+"""Between a metric's name and the versions that its tokens' weights were behind."""
+
+
+def by_staleness(inputs: LossInputs, **values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Means over all tokens of `values` [tokens] that are 0 on tokens of another staleness, for each; nothing where all
+    tokens are of one. Divided by that of 1 they are means over the tokens of each."""
+    if inputs.staleness is None:
+        return {}
+    return {
+        f"{name}{BY_STALENESS}{behind}": (value * (inputs.staleness == behind)).sum() * inputs.scale
+        for name, value in values.items()
+        for behind in range(inputs.oldest + 1)
+    }
 
 
 def largest(values: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,11 @@ class PackedBatch:
     )
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+    staleness: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))
+    """Versions that the weights which drew each token were behind; where these differ, so that metrics tell them
+    apart."""
+    oldest: int = 0
+    """The largest of them in the batch of the step, of which this may be a part."""
     own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
     """Columns of the user's own functions, by name, each `[tokens]`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhfless.algorithms.base import LossInputs
+from rlhfless.algorithms.base import LossInputs, by_staleness
 from rlhfless.algorithms.kl import bounded
 from rlhfless.spec import ClippedLossSpec
 
@@ -33,10 +33,9 @@ def clipped(inputs: LossInputs, ratio: torch.Tensor, settings: ClippedLossSpec) 
 def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, settings: ClippedLossSpec) -> dict[str, torch.Tensor]:
     """A token counts as clipped if the clip removes its gradient, not whenever r is out of range."""
     advantages, scale = inputs.advantages, inputs.scale
-    metrics = {
-        "clipped_low": ((ratio < 1 - settings.clip_low) & (advantages < 0)).sum() * scale,
-        "clipped_high": ((ratio > 1 + settings.clip_high) & (advantages > 0)).sum() * scale,
-    }
+    low = (ratio < 1 - settings.clip_low) & (advantages < 0)
+    high = (ratio > 1 + settings.clip_high) & (advantages > 0)
+    metrics = {"clipped_low": low.sum() * scale, "clipped_high": high.sum() * scale}
     if settings.dual_clip is not None:
         metrics["clipped_dual"] = ((ratio > settings.dual_clip) & (advantages < 0)).sum() * scale
-    return metrics
+    return metrics | by_staleness(inputs, clipped=low | high)

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import torch
 
-from rlhfless.algorithms.base import LossInputs, largest
+from rlhfless.algorithms.base import LossInputs, by_staleness, largest
 from rlhfless.algorithms.kl import bounded
 from rlhfless.algorithms.sequences import sequence_mean, sequence_sum
 from rlhfless.spec import PolicyLossSpec
@@ -55,11 +55,13 @@ def _ratio(inputs: LossInputs, difference: torch.Tensor, level: Level) -> torch.
 def _metrics(inputs: LossInputs, difference: torch.Tensor) -> dict[str, torch.Tensor]:
     log_weight = bounded(difference)
     weight = log_weight.exp()
+    # k3 of KL(engine || learner): never negative, and exact to the second order.
+    kl = torch.expm1(log_weight) - log_weight
     return {
         "importance_weight": weight.sum() * inputs.scale,
         "importance_weight_max": largest(weight),
-        # k3 of KL(engine || learner): never negative, and exact to the second order.
-        "rollout_kl": (torch.expm1(log_weight) - log_weight).sum() * inputs.scale,
+        "rollout_kl": kl.sum() * inputs.scale,
         "sequence_log_ratio_max": largest(sequence_sum(inputs, difference).abs()),
         "geometric_log_ratio_max": largest(sequence_mean(inputs, difference).abs()),
+        **by_staleness(inputs, tokens=torch.ones_like(weight), importance_weight=weight, rollout_kl=kl),
     }

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfless.records import Experience, VersionSpan, WeightVersion
+import numpy as np
+
+from rlhfless.algorithms.base import BY_STALENESS
+from rlhfless.algorithms.batch import in_batch_order
+from rlhfless.records import Experience, Group, IntArray, Rollout, VersionSpan, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class Staleness:
     mean: float
     """Over tokens, in versions."""
     most: int
+    differs: bool
+    """Between tokens."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -36,7 +42,30 @@ def staleness_of(experience: Experience, learner: WeightVersion) -> Staleness | 
     behind = {version: learner.step - version.step for version in tokens}
     mean = sum(behind[version] * count for version, count in tokens.items()) / sum(tokens.values())
     oldest = max(behind, key=lambda version: behind[version])
-    return Staleness(oldest, mean, behind[oldest])
+    return Staleness(oldest, mean, behind[oldest], len({*behind.values()}) > 1)
+
+
+def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
+    """Versions that the weights of each token were behind `learner`, `[tokens]` in the order of `pack`; 0 on those that
+    were given."""
+    values = []
+    for segment in (each for group in in_batch_order(groups) for sample in group.samples for each in sample.segments):
+        values.append(np.zeros(len(segment.token_ids), dtype=np.int64))
+        for span in segment.version_spans if isinstance(segment, Rollout) else ():
+            values[-1][span.start : span.end] = max(learner.step - WeightVersion.parse(span.version).step, 0)
+    return np.concatenate(values)
+
+
+def split(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step, of which those by staleness are means over its tokens; a staleness that no token has is
+    left out."""
+    found = {}
+    for name, value in metrics.items():
+        of, _, behind = name.partition(BY_STALENESS)
+        share = metrics[f"tokens{BY_STALENESS}{behind}"] if behind else 1.0
+        if share:
+            found[name] = value if of == "tokens" else value / share
+    return found
 
 
 def _tokens_by_version(spans: Iterable[VersionSpan]) -> Mapping[WeightVersion, int]:

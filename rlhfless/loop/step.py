@@ -21,7 +21,7 @@ from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
 from rlhfless.loop.stages import ComputeColumn, collect, ignored, with_columns
-from rlhfless.loop.staleness import staleness_of
+from rlhfless.loop.staleness import by_token, split, staleness_of
 from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.streaming import Streaming
 from rlhfless.loop.summary import drawn_metrics, step_metrics
@@ -125,6 +125,9 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         learn = partial(streaming.finish, learned_from)
     else:
         batch = await _whole_batch(run, context, learned_from, experience.greedy)
+        if staleness and staleness.differs:
+            behind = by_token(learned_from.groups, run.published.version)
+            batch = replace(batch.with_columns(staleness=behind), oldest=max(staleness.most, 0))
         figures = await run.keepers.update_others(call, batch)
         learn, whole = partial(run.keepers.learn, run.learner, call, batch), lambda: batch
     if run.spec.updates_policy(step):
@@ -134,7 +137,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
             run.publish(call, sent=publishing),
             taken(run, context, experience, kept, after=[learning, publishing]),
         )
-        figures |= {**learned, **run.algorithms.learn(step, whole)}
+        figures |= {**split(learned), **run.algorithms.learn(step, whole)}
     else:
         drawn = await taken(run, context, experience, kept, after=[])
     figures |= baseline_figures(experience) | (staleness.metrics if staleness else {})

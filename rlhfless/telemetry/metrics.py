@@ -176,6 +176,10 @@ METRICS = _table(
         Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
         Metric("staleness_mean", Unit.NONE, "Versions that a token's weights were behind the learner's, mean"),
         Metric("staleness_max", Unit.NONE, "Versions that a token's weights were behind the learner's, at most"),
+        Metric("tokens_by_staleness", _RATIO, "Tokens whose weights were so many versions behind", label="versions"),
+        Metric("importance_weight_by_staleness", Unit.NONE, "importance_weight of these tokens", label="versions"),
+        Metric("rollout_kl_by_staleness", _NATS, "rollout_kl of these tokens", label="versions"),
+        Metric("clipped_by_staleness", _RATIO, "clipped_low and clipped_high of these tokens", label="versions"),
         Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
     ]
 )

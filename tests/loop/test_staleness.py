@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fakes.fleet import group
-from rlhfless.loop.staleness import staleness_of
+from rlhfless.algorithms.base import LossInputs
+from rlhfless.algorithms.batch import pack
+from rlhfless.algorithms.clip import clip_metrics
+from rlhfless.algorithms.correction import correction
+from rlhfless.loop.staleness import by_token, split, staleness_of
 from rlhfless.records import Experience, Group, VersionSpan, WeightVersion
+from rlhfless.spec import GRPOSpec
+from rlhfless.telemetry.metrics import resolve
 
 LEARNER = WeightVersion("run", 2, 7, "d7")
 
@@ -31,3 +39,55 @@ def test_the_mean_is_over_tokens_and_the_oldest_one_is_named() -> None:
 
 def test_an_engine_that_does_not_say_its_version_has_none() -> None:
     assert staleness_of(Experience((group("p"),)), LEARNER) is None
+
+
+def test_metrics_are_told_apart_by_the_versions_of_their_tokens() -> None:
+    """q before p: pack sorts by prompt id. Prompts are of 3 tokens."""
+    groups = (drawn("q", (7, 0, 1), (6, 1, 2)), drawn("p", (5, 0, 2)))
+    behind = by_token(groups, LEARNER)
+    assert behind.tolist() == [0, 0, 0, 2, 2, 0, 0, 0, 0, 1]
+    batch = pack(groups).with_columns(staleness=behind)
+    assert batch.staleness is not None
+    mask = batch.response_mask
+    difference = torch.tensor([0.0, 0.5, 0.0, -0.5])  # log ratios of the drawn tokens, 2, 2, 0 and 1 versions behind
+    rollout = torch.from_numpy(batch.rollout_logprobs[mask])
+    inputs = LossInputs(
+        logprobs=rollout + difference,
+        entropy=torch.zeros(4),
+        rollout_logprobs=rollout,
+        advantages=torch.ones(4),
+        denominator_tokens=4,
+        sequence_id=torch.tensor([0, 0, 1, 1]),
+        denominator_sequences=2,
+        staleness=torch.from_numpy(batch.staleness[mask]),
+        oldest=3,
+    )
+    _, metrics = correction(inputs, GRPOSpec())
+    clip = clip_metrics(inputs, torch.tensor([1.5, 1.0, 1.0, 1.0]), GRPOSpec())
+    found = split({name: float(value) for name, value in (metrics | clip).items()})
+    assert found["importance_weight"] == pytest.approx((2 + math.exp(0.5) + math.exp(-0.5)) / 4)
+    assert {name: value for name, value in found.items() if "by_staleness" in name} == pytest.approx(
+        {
+            "tokens_by_staleness/0": 0.25,
+            "tokens_by_staleness/1": 0.25,
+            "tokens_by_staleness/2": 0.5,
+            "importance_weight_by_staleness/0": 1.0,
+            "importance_weight_by_staleness/1": math.exp(-0.5),
+            "importance_weight_by_staleness/2": (1 + math.exp(0.5)) / 2,
+            "rollout_kl_by_staleness/0": 0.0,
+            "rollout_kl_by_staleness/1": math.exp(-0.5) - 1 + 0.5,
+            "rollout_kl_by_staleness/2": (math.exp(0.5) - 1 - 0.5) / 2,
+            "clipped_by_staleness/0": 0.0,
+            "clipped_by_staleness/1": 0.0,
+            "clipped_by_staleness/2": 0.5,
+        }
+    )
+    for name in found:
+        if "by_staleness" in name:
+            resolve(name)
+
+
+def test_samples_of_one_version_are_not_split() -> None:
+    staleness = staleness_of(Experience((drawn("p", (5, 0, 2)),)), LEARNER)
+    assert staleness is not None
+    assert not staleness.differs
