@@ -24,9 +24,9 @@ from rlhfless.functions.batching import NO_SEQUENCES
 from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
+from rlhfless.functions.training.metrics import over_ranks
 from rlhfless.functions.training.policy import load_trained_policy
 from rlhfless.functions.training.publishing import gathered_as, published_stream, sampling
-from rlhfless.functions.training.metrics import over_ranks
 from rlhfless.functions.training.rank import SHARED_PROMPT_TOKENS, TrainingRank, figures
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray
