@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import SpecModel, Steps
 from rlhfless.spec.extension import OwnSpec, Seam
 
 MOST_STALENESS = 16
@@ -127,7 +127,7 @@ class AutoSpec(SpecModel):
     """Share of a step that an overlap has to save, for samples that are one version older: less is within the error of
     a measurement."""
 
-    again_after_steps: Annotated[int, Field(ge=1)] = 100
+    again_after_steps: Steps = 100
     """Steps until both ways are tried again, because lengths change as a policy learns. A trial takes seven steps."""
 
     @property

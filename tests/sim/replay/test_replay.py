@@ -251,7 +251,7 @@ def test_traces_without_what_is_needed_are_refused(one_actor: Path) -> None:
         calibrate([Trace(whole.meta)])
     with pytest.raises(TraceError, match="has no step with rollouts"):
         replay(whole, [])
-    with pytest.raises(TraceError, match="no generate or no learn calls"):
+    with pytest.raises(TraceError, match="has no generate calls"):
         calibrate([Trace(whole.meta, whole.holdings, rollouts=whole.rollouts, steps=whole.steps)])
 
 
