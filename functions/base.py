@@ -48,6 +48,8 @@ class CallUsage:
     sequences: int = 0
     size_bytes: int = 0
     version: str = ""
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,13 +148,13 @@ class Sampled:
     """Prompt tokens whose KV came from the prefix cache."""
     text: str
     """The text of the whole response, with what was drawn before; without special tokens and without the stop text."""
+    kv_offer: KvTransfer | None = None
+    """With this other engines get the KV of the prompt, if the request was OFFER."""
     drafted: tuple[int, ...] = ()
     """[depth]: how often a draft was verified, by its place in the pass; empty without speculation. An aborted
     response has none."""
     accepted: tuple[int, ...] = ()
     """[depth]: how often it was accepted."""
-    kv_offer: KvTransfer | None = None
-    """With this other engines get the KV of the prompt, if the request was OFFER."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfless.functions.base import Reply
-from rlhfless.records import Rollout
+from rlhfless.records import IntArray, Rollout
 
 KvOffer = Mapping[str, Any]
 """The data with which a KV connector gets the KV of a prefix from the actor that computed it."""
@@ -60,6 +60,8 @@ class GenerateRequest:
     timeout_s: float
     or_newer: bool = False
     """A newer version will do, too: one that was loaded since."""
+    earlier: Mapping[str, tuple[IntArray, ...]] = field(default_factory=dict)
+    """By prompt id: SampleRequest.earlier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn, kept_tokens
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout
+from rlhfless.records.ledger import added
 from rlhfless.text import storable
 
 
@@ -56,6 +57,8 @@ class RequestRun:
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
         self._brought = {item.key: kept_tokens(item) for item in request.items}
         """Tokens that each sample keeps of another engine: the last one is drawn again, to be compared."""
+        self._earlier = dict(request.earlier)
+        """Of the prompts that no sample has been asked of yet."""
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         items = () if cached is None else request.items
         self._expected = {item.key: cached.add(item.prompt_token_ids) for item in items} if cached is not None else {}
@@ -128,6 +131,7 @@ class RequestRun:
             stop_token_ids=sampling.stop_token_ids,
             cache_salt=self._request.version,
             drawn_tokens=drawn_tokens,
+            earlier=tuple(tuple(response.tolist()) for response in self._earlier.pop(item.prompt_id, ())),
         )
 
     def _count(self, item: SampleItem, sampled: Sampled) -> None:
@@ -140,6 +144,8 @@ class RequestRun:
             evicted_tokens=self._usage.evicted_tokens + evicted,
             sequences=self._usage.sequences + 1,
             version=self._request.version,
+            drafted=added(self._usage.drafted, sampled.drafted),
+            accepted=added(self._usage.accepted, sampled.accepted),
         )
 
     def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:

@@ -33,10 +33,11 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
 )
 from rlhfless.loop.draw_journal import DrawJournal
+from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.gate import Gate
 from rlhfless.loop.precompute import Precomputation
 from rlhfless.loop.rollout_request import RolloutRequest
-from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
+from rlhfless.records import FinishReason, Group, IntArray, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
 from rlhfless.spec import RunSpec
@@ -59,10 +60,11 @@ class GenerationStage:
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         moves: PrefixMoves | None = None,
+        earlier: EarlierResponses | None = None,
     ) -> None:
         """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
         time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
-        `moves`: see Precomputation.
+        `moves`: see Precomputation. `earlier`: what engines draft from, if they do.
         """
         self._pool = pool
         self.request = request
@@ -72,6 +74,7 @@ class GenerationStage:
         self._clock = clock
         self._at_work = at_work
         self._no_weights = no_weights
+        self._earlier = earlier
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
@@ -235,10 +238,16 @@ class GenerationStage:
             beat_s=self._spec.recovery.beat_s,
             timeout_s=self._spec.timeouts.generate_s,
             or_newer=self._spec.schedule.in_flight,
+            earlier=self._earlier_of(numbers),
         )
         task = asyncio.create_task(self._stream(actor, number, request))
         self._streams[task] = actor
         task.add_done_callback(self._streams.pop)
+
+    def _earlier_of(self, numbers: Sequence[int]) -> dict[str, tuple[IntArray, ...]]:
+        if self._earlier is None:
+            return {}
+        return self._earlier.of({self._table.items[sample].prompt_id for sample in numbers})
 
     def _call_back_strays(self) -> None:
         """Call back samples that run on an actor of another slot than the slot they are assigned to."""
@@ -314,6 +323,8 @@ class GenerationStage:
         if ended:
             self._lost_in_a_row = 0
         self._journal.add(ended)
+        if self._earlier is not None:
+            self._earlier.add(ended)
         for rollout in current:
             self._table.take_back(rollout)
         for rollout in ended:
@@ -365,6 +376,8 @@ class GenerationStage:
                 missing[rollout.key] = replace(missing[rollout.key], prior=rollout)
             else:
                 self._finished[rollout.prompt_id].append(rollout)
+                if self._earlier is not None:
+                    self._earlier.add([rollout])
                 del missing[rollout.key]
                 yield from self._completed(rollout.prompt_id)
         priors = [item.prior for item in missing.values() if item.prior is not None]

@@ -15,6 +15,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.algorithm_state import AlgorithmState
+from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.one_version import OneVersion
@@ -60,6 +61,8 @@ class Run(TrainedRun):
     weights: ActorWeights
     scaler: Scaler
     monitor: RolloutMonitor
+    earlier: EarlierResponses | None = None
+    """What engines draft from, if they do."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)
@@ -156,6 +159,7 @@ class Run(TrainedRun):
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             moves=self.scaler.moves,
+            earlier=self.earlier,
         )
         self.generation.watch(stage)
         return stage

@@ -22,6 +22,7 @@ from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
+from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.host import Host
 from rlhfless.loop.janitor import janitor
 from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
@@ -205,7 +206,16 @@ def _run_of(
         weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec),
         scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, earlier),
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
+        earlier=_earlier_responses(session),
     )
+
+
+def _earlier_responses(session: Session) -> EarlierResponses | None:
+    if not session.spec.generation.speculation.remembers:
+        return None
+    responses = EarlierResponses()
+    responses.read(session.folder / TRACE_FOLDER)
+    return responses
 
 
 async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:

@@ -14,7 +14,7 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.step_context import StepContext
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
-from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
+from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.step_times import Phase
 
@@ -67,6 +67,7 @@ def step_metrics(
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
         **(carried_metrics(stage) if stage else {}),
         **prompt_token_metrics(calls, experience, kept, run.spec.epochs_of),
+        **draft_metrics(calls),
         "actors": float(len(run.generation.serving())),
         **run.scaler.runner.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
@@ -83,6 +84,20 @@ def carried_metrics(stage: GenerationStage) -> dict[str, float]:
     if selection.keeps:
         metrics |= zip(("carried_samples", "carried_tokens"), map(float, stage.carried), strict=True)
     return metrics
+
+
+def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:
+    """Figures of drafts; none without speculation. Evaluations count: their engines are the same."""
+    calls = list(calls)
+    drafted, accepted = (added(*(getattr(call, name) for call in calls)) for name in ("drafted", "accepted"))
+    if not sum(drafted):
+        return {}
+    places = enumerate(zip(drafted, accepted, strict=True), 1)
+    return {
+        "drafted_tokens": float(sum(drafted)),
+        "accepted_tokens": float(sum(accepted)),
+        **{f"draft_acceptance/{place}": taken / asked for place, (asked, taken) in places if asked},
+    }
 
 
 def tokens_per_s(calls: Iterable[Invocation]) -> float:

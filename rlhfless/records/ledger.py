@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 
 
 class FunctionName(StrEnum):
@@ -120,6 +121,11 @@ class Work(StrEnum):
     WAKE = "wake"
 
 
+def added(*counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The sums of counts by place; the shorter ones have 0 at the end."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
+
+
 @dataclass(frozen=True, slots=True)
 class Invocation:
     """One call of a function, inside a holding. Times are of the function's body, without transport."""
@@ -142,6 +148,11 @@ class Invocation:
     """Label of the weight version in use."""
     evicted_tokens: int = 0
     """Input tokens that were computed again: an engine had computed their KV before, and evicted it."""
+    drafted: tuple[int, ...] = ()
+    """[depth]: drafts that were verified, by their place in a pass; empty without speculation. Those of aborted samples
+    are missing."""
+    accepted: tuple[int, ...] = ()
+    """[depth]: how many of them were accepted."""
 
     @property
     def duration_s(self) -> float:

@@ -64,7 +64,7 @@ def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
             raise TraceError(f"{path}: column {field.name!r} is {stored_name}; write it as {field.type}")
     table = file.read(columns=[column for column in schema.names if column not in added])
     for column, value in added.items():
-        table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
+        table = table.append_column(column, pa.repeat(pa.scalar(value, schema.field(column).type), len(table)))
     return table.select(schema.names).cast(schema)
 
 
@@ -72,7 +72,8 @@ def check_version(path: Path, version: object) -> None:
     """Raises TraceError unless `version`, found in `path`, can be read."""
     known = (*ADDED, TRACE_VERSION)
     if version not in known:
+        readable = f"{', '.join(map(str, known[:-1]))} and {known[-1]}"
         raise TraceError(
-            f"{path} has trace version {version}, and this reader knows {' and '.join(map(str, known))}; "
+            f"{path} has trace version {version}, and this reader knows {readable}; "
             "read it with the rlhfless that wrote it"
         )

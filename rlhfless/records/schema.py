@@ -13,14 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
 
 from rlhfless.spec.errors import UserError
 
-TRACE_VERSION = 3
+TRACE_VERSION = 4
 
-ADDED: Mapping[int, Mapping[str, Mapping[str, int]]] = MappingProxyType({2: {"invocations": {"evicted_tokens": 0}}})
+_DRAFTS: Mapping[str, Any] = {"drafted": [], "accepted": []}
+
+ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {2: {"invocations": {"evicted_tokens": 0, **_DRAFTS}}, 3: {"invocations": _DRAFTS}}
+)
 """The earlier versions that can be read: the columns that a table did not have yet, with the value of all their
 rows."""
 
@@ -74,6 +79,8 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "sequences": pa.int64(),
                 "size_bytes": pa.int64(),
                 "version": pa.string(),
+                "drafted": pa.list_(pa.int64()),
+                "accepted": pa.list_(pa.int64()),
             },
         ),
         "rollouts": _columns(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -38,7 +38,7 @@ from rlhfless.records.ledger import (
     Work,
 )
 from rlhfless.records.parts import check_version, read_part, write_part, write_whole
-from rlhfless.records.rollouts import FinishReason, Rollout, Score, VersionSpan
+from rlhfless.records.rollouts import FinishReason, IntArray, Rollout, Score, VersionSpan
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
 from rlhfless.redaction import redacted
@@ -268,6 +268,20 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
     )
 
 
+def newest_responses(folder: str | os.PathLike[str], most_tokens: int) -> Iterator[tuple[str, IntArray]]:
+    """Prompt ids and tokens of the responses in a trace, the newest first, until they have `most_tokens`; none without
+    `logging.record_tokens`. Raises TraceError."""
+    for path in sorted((Path(folder) / "rollouts").glob("*.parquet"), reverse=True):
+        table = read_part(path, "rollouts").select(["prompt_id", "token_ids"])
+        for row in reversed(table.to_pylist()):
+            tokens = np.asarray(row["token_ids"] or (), dtype=np.int64)
+            most_tokens -= len(tokens)
+            if most_tokens < 0:
+                return
+            if len(tokens):
+                yield row["prompt_id"], tokens
+
+
 def trace_folder(folder: str | os.PathLike[str]) -> Path:
     """The folder of a trace, given that folder or the run's."""
     inner = Path(folder) / TRACE_FOLDER
@@ -328,7 +342,8 @@ def holding_of(row: dict[str, Any]) -> Holding:
 
 
 def _invocation(row: dict[str, Any]) -> Invocation:
-    return Invocation(**(row | {"work": Work(row["work"])}))
+    by_place = {name: tuple(row[name]) for name in ("drafted", "accepted")}
+    return Invocation(**(row | {"work": Work(row["work"])} | by_place))
 
 
 def _rollout(row: dict[str, Any]) -> TracedRollout:

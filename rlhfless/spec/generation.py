@@ -117,6 +117,11 @@ class SpeculationSpec(SpecModel):
         return self.method != "off"
 
     @property
+    def remembers(self) -> bool:
+        """Whether drafts come from other responses to the prompt."""
+        return self.method == "suffix"
+
+    @property
     def has_weights(self) -> bool:
         """Whether drafts come from weights beside the model's own, which no version holds."""
         return self.method in (*DRAFTERS, "mtp")

@@ -111,6 +111,9 @@ METRICS = _table(
             label="function",
         ),
         Metric("prefix_tokens_evicted", _TOKENS, "Prompt tokens computed again: engines had given their KV away"),
+        Metric("drafted_tokens", _TOKENS, "Tokens that engines drafted and verified"),
+        Metric("accepted_tokens", _TOKENS, "Drafted tokens that are in responses"),
+        Metric("draft_acceptance", _RATIO, "Drafts that were accepted, of those at a place of a pass", label="place"),
         # Time and money
         Metric("step_s", _S, "Wall time of the step"),
         Metric("outside_s", _S, "Wall time of the step in which no function worked"),

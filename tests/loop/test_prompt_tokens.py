@@ -3,8 +3,9 @@
 import pytest
 
 from fakes.rollouts import drawn
-from rlhfless.loop.summary import prompt_token_metrics
+from rlhfless.loop.summary import draft_metrics, prompt_token_metrics
 from rlhfless.records import Experience, FunctionName, Group, Invocation, Prompt, Work
+from rlhfless.telemetry.metrics import METRICS
 
 
 def group(name: str, prompt: tuple[int, ...], responses: tuple[int, ...]) -> Group:
@@ -43,3 +44,21 @@ def test_by_hand() -> None:
 def test_functions_without_a_call(calls: list[Invocation]) -> None:
     one = Experience((group("a", (1,), (2,)),))
     assert prompt_token_metrics(calls, one, one, lambda _: 1) == {}
+
+
+def test_drafts_of_all_actors_of_a_step() -> None:
+    """Two actors, of which one drafts deeper; 6 + 2 drafts at the first place, of which 3 + 1 were accepted."""
+    calls = [
+        Invocation("generation", "a", "i", Work.GENERATE, 1, 0.0, 1.0, drafted=(6, 4, 1), accepted=(3, 1, 1)),
+        Invocation("generation", "b", "i", Work.GENERATE, 1, 0.0, 1.0, drafted=(2,), accepted=(1,)),
+        Invocation("learner", "l", "i", Work.LEARN, 1, 0.0, 1.0),
+    ]
+    assert draft_metrics(calls) == {
+        "drafted_tokens": 13.0,
+        "accepted_tokens": 6.0,
+        "draft_acceptance/1": 0.5,
+        "draft_acceptance/2": 0.25,
+        "draft_acceptance/3": 1.0,
+    }
+    assert {name.partition("/")[0] for name in draft_metrics(calls)} <= METRICS.keys()
+    assert draft_metrics(calls[2:]) == {}

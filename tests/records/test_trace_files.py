@@ -29,7 +29,7 @@ from rlhfless.records import (
     traces,
 )
 from rlhfless.records.schema import NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
-from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine, read_tables, read_trace
+from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine, newest_responses, read_tables, read_trace
 
 META = TraceMeta(
     run_id="demo",
@@ -55,6 +55,8 @@ INVOCATION = Invocation(
     1,
     0,
     "demo/1/0/ab",
+    drafted=(5, 4),
+    accepted=(3, 1),
 )
 ROLLOUT = Rollout(
     prompt_id="p1",
@@ -99,6 +101,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert trace.meta == META
     assert trace.holdings == (HOLDING,)
     assert trace.invocations == (INVOCATION,)
+    assert list(newest_responses(tmp_path, 100)) == []  # tokens were not recorded
     assert trace.steps == (STEP,)
     assert trace.decisions == (DECISION,)
     (row,) = trace.rollouts
@@ -191,7 +194,7 @@ def test_unknown_version_of_meta_is_refused(tmp_path: Path, version: object) -> 
     write_one_of_each(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trace_version": version}))
-    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2 and {TRACE_VERSION}"):
+    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3 and {TRACE_VERSION}"):
         read_trace(tmp_path)
 
 
@@ -208,21 +211,37 @@ def test_meta_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> Non
         read_trace(tmp_path)
 
 
-def test_a_trace_of_version_2_is_read_and_continued(tmp_path: Path) -> None:
-    """As the first version wrote it: calls say nothing of evicted tokens. A run of then goes on in the same folder."""
+def test_the_newest_responses_come_first_and_only_as_many_tokens_as_asked_for(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path, META, record_tokens=True) as writer:
+        for step, tokens in enumerate(([1, 2, 3], [4], [5, 6], [7, 8])):
+            rollout = replace(ROLLOUT, prompt_id=f"p{step}", token_ids=np.array(tokens))
+            writer.add_rollout(step, replace(rollout, logprobs=np.zeros(len(tokens), np.float32)), SCORE, 30)
+            if step in (1, 3):
+                writer.flush(step)
+    found = [(prompt_id, tokens.tolist()) for prompt_id, tokens in newest_responses(tmp_path, 6)]
+    assert found == [("p3", [7, 8]), ("p2", [5, 6]), ("p1", [4])]
+    assert list(newest_responses(tmp_path / "nothing", 6)) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"), [(2, ["evicted_tokens", "drafted", "accepted"]), (3, ["drafted", "accepted"])]
+)
+def test_a_trace_of_an_earlier_version_is_read_and_continued(tmp_path: Path, version: int, lacks: list[str]) -> None:
+    """As it was written then: without columns that came later. A run of then goes on in the same folder."""
 
     def older(table: pa.Table) -> pa.Table:
-        metadata = table.schema.metadata | {VERSION_KEY: b"2"}
-        return table.drop_columns("evicted_tokens").replace_schema_metadata(metadata)
+        metadata = table.schema.metadata | {VERSION_KEY: str(version).encode()}
+        return table.drop_columns(lacks).replace_schema_metadata(metadata)
 
     write_one_of_each(tmp_path)
-    before = read_trace(tmp_path)
+    old = replace(INVOCATION, drafted=(), accepted=())
+    before = replace(read_trace(tmp_path), invocations=(old,))
     meta = tmp_path / "meta.json"
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"trace_version": 2}))
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"trace_version": version}))
     rewrite(tmp_path, "invocations", older)
     assert read_trace(tmp_path) == before
     write_one_of_each(tmp_path, meta=replace(META, attempt=META.attempt + 1))
-    assert read_trace(tmp_path).invocations == before.invocations * 2
+    assert read_trace(tmp_path).invocations == (old, INVOCATION)
 
 
 def test_unknown_version_of_a_part_is_refused(tmp_path: Path) -> None:

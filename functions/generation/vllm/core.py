@@ -89,7 +89,7 @@ class Core:
         self._continued: dict[str, SampleRequest] = {}
         """Requests that continue a response, by id."""
         self._usable = True
-        self._drafts_suffixes = settings.speculation.method == "suffix"
+        self._drafts_suffixes = settings.speculation.remembers
         self._on_gpu = settings.device != "cpu"
         self._workers = settings.engine.tensor_parallel_size
         self._freed_bytes = 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from fakes.rollouts import drawn
 from rlhfless.functions.base import Call
@@ -32,6 +35,8 @@ class FakeEngine:
         self._futures: dict[str, asyncio.Future[Sampled]] = {}
         self.drawn: dict[int, int] = {}
         self.text = "text"
+        self.drafts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        """By seed: drafted and accepted."""
 
     async def sample(self, request: SampleRequest) -> Sampled:
         assert request.seed is not None
@@ -59,7 +64,8 @@ class FakeEngine:
 
     def _end(self, seed: int, tokens: int, reason: FinishReason) -> None:
         name = self.asked[seed].request_id
-        sampled = Sampled(name, (7,) * tokens, (-1.0,) * tokens, reason, (), 0, self.text)
+        drafted, accepted = self.drafts[seed] if self.drafts else ((), ())
+        sampled = Sampled(name, (7,) * tokens, (-1.0,) * tokens, reason, (), 0, self.text, None, drafted, accepted)
         self._futures[name].set_result(sampled)
 
 
@@ -184,6 +190,27 @@ async def test_tokens_that_were_cached_and_are_computed_again_are_counted() -> N
     *_, end = [event async for event in events]
     assert isinstance(end, StreamEnd)
     assert (end.reply.usage.input_tokens, end.reply.usage.evicted_tokens) == (40, 16)
+
+
+async def test_each_prompt_s_earlier_responses_go_to_the_engine_once() -> None:
+    """With the first sample that asks; its siblings have them from there."""
+    engine = FakeEngine()
+    asked = replace(request(ITEMS), earlier={"p": (np.array([4, 5], np.int32), np.array([6], np.int32))})
+    run = RequestRun(engine, asked, "i")
+    await asyncio.sleep(0)
+    assert [engine.asked[seed].earlier for seed in range(3)] == [((4, 5), (6,)), (), ()]
+    await run.cancel()
+
+
+async def test_drafts_are_counted_by_their_place() -> None:
+    engine = FakeEngine()
+    engine.drafts = [((4, 3), (2, 1)), ((), ()), ((1, 1), (1, 0))]
+    events = RequestRun(engine, request(ITEMS), "i").events()
+    await asyncio.sleep(0)
+    engine.finish(0, 1, 2, tokens=3)
+    *_, end = [event async for event in events]
+    assert isinstance(end, StreamEnd)
+    assert (end.reply.usage.drafted, end.reply.usage.accepted) == ((5, 4), (3, 1))
 
 
 async def test_a_driver_that_takes_over_finds_no_samples_of_the_one_before() -> None:

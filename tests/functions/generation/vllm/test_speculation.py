@@ -33,6 +33,10 @@ TEMPERATURES = (0.0, 0.2, 0.3, 0.3, 0.6, 1.0)
 """The model is random: below 0.5 it repeats itself."""
 
 
+UNSEEN = [SampleRequest(f"unseen {i}", (9, 8, 7, 6 - i), seed=i, max_tokens=120, temperature=1.0) for i in range(2)]
+"""Prompts that no other request has."""
+
+
 @dataclass
 class Speculating:
     method: str
@@ -56,7 +60,7 @@ def requests() -> list[SampleRequest]:
 async def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sampled]:
     model = make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
     engine = await start_tiny_engine(model, tmp_path_factory.mktemp("store"), SMALL_BATCHES)
-    drawn = await asyncio.gather(*map(engine.sample, requests()))
+    drawn = await asyncio.gather(*map(engine.sample, [*requests(), *UNSEEN]))
     await engine.stop()
     assert {sampled.drafted for sampled in drawn} == {()}
     return {sampled.request_id: sampled for sampled in drawn}
@@ -111,6 +115,20 @@ async def test_samples_and_logprobs_are_those_without_speculation(case: Speculat
             assert drafted[place] > accepted[place] > 0
         if case.method != "draft_model":
             assert drafted[0] > drafted[-1]
+
+
+@pytest.mark.parametrize("case", ["suffix"], indirect=True, scope="module")
+async def test_what_another_engine_drew_is_drafted(case: Speculating) -> None:
+    """A response at temperature 1 that the engine has never seen comes nearly whole from what the loop knows of it;
+    the first time, when it knows nothing, nearly nothing is accepted."""
+    unknown, known = (case.plain[request.request_id].token_ids for request in UNSEEN)
+    without = await case.engine.sample(UNSEEN[0])
+    informed = await case.engine.sample(replace(UNSEEN[1], earlier=(known[::-1], known)))
+    assert (without.token_ids, informed.token_ids) == (unknown, known)
+    assert min(len(unknown), len(known)) > 20
+    assert sum(without.accepted) < 0.1 * len(unknown)
+    assert sum(informed.accepted) > 0.7 * len(known)
+    assert sum(informed.accepted) > 0.9 * sum(informed.drafted)
 
 
 @every
