@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh PYTEST short   what `make test` runs
 #   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks, the chart on a cluster
-#   scripts/test.sh PYTEST ci      the rest without live benchmarks, which find the least a minute
+#   scripts/test.sh PYTEST ci      the rest without live benchmarks and what is marked `seldom`, which find the least a minute
 #
 # Several processes of tests can run beside each other, as the chart and the nodes of a cluster do; what they print is
 # shown one after the other.
@@ -76,7 +76,7 @@ report() {
         finish
     fi
     [ "$part" = short ] || [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
-    [ "$part" != ci ] || echo "the benchmarks that start engines are not run in CI (make test-all)" >>"$RLHFLESS_SKIPPED"
+    [ "$part" != ci ] || echo "benchmarks that start engines, and tests marked seldom, are not run in CI (make test-all)" >>"$RLHFLESS_SKIPPED"
     if [ -s "$RLHFLESS_SKIPPED" ]; then
         echo "Not tested here, or to be looked at (number of tests, reason):"
         sort "$RLHFLESS_SKIPPED" | uniq -c | sort -rn
@@ -108,7 +108,7 @@ if [ "$part" = short ]; then
     beside "with engines" 40 -m "engine and not long" $(with engine)
 else
     long="long and not kubernetes"
-    if [ "$part" = ci ]; then long+=" and not benchmark"; fi
+    if [ "$part" = ci ]; then long+=" and not benchmark and not seldom"; fi
     OMP_NUM_THREADS=1 beside "long ones without engines" 30 -m "$long and not engine" -n "$(nproc)" --dist worksteal $(with long)
     finish
     long+=" and engine"

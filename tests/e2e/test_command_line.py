@@ -114,6 +114,7 @@ def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
 
 
 @pytest.mark.long
+@pytest.mark.seldom
 def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room_until_it_is_killed(
     assets: Path, tmp_path: Path
 ) -> None:

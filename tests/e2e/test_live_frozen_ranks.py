@@ -29,7 +29,7 @@ from rlhfless.records.traces import read_trace
 from rlhfless.rewards import RewardSample
 from rlhfless.spec import RewardModelSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
 STEPS = 4
 LEASE_S = 12.0

@@ -139,6 +139,7 @@ def test_a_run_that_loses_its_critic_and_is_resumed_ends_with_the_same_bits(
 
 
 @pytest.mark.long
+@pytest.mark.seldom
 def test_functions_that_take_turns_learn_what_they_learned_side_by_side(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_report_of_something_else_is_refused(spec: Path, tmp_path: Path, text:
 
 @pytest.mark.engine
 @pytest.mark.long
+@pytest.mark.seldom
 @pytest.mark.timeout(900)
 def test_on_this_machine(spec: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"

@@ -52,7 +52,10 @@ the reference shares a device with an actor, and begins when that has ended: a d
 go early, at 10 to 25 s of 50, and a contract for time alone asks for more certainty than that move has."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in NAMES])
+SELDOM = [pytest.mark.long, pytest.mark.seldom]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SELDOM * (name not in SHORT)) for name in NAMES])
 def test_no_deadline_is_better_than_a_contract(name: str) -> None:
     entries = [PolicyEntry(name=STATIC)]
     for times in DEADLINES:

@@ -79,7 +79,7 @@ class Case:
 
 CASES = [
     ("tied", "one process"),
-    pytest.param(("tied", "core apart"), marks=pytest.mark.long),
+    pytest.param(("tied", "core apart"), marks=[pytest.mark.long, pytest.mark.seldom]),
     pytest.param(("untied", "two devices"), marks=pytest.mark.long),
 ]
 PLAIN = ("tied", "plain loop")
