@@ -146,6 +146,8 @@ class LearnerShape:
     """Mini-batches times ranks: each part of a batch forwards its shared prefixes by itself."""
     epochs: int = 1
     """Passes over the batch."""
+    streaming: bool = False
+    """It begins with complete groups while others are drawn (`schedule.streaming` of a run)."""
 
 
 @dataclass(frozen=True, slots=True)

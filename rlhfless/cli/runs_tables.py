@@ -70,13 +70,14 @@ def plan_lines(plan: PlanObject) -> RenderableType:
 
 
 def schedules_table(rows: Sequence[PlannedSchedule]) -> Table:
-    """Time and cost of a step under each schedule, and why one that draws ahead is refused."""
+    """Time and cost of a step under each schedule, and why one that overlaps is refused."""
     made = table("schedule", "versions behind", "step", "cost", "", texts=1)
     for row in rows:
         step = "-" if row.step_s is None or row.step_usd is None else f"{decimal(row.step_s, 2)} s"
         cost = "-" if row.step_usd is None else money(row.step_usd)
         why = Text(legible(f"refused: {row.refused}" if row.refused else ""))
-        made.add_row(row.schedule, f"up to {row.max_staleness}" if row.max_staleness else "0", step, cost, why)
+        name = f"{row.schedule}, streaming" if row.streaming else row.schedule
+        made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", step, cost, why)
     return made
 
 

@@ -26,11 +26,9 @@ from rlhfless.loop.redraws import has_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import Experience, FunctionName, Group
 from rlhfless.spec import RunSpec
+from rlhfless.spec.streaming import PARTS
 
 log = logging.getLogger(__name__)
-
-PARTS = 8
-"""Parts of a step. With more of them less is left to learn at the end; with fewer, micro-batches are fuller."""
 
 
 class Streaming:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from rlhfless.spec.run import RunSpec
 
+PARTS = 8
+"""Parts of a step, in which groups go to the learner. With more of them less is left to learn at the end; with fewer,
+micro-batches are fuller."""
+
 
 def waits_for(spec: RunSpec) -> str:
     """Why the learner waits for all samples of a step; empty if it begins with complete groups."""

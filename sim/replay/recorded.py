@@ -64,6 +64,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         latency.publish_s,
         int(trace.meta.spec.get("mini_batches", 1)) * (ranks if isinstance(ranks, int) else 1),
         _epochs(trace, FunctionName.LEARNER),
+        _streamed(trace),
     )
     shape, start_s = (
         _engine_shape(trace, kv_tokens(trace, kind, other.kind or kind)),
@@ -99,6 +100,15 @@ def _max_staleness(trace: Trace) -> int:
     if name == "auto":
         name = ["sync", *(decision.choice for decision in trace.decisions if decision.kind == "schedule")][-1]
     return {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}.get(name, 0)
+
+
+def _streamed(trace: Trace) -> bool:
+    """Whether the learner took parts of a step before its generation had ended."""
+    drawn_s = {call.step: call.end_s for call in trace.invocations if call.work is Work.GENERATE}
+    return any(
+        call.work is Work.LEARN and call.function == FunctionName.LEARNER and call.end_s < drawn_s.get(call.step, 0.0)
+        for call in trace.invocations
+    )
 
 
 def _epochs(trace: Trace, function: str) -> int:

@@ -164,6 +164,7 @@ class ScenarioLayout:
             timing.publish_s(scenario, kind, count),
             scenario.learner.mini_batches * count,
             scenario.learner.epochs,
+            scenario.streaming and self._placement.mode == "disaggregated",
         )
 
     def services(self) -> tuple[ServiceShape, ...]:

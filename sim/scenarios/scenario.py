@@ -161,6 +161,10 @@ class Scenario(SpecModel):
     max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
     """Of the schedule `async`."""
 
+    streaming: bool = False
+    """Of the schedule `sync`: where the learner has devices of its own, it begins with complete groups while others are
+    drawn."""
+
     placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()
     learner: LearnerTimingSpec = LearnerTimingSpec()

@@ -21,10 +21,10 @@ from rlhfless.algorithms.passes import LastParts, Part
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.loop.step import rollout, train
-from rlhfless.loop.streaming import PARTS, Streaming
+from rlhfless.loop.streaming import Streaming
 from rlhfless.records import Experience, Group, Score
 from rlhfless.spec import RunSpec
-from rlhfless.spec.streaming import waits_for
+from rlhfless.spec.streaming import PARTS, waits_for
 
 STREAMED: dict[str, Any] = {
     "prompts_per_step": 3,

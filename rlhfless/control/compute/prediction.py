@@ -35,6 +35,7 @@ from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
+from rlhfless.spec.streaming import waits_for
 
 STEPS, STEPS_QUICK = 6, 3
 """Steps that are simulated; the first is left out, because it has the starts."""
@@ -276,7 +277,9 @@ def _scenario(
 def _schedule(spec: RunSpec) -> dict[str, Any]:
     """Keys of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with `sync`."""
     ahead = 0 if spec.placement.mode == "colocated" else spec.schedule.steps_ahead
-    return {"schedule": "async", "max_staleness": ahead} if ahead else {"schedule": "sync"}
+    if ahead:
+        return {"schedule": "async", "max_staleness": ahead}
+    return {"schedule": "sync"} | ({"streaming": True} if spec.schedule.streaming and not waits_for(spec) else {})
 
 
 def _state_bytes(asked: Question) -> float:

@@ -29,7 +29,8 @@ def predictor(seconds: dict[str, float], shares: dict[str, float]) -> Any:
     """A step of each schedule takes so long, and costs a cent per second."""
 
     def predict(asked: Question) -> tuple[Predicted, None]:
-        step_s = seconds[asked.spec.schedule.type]
+        schedule = asked.spec.schedule
+        step_s = seconds["streaming" if schedule.streaming else schedule.type]
         cost = PlannedCost(
             steps=10, step_s=step_s, wall_s=10 * step_s, wall_low_s=0, wall_high_s=0,
             cost_usd=0.1 * step_s, cost_low_usd=0, cost_high_usd=0,
@@ -43,20 +44,26 @@ EVEN = {"generation": 0.5, "learner": 0.48}
 
 
 def test_schedules_that_save_time_are_shown_with_their_price() -> None:
-    rows = schedules_of(question(), predictor({"sync": 10.0, "one_step_off": 6.0, "async": 5.5}, EVEN))
+    rows = schedules_of(
+        question(), predictor({"sync": 10.0, "streaming": 7.0, "one_step_off": 6.0, "async": 5.5}, EVEN)
+    )
     assert [(row["schedule"], row["max_staleness"], row["refused"]) for row in rows] == [
+        ("sync", 0, None),
         ("sync", 0, None),
         ("one_step_off", 1, None),
         ("async", 2, None),
     ]
-    assert rows[1]["step_usd"] == pytest.approx(0.06)
+    assert [row["streaming"] for row in rows] == [False, True, False, False]
+    assert rows[2]["step_usd"] == pytest.approx(0.06)
     for row in rows:
         PlannedSchedule.model_validate(row)
 
 
 def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
-    predict = predictor({"sync": 10.0, "one_step_off": 9.8, "async": 9.0}, {"generation": 0.97, "learner": 0.02})
-    _, off, far = schedules_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
+    seconds = {"sync": 10.0, "streaming": 9.9, "one_step_off": 9.8, "async": 9.0}
+    predict = predictor(seconds, {"generation": 0.97, "learner": 0.02})
+    _, streaming, off, far = schedules_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
+    assert streaming["refused"] == "it saves 1% of a step: generation alone takes 97% of one with sync"
     assert off["refused"] == "it saves 2% of a step: generation alone takes 97% of one with sync"
     assert (far["refused"], far["max_staleness"]) == (None, 5), "as in the spec"
 
@@ -67,9 +74,16 @@ def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
 )
 def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, Any], why: str) -> None:
     rows = schedules_of(
-        question(placement=placement), predictor({"sync": 10.0, "one_step_off": 6.0, "async": 6.0}, EVEN)
+        question(placement=placement),
+        predictor({"sync": 10.0, "streaming": 7.0, "one_step_off": 6.0, "async": 6.0}, EVEN),
     )
-    assert [why in (row["refused"] or "") for row in rows] == [False, True, True]
+    assert [why in (row["refused"] or "") for row in rows] == [False, True, True, True]
+
+
+def test_streaming_is_refused_where_the_algorithm_needs_the_whole_batch() -> None:
+    predict = predictor({"sync": 10.0, "streaming": 10.0, "one_step_off": 6.0, "async": 6.0}, EVEN)
+    _, streaming, *_ = schedules_of(question(algorithm="reinforce_plus_plus"), predict)
+    assert "reinforce_plus_plus computes advantages or its loss from the whole batch" in streaming["refused"]
 
 
 def test_without_a_prediction_each_says_why() -> None:
@@ -84,3 +98,6 @@ def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -
     assert _schedule(question(schedule="one_step_off").spec) == {"schedule": "async", "max_staleness": 1}
     together = replace(apart, spec=RunSpec.model_validate(VALUES | {"placement": {"mode": "colocated"}}))
     assert _schedule(together.spec) == {"schedule": "sync"}
+    streaming = {"type": "sync", "streaming": True}
+    assert _schedule(question(schedule=streaming).spec) == {"schedule": "sync", "streaming": True}
+    assert _schedule(question(schedule=streaming, mini_batches=2).spec) == {"schedule": "sync"}
