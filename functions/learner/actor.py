@@ -88,6 +88,8 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
         super().__init__(settings, rank)
         self._published: list[WeightVersion] = []
+        self._averaged: WeightVersion | None = None
+        """The average that was published last."""
 
     def _load(self, address: str) -> None:
         from rlhfless.functions.learner.rank import LearnerRank
@@ -110,13 +112,17 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         """See LearnerRank.finish; with `shared_prompt_tokens`, of all parts. *Collective.*"""
         return self._counted(lambda: self._rank.finish(last))
 
-    def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[PublishedWeights, ...]:
+    def publish(
+        self, run_id: str, attempt: int, step: int, perturbed: bool, averaged: bool
+    ) -> tuple[PublishedWeights, ...]:
         """Write the weights to the store; rank 0 returns what it wrote, with samples and no logprobs. *Collective.*"""
         from rlhfless.functions.training.checkpoint import drain
 
-        with self._at_work("publish"), self._as_published(perturbed):
+        with self._at_work("publish"), self._as_published(perturbed, averaged):
             tokens = self._settings.probe_token_ids if self._settings.read_back else ()
             stream, samples = self._rank.published(tokens)
+            if averaged:
+                self._forget_average()
             try:
                 if self._number:
                     return ()
@@ -124,17 +130,28 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             finally:
                 drain(stream)  # also if the store is full: the other ranks wait for each tensor
             self._settings.store.mark()
-        self._forget_old(stored.version)
+        if averaged:
+            self._averaged = stored.version
+        else:
+            self._forget_old(stored.version)
         probe = Probe(self._settings.probe_token_ids, (), samples)
         return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
 
-    def probe(self, perturbed: bool) -> tuple[float, ...]:
+    def probe(self, perturbed: bool, averaged: bool) -> tuple[float, ...]:
         """The learner's own logprobs of the probe. *Collective.*"""
-        with self._at_work("publish"), self._as_published(perturbed):
+        with self._at_work("publish"), self._as_published(perturbed, averaged):
             return self._rank.probe_logprobs(self._settings.probe_token_ids)
 
-    def _as_published(self, perturbed: bool) -> contextlib.AbstractContextManager[None]:
+    def _as_published(self, perturbed: bool, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        if averaged:
+            return self._rank.averaged()
         return self._rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext()
+
+    def _forget_average(self) -> None:
+        """Delete the last average, which no engine loads any more; one of no updates is the same version as the
+        weights, and stays."""
+        if self._averaged is not None and self._averaged not in self._published:
+            self._store.delete(self._averaged)
 
     def _forget_old(self, version: WeightVersion) -> None:
         """Keep the versions that engines may still load, and the perturbed one for engines that start later."""

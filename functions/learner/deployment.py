@@ -114,19 +114,19 @@ class LearnerFunction(TrainedFunction):
         if there < count:
             raise FunctionBroken(f"step {tried[0].step}: {there} of {count} parts of its batch have come")
 
-    async def publish(self, call: Call, *, perturbed: bool = False) -> Reply[PublishedWeights]:
+    async def publish(self, call: Call, *, perturbed: bool = False, averaged: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
         If it is called together with the step's `learn`, it runs after that; raises what `learn` raised, or
         TimeoutError if `learn` is not called. `perturbed`: a version in which every tensor is slightly off, for the
-        proof that loads reach every tensor.
+        proof that loads reach every tensor. `averaged`: the average of the weights (`learner.ema_decay`).
         """
         self.admit(call)
         await self._wait_learned(call.step)
         start_s = time.time()
-        ((written,), *_) = await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed)
+        ((written,), *_) = await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed, averaged)
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
-        logprobs = (await self._group.all("probe", perturbed))[-1]
+        logprobs = (await self._group.all("probe", perturbed, averaged))[-1]
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)

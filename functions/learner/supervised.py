@@ -63,10 +63,11 @@ class SupervisedRank(TrainingRank):
         return values_of(self._policy) if self._type == "reward_model" else logprob_outputs(self._policy, 1.0)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """The model's outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank.
-        *Collective.*"""
-        values, _ = share_outputs(self._policy, batch, self._outputs, self._training.micro_batch_tokens)
-        return of_all_ranks(self._policy, values)
+        """The model's outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank; by the
+        average of its weights, if one is kept. *Collective.*"""
+        with self.averaged():
+            values, _ = share_outputs(self._policy, batch, self._outputs, self._training.micro_batch_tokens)
+            return of_all_ranks(self._policy, values)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """See TrainingRank. *Collective.*"""

@@ -18,7 +18,8 @@ Deliberately not here: what the loss is, which a subclass says (`_loss`), and re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +37,7 @@ from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.ranks.shares import share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
+from rlhfless.functions.training.average import WeightAverage
 from rlhfless.functions.training.checkpoint import Savers, restore_checkpoint, save_checkpoint
 from rlhfless.functions.training.metrics import over_ranks, over_updates
 from rlhfless.functions.training.optimizer import ShardedAdamW
@@ -81,6 +83,8 @@ class TrainingRank:
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
+        decay = training.average_decay
+        self._average = None if decay is None else WeightAverage(self._model, decay)
         self._timeout_s = timeout_s
         self._savers = Savers.of(timeout_s)
         self._background = Background(self._savers, timeout_s, self._mesh)
@@ -106,11 +110,26 @@ class TrainingRank:
 
     def kept_on_device(self) -> list[torch.Tensor]:
         """Shards of the master weights and of the optimiser's moments, and buffers; nothing that is offloaded."""
-        state = self._optimizer.state()
-        tensors = [tensor for part in state.values() if isinstance(part, dict) for tensor in part.values()]
+        tensors = [tensor for part in self._state().values() if isinstance(part, dict) for tensor in part.values()]
         if self._training.offload:
             tensors = []
         return [*tensors, *self._model.buffers()]
+
+    def _state(self) -> dict[str, Any]:
+        """All that a checkpoint keeps for `restore`, in place."""
+        average = {} if self._average is None else {"average": self._average.tensors}
+        return self._optimizer.state() | average | {"random_state": torch.get_rng_state()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the model has the average of its weights, if one is kept. *Collective.*"""
+        if self._average is None:
+            yield
+            return
+        self._policy.settle()
+        with self._average.in_place():
+            yield
+            self._policy.settle()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -124,14 +143,15 @@ class TrainingRank:
 
     def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:
         """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
-        and `notes`. With `background`, and where there is memory for a copy of the state, this returns True at once,
-        and `wait_written` when it is done. *Collective.*"""
-        state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
+        and `notes`. The model has the average of the weights, if one is kept. With `background`, and where there is
+        memory for a copy of the state, this returns True at once, and `wait_written` when it is done. *Collective.*"""
+        state = self._state()
         later = background and self._background.fits(state)
         device = self._policy.device
         if later:
             state, device = self._background.copied(state), torch.device("cpu")
-        stream = published_stream(self._model, self._spec.dtype, device, tensors=state["master_weights"])
+        weights = state.get("average", state["master_weights"])
+        stream = published_stream(self._model, self._spec.dtype, device, tensors=weights)
         write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
         self._background.begin(write)
         if not later:
@@ -145,7 +165,7 @@ class TrainingRank:
     def restore(self, location: str | Path) -> None:
         """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.
         *Collective.*"""
-        state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
+        state = self._state()
         restore_checkpoint(str(location), state)
         self._optimizer.set_restored(state)
         torch.set_rng_state(state["random_state"])
@@ -211,6 +231,8 @@ class TrainingRank:
             self._optimizer.forget_gradients()
             return None
         rate = self._optimizer.step(norm, planned)
+        if self._average is not None:
+            self._average.update()
         return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": rate}
 
 

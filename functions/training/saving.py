@@ -1,8 +1,8 @@
 """Checkpoints that are written while the learner goes on, where its nodes have memory for a copy of the state.
 
-The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, over all ranks); a thread
-writes it, and gathers what it publishes from it, on a process group of its own. One checkpoint is written at a time,
-and none counts before it is whole (rlhfless.functions.training.checkpoint).
+The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, 16 with an average of the
+weights, over all ranks); a thread writes it, and gathers what it publishes from it, on a process group of its own. One
+checkpoint is written at a time, and none counts before it is whole (rlhfless.functions.training.checkpoint).
 """
 
 from __future__ import annotations

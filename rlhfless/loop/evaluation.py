@@ -22,7 +22,8 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     run.clock.interrupt()
     requests = [run.held_out_request(step, greedy=greedy) for greedy in (False, True)]
     # Both at once: more sequences per iteration of the engine.
-    sampled, greedy = await drawn(run, {run.generate(request): {} for request in requests}, run.published.version.step)
+    apart, oldest = await run.average(), run.published.version.step
+    sampled, greedy = await drawn(run, {run.generate(request): {} for request in requests}, oldest, apart=apart)
     for experience in (sampled, greedy):
         log_failures(experience, step)
     sets = dict.fromkeys(group.prompt.source for group in sampled.groups)

@@ -169,7 +169,7 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     ranks = Counter(device.node for device in learner)
     sampling = () if spec.supervised else placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
     actors = {device.node for each in sampling for device in each.devices}
-    kept = {learner[0].node: stored_versions(spec.schedule.steps_ahead)}
+    kept = {learner[0].node: stored_versions(spec)}
     return {
         node: Needed(size, kept.get(node, CACHED_VERSIONS), loading * ranks[node] // len(learner))
         for node in sorted(actors | ranks.keys())

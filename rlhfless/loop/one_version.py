@@ -6,7 +6,8 @@
 A draw of the version that others draw with joins them. A draw of another version waits until they have ended, and the
 draws that come after it wait for it, so that none waits for ever. The version is the newest when the wait is over.
 
-Engines that load in flight need none of this: each draw may begin at once, and goes on with newer weights.
+Engines that load in flight need none of this: each draw may begin at once, and goes on with newer weights. But weights
+that are no version of the run, such as their average, are never mixed with others.
 
 A new learner takes earlier steps again, and publishes their weights again. Meanwhile a draw of a later step, for which
 they are too old, waits beside the others: those steps may have something to draw.
@@ -28,6 +29,8 @@ class OneVersion:
         self._in_flight = in_flight
         self._newest: PublishedWeights | None = None
         self._drawn_with: PublishedWeights | None = None
+        self._apart = False
+        """Whether the draws under way are with weights that are no version of the run."""
         self._draws = 0
         self._entrance = asyncio.Lock()  # which serves in the order of arrival
         self._changed = asyncio.Event()
@@ -44,13 +47,13 @@ class OneVersion:
         self._changed.set()
 
     @contextlib.asynccontextmanager
-    async def drawing(self, oldest: int) -> AsyncIterator[PublishedWeights]:
+    async def drawing(self, oldest: int, apart: PublishedWeights | None = None) -> AsyncIterator[PublishedWeights]:
         """Within the block no draw of another version is under way; gives the version to draw with, which is of the
-        step `oldest` or a later one."""
+        step `oldest` or a later one, or `apart`."""
         published = None
         while published is None:
             await self._until(lambda: self.newest.version.step >= oldest)
-            published = await self._enter(oldest)
+            published = await self._enter(oldest, apart)
         try:
             yield published
         finally:
@@ -62,15 +65,18 @@ class OneVersion:
         await self._until(lambda: self.newest.version.step > version.step)
         return self.newest
 
-    async def _enter(self, oldest: int) -> PublishedWeights | None:
+    async def _enter(self, oldest: int, apart: PublishedWeights | None) -> PublishedWeights | None:
         """Begin a draw when it may draw with the newest version; None if that has become too old meanwhile."""
         async with self._entrance:
-            await self._until(lambda: self._in_flight or not self._draws or self._drawn_with == self.newest)
+            mixed = self._in_flight and apart is None
+            await self._until(
+                lambda: not self._draws or self._drawn_with == (apart or self.newest) or (mixed and not self._apart)
+            )
             if self.newest.version.step < oldest:
                 return None
-            self._drawn_with = self.newest
+            self._drawn_with, self._apart = apart or self.newest, apart is not None
             self._draws += 1
-            return self.newest
+            return self._drawn_with
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

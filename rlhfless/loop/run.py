@@ -228,15 +228,20 @@ class Run(TrainedRun):
         metrics: Mapping[str, float] = await self.work(self._the_learner, Work.LEARN, "finish", call, last, sent=sent)
         return metrics
 
-    async def publish(
-        self, call: Call, *, perturbed: bool = False, sent: asyncio.Event | None = None
-    ) -> PublishedWeights:
-        """Write the learner's weights, or a perturbed version of them, to the store, as the version of `call`'s step.
+    async def average(self) -> PublishedWeights | None:
+        """Have the learner publish the average of its weights; None if it keeps none."""
+        if self.spec.learner.average_decay is None:
+            return None
+        return await self.publish(self.call(self.published.version.step), averaged=True)
+
+    async def publish(self, call: Call, *, sent: asyncio.Event | None = None, **form: bool) -> PublishedWeights:
+        """Write the learner's weights to the store, as the version of `call`'s step; with `perturbed`, a perturbed
+        version of them, and with `averaged`, their average.
 
         If it is called together with `learn` of that step, the learner runs both in order, with no round trip to the
         driver in between.
         """
-        return await self.work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
+        return await self.work(self._the_learner, Work.PUBLISH, "publish", call, **form, sent=sent)
 
     # -- checkpoints
 

@@ -75,9 +75,11 @@ async def drawn(
     stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]],
     oldest: int,
     passed: Callable[[Group], None] = ignored,
+    apart: PublishedWeights | None = None,
 ) -> Sequence[Experience]:
     """The samples of each stage, scored and with its columns; all are drawn at once, with the newest weights, which are
-    at least of the step `oldest`. `passed`: see `collect`.
+    at least of the step `oldest`; or with weights `apart` from those of the run, such as their average. `passed`: see
+    `collect`.
 
     Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Samples that are all in
     the journal need no engine.
@@ -94,10 +96,10 @@ async def drawn(
         asked.set()
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
     call = next(iter(stages)).request.call
-    async with run.versions.drawing(oldest) as published:
+    async with run.versions.drawing(oldest, apart) as published:
         _, *experiences = await beside(
             gather_or_cancel(run.weights.sync(published, call, asked), *map(collected, stages.keys(), stages.values())),
-            _followed(run, published, call) if run.spec.schedule.in_flight else None,
+            _followed(run, published, call) if run.spec.schedule.in_flight and apart is None else None,
         )
     return experiences
 

@@ -197,7 +197,7 @@ def _room_problems(
         return []
     loading = loading_bytes(spec, kind, count, sequence_tokens)
     stored = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
-    needed = Needed(stored, stored_versions(spec.schedule.steps_ahead), loading)
+    needed = Needed(stored, stored_versions(spec), loading)
     return room_problems(needed, room_at(str(store_base(spec))))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.spec import AdamWSpec, DType, TrainingSpec
+from rlhfless.spec import AdamWSpec, DType, RunSpec, TrainingSpec
 
 GIB = 2**30
 
@@ -54,10 +54,10 @@ def kept_versions(steps_ahead: int) -> int:
     return max(2, steps_ahead + 1)
 
 
-def stored_versions(steps_ahead: int) -> int:
-    """Versions that may be in the learner's store at once: the kept ones, the perturbed one, and the one being
-    written."""
-    return kept_versions(steps_ahead) + 2
+def stored_versions(spec: RunSpec) -> int:
+    """Versions that may be in the learner's store at once: the kept ones, the perturbed one, the one being written, and
+    the average of the weights if there is one."""
+    return kept_versions(spec.schedule.steps_ahead) + 2 + (spec.learner.average_decay is not None)
 
 
 CACHED_VERSIONS = 3
@@ -166,6 +166,8 @@ class Sharded:
     """Its head gives one value, as a critic's: no logits, and no gradient of a head."""
     moment_bits: int = 32
     """Bits of each moment of the optimiser."""
+    averaged: bool = False
+    """A moving average of the weights is kept."""
 
     @property
     def alone(self) -> bool:
@@ -183,6 +185,7 @@ def sharded(training: TrainingSpec, optimizer: AdamWSpec) -> Sharded:
         sharing=training.share_prefixes,
         copies=training.copies,
         moment_bits=optimizer.moment_bits,
+        averaged=training.average_decay is not None,
     )
 
 
@@ -195,13 +198,21 @@ def moment_bytes(parameters: int, moment_bits: int) -> int:
     return 8 * parameters if moment_bits == 32 else 2 * (parameters + 4 * math.ceil(parameters / SCALED_NUMBERS))
 
 
-def learner_states_bytes(shape: ModelShape, ranks: int = 1, moment_bits: int = 32) -> tuple[MemoryPart, ...]:
+def kept_bytes(weights_bytes: int, moment_bits: int, *, averaged: bool) -> int:
+    """What a checkpoint copies of float32 weights: master weights, moments, and the average if there is one."""
+    return weights_bytes * (2 if averaged else 1) + moment_bytes(weights_bytes // 4, moment_bits)
+
+
+def learner_states_bytes(
+    shape: ModelShape, ranks: int = 1, moment_bits: int = 32, *, averaged: bool = False
+) -> tuple[MemoryPart, ...]:
     """The states of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N
     (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its
-    stage 3); less with moments in 8 bits (moment_bytes)."""
+    stage 3); less with moments in 8 bits (moment_bytes), and 4 P / N more with an average of the weights."""
     p = math.ceil(shape.parameters / ranks)
     moments = MemoryPart("AdamW", moment_bytes(p, moment_bits))
-    return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments
+    average = (MemoryPart("average of the weights", 4 * p),) if averaged else ()
+    return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments, *average
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -232,7 +243,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare and
     benchmarks/memory_plan.py.
     """
-    states = learner_states_bytes(shape, how.ranks, how.moment_bits) if not how.offload else ()
+    states = () if how.offload else learner_states_bytes(shape, how.ranks, how.moment_bits, averaged=how.averaged)
     resting = tuple(part for part in states if part.name != "gradients")
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
     layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head

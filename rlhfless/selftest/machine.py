@@ -116,7 +116,7 @@ def room(subject: Subject) -> Measured:
     free_bytes = room_at(str(store_base(spec)))
     size = version_bytes(asked.shape, spec.model.dtype)
     loading = loading_bytes(spec, subject.kind, asked.count, asked.sequence_tokens)
-    needed = Needed(size, stored_versions(spec.schedule.steps_ahead), loading)
+    needed = Needed(size, stored_versions(spec), loading)
     measured = {
         "folder": free_bytes.folder,
         "folder_free_gib": free_bytes.store_bytes / GIB,

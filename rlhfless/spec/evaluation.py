@@ -68,7 +68,8 @@ class CheckpointSpec(SpecModel):
 
     background: bool = True
     """Write checkpoints while the run goes on, where the learner's nodes have memory for a copy of its state (12 bytes
-    per parameter over all nodes, in at most half of what is free on each); otherwise the run waits for each."""
+    per parameter over all nodes, 16 with `learner.ema_decay`, in at most half of what is free on each); otherwise the
+    run waits for each."""
 
     keep_last: Steps = 2
     """The number of newest checkpoints that are kept, in addition to the best."""

@@ -79,6 +79,11 @@ class TrainingSpec(SpecModel):
     sums, and with it the last bits of the weights, depends on it."""
 
     @property
+    def average_decay(self) -> float | None:
+        """Of the moving average of its weights; None without one."""
+        return None
+
+    @property
     def world_size(self) -> int:
         """`ranks` as a number: 1 where `auto` is still to be decided."""
         return count_of(self.ranks)
@@ -114,6 +119,16 @@ class LearnerSpec(TrainingSpec):
     head_dtype: Literal["float32"] | None = None
     """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
     carry no rounding of the logits; by default they compute in `dtype`."""
+
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights, with this decay per optimiser step, such as 0.99: evaluations,
+    the best checkpoint and the model that checkpoints have are the average's; what is learned and drawn is as without.
+    It begins with the initial weights, and takes 4 bytes per parameter."""
+
+    @property
+    def average_decay(self) -> float | None:
+        """See TrainingSpec."""
+        return self.ema_decay
 
     @property
     def logits_elements(self) -> int | None:

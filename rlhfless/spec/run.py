@@ -423,6 +423,15 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _an_average_can_be_published(self) -> RunSpec:
+        if self.learner.average_decay is not None and self.weights.transport == "cuda_ipc":
+            raise ValueError(
+                "learner.ema_decay is given, but weights.transport is cuda_ipc, which has the learner's own weights "
+                "only, and evaluations load their average; set weights.transport to auto, or leave ema_decay out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _old_weights_are_allowed_for(self) -> RunSpec:
         """A schedule that learns from samples of older weights needs a correction; one that draws ahead also needs the
         old versions, and devices to overlap on."""

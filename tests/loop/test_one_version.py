@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+
+import pytest
 
 from fakes.scene import weights_of
 from rlhfless.loop.one_version import OneVersion
+from rlhfless.records import PublishedWeights
 
 
 class Draws:
@@ -16,15 +20,17 @@ class Draws:
         self.versions.newest = weights_of(0)
         self.under_way: dict[str, int] = {}
         """By name: the step of the version that it draws with."""
+        self.given: dict[str, PublishedWeights] = {}
         self._over: dict[str, asyncio.Event] = {}
 
-    async def begin(self, name: str, oldest: int = 0) -> None:
+    async def begin(self, name: str, oldest: int = 0, apart: PublishedWeights | None = None) -> None:
         self._over[name] = asyncio.Event()
-        self._task = asyncio.create_task(self._draw(name, oldest))
+        self._task = asyncio.create_task(self._draw(name, oldest, apart))
         await settle()
 
-    async def _draw(self, name: str, oldest: int) -> None:
-        async with self.versions.drawing(oldest) as published:
+    async def _draw(self, name: str, oldest: int, apart: PublishedWeights | None) -> None:
+        async with self.versions.drawing(oldest, apart) as published:
+            self.given[name] = published
             self.under_way[name] = published.version.step
             await self._over[name].wait()
         del self.under_way[name]
@@ -111,3 +117,20 @@ async def test_draws_of_engines_that_load_in_flight_do_not_wait_for_each_other()
     assert not newer.done()
     await draws.publish(2)
     assert (await newer).version.step == 2
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+async def test_weights_apart_from_the_runs_are_mixed_with_no_others(*, in_flight: bool) -> None:
+    draws, average = Draws(in_flight=in_flight), replace(weights_of(0), location="average")
+    await draws.begin("a")
+    await draws.begin("evaluation", apart=average)
+    await draws.begin("b")
+    assert draws.under_way == {"a": 0}, "the evaluation waits for what is drawn, and what comes later waits for it"
+    await draws.end("a")
+    assert draws.under_way == {"evaluation": 0}
+    assert draws.given["evaluation"] == average
+    await draws.publish(1)
+    assert draws.under_way == {"evaluation": 0}
+    await draws.end("evaluation")
+    assert draws.under_way == {"b": 1}
+    assert draws.given["b"] == weights_of(1)

@@ -30,6 +30,7 @@ from rlhfless.scaling.memory import (
     Sharded,
     activation_bytes,
     engine_parts,
+    kept_bytes,
     kv_token_bytes,
     layer_token_bytes,
     learn_phases,
@@ -148,6 +149,16 @@ def test_16_bytes_a_parameter_are_shared_by_all_ranks() -> None:
     assert eight["learn"] == 16 * p // 8 + max(2 * r + 2 * 2 * g + 2 * r // 2 + 8 * g, 6 * r)
     offloaded = sizes(Sharded(8, "bfloat16", checkpointing=True, offload=True))
     assert eight["learn"] - offloaded["learn"] == 2 * p
+
+
+def test_an_average_takes_4_bytes_a_parameter_in_all_phases() -> None:
+    p = shape(QWEN_7B).parameters
+    kept, without = (sizes(Sharded(8, "bfloat16", averaged=averaged)) for averaged in (True, False))
+    assert {name: size - without[name] for name, size in kept.items()} == dict.fromkeys(kept, 4 * p // 8)
+    offloaded = [sizes(Sharded(8, "bfloat16", offload=True, averaged=averaged)) for averaged in (True, False)]
+    assert offloaded[0] == offloaded[1], "it is where the weights are"
+    assert sharded(LearnerSpec(ema_decay=0.9), AdamWSpec()).averaged
+    assert [kept_bytes(4 * p, 32, averaged=averaged) for averaged in (True, False)] == [16 * p, 12 * p]
 
 
 CASES = [

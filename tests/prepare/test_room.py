@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlhfless.prepare.memory.room import Needed, Room, chart_shared_memory, room_at, room_problems
 from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, kept_versions, stored_versions
+from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoreFull
@@ -34,6 +36,11 @@ def quota(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
+def spec_of(**changes: Any) -> RunSpec:
+    values = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+    return RunSpec.model_validate(values | {"placement": {"mode": "disaggregated"}} | changes)
+
+
 @pytest.mark.parametrize(
     ("needed", "lacking"),
     [
@@ -46,14 +53,15 @@ def quota(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     ],
 )
 def test_a_store_has_four_versions_and_a_cache_three(needed: Needed, lacking: list[str]) -> None:
-    assert (stored_versions(0), CACHED_VERSIONS) == (4, 3)
+    assert (stored_versions(spec_of()), CACHED_VERSIONS) == (4, 3)
     assert [problem.where for problem in room_problems(needed, ROOM)] == lacking
 
 
 def test_a_version_is_kept_for_each_that_steps_may_still_draw_with() -> None:
     """While the learner publishes version k - 1, the step after may draw with k - 1 - staleness."""
     assert [kept_versions(behind) for behind in (0, 1, 2, 4)] == [2, 2, 3, 5]
-    assert stored_versions(2) == 5
+    assert stored_versions(spec_of(schedule="async")) == 5
+    assert stored_versions(spec_of(learner={"ema_decay": 0.9})) == 5, "an average of the weights is one more"
 
 
 def test_what_is_lacking_is_told_with_figures_node_and_mend() -> None:
@@ -88,7 +96,7 @@ def test_a_run_over_http_stays_within_the_versions_of_its_plan(quota: Callable[[
     """The learner's node, with an actor on it: store and cache in one file system that holds what is planned."""
     tensors = {f"w{number}": torch.zeros(1 << 18) for number in range(4)}
     size = sum(tensor.nbytes for tensor in tensors.values()) + (1 << 14)
-    folder = quota(stored_versions(0) * size)
+    folder = quota(stored_versions(spec_of()) * size)
     with HttpStoreServer(folder / "store") as server:
         address = StoreAddress("http", str(folder / "cache"), server.token, home=str(folder / "store"))
         kept = [server.put("run", 1, -1, tensors).version]  # perturbed: it stays

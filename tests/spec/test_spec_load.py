@@ -214,6 +214,11 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("weights: {transport: rdma}", ["weights.transport", "'rdma'", "'file', 'shared_memory', 'http', 'nccl'"]),
         ("weights: {store: http}", ["weights.store", "unknown"]),
         (
+            "weights: {transport: cuda_ipc}\nlearner: {ema_decay: 0.99}",
+            ["learner.ema_decay is given", "weights.transport is cuda_ipc", "set weights.transport to auto"],
+        ),
+        ("learner: {ema_decay: 1.0}", ["learner.ema_decay", "1.0", "less than 1"]),
+        (
             "weights: {transport: nccl}",
             ["weights.transport is nccl", "min_actors 1 and max_actors auto", "a fixed number of actors"],
         ),

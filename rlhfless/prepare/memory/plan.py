@@ -24,7 +24,7 @@ from rlhfless.scaling.memory import (
     PROCESS,
     PROCESS_BYTES,
     MemoryPhase,
-    moment_bytes,
+    kept_bytes,
     stored_versions,
     version_bytes,
     without_head,
@@ -161,8 +161,11 @@ def memory_plan(
     headless = {"critic", "learner"} if spec.type == "reward_model" else {"critic"}
     sizes = {name: (without_head(shape) if name in headless else shape).parameters for name in spec.trained}
     weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
-    # What a checkpoint copies, and what waits in the host's memory in turns: master weights and both moments.
-    kept = {name: size + moment_bytes(size // 4, spec.optimizers[name].moment_bits) for name, size in weights.items()}
+    # What a checkpoint copies, and what waits in the host's memory in turns: master weights, moments, an average.
+    kept = {
+        name: kept_bytes(size, spec.optimizers[name].moment_bits, averaged=spec.trained[name].average_decay is not None)
+        for name, size in weights.items()
+    }
     offloaded = sum(weights[name] + kept[name] for name, part in spec.trained.items() if part.offload)
     waiting = kept if spec.placement.in_turns else weights  # all are loaded by way of the host
     on_devices = sum(waiting[name] for name, part in spec.trained.items() if not part.offload)
@@ -175,7 +178,7 @@ def memory_plan(
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,
-        shared_bytes=stored_versions(spec.schedule.steps_ahead) * store,
+        shared_bytes=stored_versions(spec) * store,
         cache_bytes=CACHED_VERSIONS * store,
         checkpoint_bytes=sum(kept.values()) if spec.checkpoint.background else 0,
     )

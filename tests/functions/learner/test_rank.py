@@ -285,17 +285,18 @@ def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_p
 def test_the_memory_plan_knows_the_learners_states(learner, batch, tiny_model):
     """Weights, gradients and moments that are really there; norms are all that the plan leaves out."""
     shape = ModelShape.of_config(json.loads((Path(tiny_model) / "config.json").read_text()))
-    planned = {part.name: part.size_bytes for part in learner_states_bytes(shape)}
-    with learner() as rank:
+    planned = {part.name: part.size_bytes for part in learner_states_bytes(shape, averaged=True)}
+    with learner(ema_decay=0.9) as rank:
         rank._loss(batch)[0].backward()
         rank._policy.settle()
         held = {
             "master weights": sum(parameter.nbytes for parameter in rank._model.parameters()),
             "gradients": sum(parameter.grad.nbytes for parameter in rank._model.parameters()),
             "AdamW": sum(moment.nbytes for moment in rank._optimizer.moments()),
+            "average of the weights": sum(tensor.nbytes for tensor in rank._average.tensors.values()),
         }
     assert planned == pytest.approx(held, rel=0.1)
-    assert sum(planned.values()) == 16 * shape.parameters
+    assert sum(planned.values()) == 20 * shape.parameters
 
 
 def test_moments_in_8_bits_learn_as_exact_ones_in_a_quarter_of_their_memory(learner, batch, tmp_path):
