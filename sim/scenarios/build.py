@@ -159,7 +159,7 @@ class ScenarioLayout:
         return LearnerShape(
             slot_setup,
             scenario.learner.fixed_s,
-            timing.forward_token_s(scenario, kind, count) * evaluated,
+            timing.forward_token_s(scenario, kind, count) * evaluated * scenario.learner.learned_share,
             timing.learn_token_s(scenario, kind, count),
             timing.publish_s(scenario, kind, count),
             scenario.learner.mini_batches * count,

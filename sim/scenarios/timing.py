@@ -132,8 +132,8 @@ def learner_devices_needed(scenario: Scenario, kind: str) -> int:
 
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token of forward and backward passes on `devices` devices."""
-    return LEARN_OPERATIONS * _token_s(scenario, kind, devices)
+    """Seconds per token that is drawn of forward and backward passes on `devices` devices."""
+    return scenario.learner.learned_share * LEARN_OPERATIONS * _token_s(scenario, kind, devices)
 
 
 def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:

@@ -146,6 +146,10 @@ class LearnerTimingSpec(SpecModel):
     epochs: Count = 1
     """Passes over the batch of a step. With several, all samples are passed forward before the first update."""
 
+    learned_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the samples of a step that is learned. The others are drawn and scored, and no more: greedy ones, and
+    groups that are left out."""
+
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
 

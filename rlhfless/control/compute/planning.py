@@ -134,7 +134,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         "memory": _memory(main),
         "schedules": schedules_of(main, planner.quick().predicted) if chosen["fits"] else [],
         "lengths": planner.lengths.source,
-        "missing": _missing(planner.lengths, planner.trace, kind, question["present"]),
+        "missing": _missing(planner, kind, question["present"]),
     }
 
 
@@ -193,12 +193,14 @@ def _memory(asked: Question) -> dict[str, Any]:
     }
 
 
-def _missing(lengths: Lengths, trace: Trace | None, kind: str, devices: Mapping[str, int]) -> list[str]:
+def _missing(planner: Planner, kind: str, devices: Mapping[str, int]) -> list[str]:
     """The missing inputs of a better answer."""
-    missing = []
+    missing, lengths, spec = [], planner.lengths, planner.spec
+    if not spec.supervised and spec.algorithm.needs.with_signal and lengths.signal is None:
+        missing.append("groups without a signal: taken to be none, without an earlier run by `lengths_of`")
     if not lengths.known:
         missing.append("response lengths: name an earlier run of these prompts with `lengths_of`")
-    if trace is None:
+    if planner.trace is None:
         missing.append("measured latencies: an earlier run of this model on these devices, by `lengths_of`")
     if kind not in devices:
         missing.append(f"{kind}: the service has none now")

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.control.compute.drawn import Drawn, signal_of
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
@@ -79,6 +80,8 @@ class Lengths:
     known: bool
     rows: int | None = None
     """Rows of the data; None where they were not read."""
+    signal: float | None = None
+    """The share of groups whose samples differ in their rewards; None where it is not known."""
 
 
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
@@ -96,6 +99,7 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
         float(np.median(prompts)),
         f"{len(tokens):,} responses of {trace.meta.run_id}",
         known=True,
+        signal=signal_of(trace),
     )
 
 
@@ -211,7 +215,7 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths, t
     """The learner's utilisation, as far as one can be so high or low, and the seconds of a step that are in nothing
     else. `transport_s`: what the simulator adds to a publication."""
     spec = asked.spec
-    tokens = spec.prompts_per_step * spec.samples_per_prompt * (lengths.mean_tokens + lengths.prompt_tokens)
+    tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
     learn_s = latency.learn.at(tokens * spec.epochs)
     peak_s = 6 * asked.shape.active * tokens * spec.epochs / (asked.sheet.flops_per_s.value * asked.count)
     mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
@@ -237,15 +241,15 @@ def _scenario(
     seeds: int,
 ) -> Scenario:
     spec = asked.spec
-    policy = spec.scaling.policy.type
+    policy, drawn = spec.scaling.policy.type, Drawn.of(spec, lengths.signal)
     values: dict[str, Any] = {
         "name": spec.name,
         "cluster": _cluster(asked),
         "model": {"config": config},
         "engine": measured["engine"],
         "workload": _workload(spec, lengths, factor),
-        "prompts_per_step": spec.prompts_per_step,
-        "samples_per_prompt": spec.samples_per_prompt,
+        "prompts_per_step": drawn.prompts,
+        "samples_per_prompt": drawn.samples,
         "max_tokens": spec.generation.max_tokens,
         "steps": steps,
         "seeds": seeds,
@@ -255,6 +259,7 @@ def _scenario(
         "learner": {
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
+            "learned_share": drawn.learned_share,
             "state_bytes_per_parameter": _state_bytes(asked),
         }
         | measured.get("learner", {}),
@@ -314,7 +319,7 @@ def _workload(spec: RunSpec, lengths: Lengths, factor: float) -> dict[str, Any]:
             "spread": lengths.spread,
             "persistence": PERSISTENCE,
         },
-        "prompts": 4 * spec.prompts_per_step,
+        "prompts": 4 * Drawn.of(spec, lengths.signal).prompts,
         "median_prompt_tokens": lengths.prompt_tokens,
         "source": lengths.source,
     }

@@ -123,6 +123,9 @@ def test_learning_and_memory_by_hand() -> None:
     # 6 operations by 0.24 of 362 TFLOP/s on each of 2 devices; a forward pass does 2 of 8 operations in that time.
     assert timing.learn_token_s(one, "l40s", 2) == pytest.approx(6 * active / (2 * 362e12 * 0.24))
     assert timing.forward_token_s(one, "l40s", 2) == pytest.approx(timing.learn_token_s(one, "l40s", 2) / 4)
+    part = one.model_copy(update={"learner": one.learner.model_copy(update={"learned_share": 0.25})})
+    assert timing.learn_token_s(part, "l40s", 2) == pytest.approx(timing.learn_token_s(one, "l40s", 2) / 4)
+    assert timing.forward_token_s(part, "l40s", 2) == timing.forward_token_s(one, "l40s", 2), "such as a reference's"
     # 48 GB x 0.85 less 3.9 GB and the weights; 2 x 28 layers x 4 KV heads x 128 x 2 bytes for each token.
     left = 48e9 * 0.85 - 3.9e9 - one.model.shape.total_bytes
     assert timing.kv_tokens(one, "l40s") == int(left / 57_344)
