@@ -7,7 +7,7 @@ from dataclasses import replace
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.devices import DeviceSheet
-from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
     CPU_KV_GIB,
     GIB,
@@ -40,21 +40,27 @@ def _bounds(spec: RunSpec) -> Bounds:
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
-    parts, kv = _engine(terms.spec, terms.shape, terms.sheet)
+    parts, kv = _engine(terms.spec, terms.shape, terms.sheet, terms.draft)
     return (MemoryPhase("generate", (*parts, MemoryPart("KV", max(kv, 0)))),)
 
 
-def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple[MemoryPart, ...], int]:
-    """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit."""
+def _engine(
+    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None
+) -> tuple[tuple[MemoryPart, ...], int]:
+    """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit. The
+    sampler has a row for each draft, and a draft model is split as the model is."""
     engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
     parts = engine_parts(
         shape,
         spec.model.dtype,
         engine.tensor_parallel_size,
         engine.max_batch_tokens,
-        engine.max_sequences,
+        min(engine.max_sequences * (1 + spec.generation.speculation.most), engine.max_batch_tokens),
         graphs=on_gpu and not engine.eager,
     )
+    if draft is not None:
+        size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.tensor_parallel_size
+        parts = (*parts, MemoryPart("draft's weights", size))
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
     parts = (*parts, MemoryPart(PROCESS, PROCESS_BYTES))
@@ -62,21 +68,25 @@ def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple
     return parts, budget - sum(part.size_bytes for part in parts)
 
 
-def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
+def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, draft: ModelShape | None = None) -> int:
     """The bytes of the KV cache on each device of an engine."""
-    return _engine(spec, shape, sheet)[1]
+    return _engine(spec, shape, sheet, draft)[1]
 
 
-def kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int) -> int:
+def kv_tokens(
+    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int, draft: ModelShape | None = None
+) -> int:
     """Tokens that the KV cache of an engine holds in sequences of `sequence_tokens`, as vLLM reports its capacity. Of
     a model with windows it holds fewer in shorter sequences. With a KV connector all layers hold all tokens: vLLM's
-    hybrid cache manager works with few connectors."""
+    hybrid cache manager works with few connectors. A draft model keeps KV of the same tokens."""
     engine = spec.generation.engine
     shape = shape if engine.kv_connector is None else replace(shape, windows=None)
-    sequence = kv_sequence_bytes(
-        shape, spec.model.dtype, engine.tensor_parallel_size, sequence_tokens, engine.max_batch_tokens
+    sequence = sum(
+        kv_sequence_bytes(each, spec.model.dtype, engine.tensor_parallel_size, sequence_tokens, engine.max_batch_tokens)
+        for each in (shape, draft)
+        if each is not None
     )
-    return kv_bytes(spec, shape, sheet) * sequence_tokens // sequence
+    return kv_bytes(spec, shape, sheet, draft) * sequence_tokens // sequence
 
 
 KIND = FunctionKind(

@@ -66,6 +66,8 @@ class MemoryTerms:
     sequence_tokens: int
     """The longest sequence."""
     rewards: Rewards = ()
+    draft: ModelShape | None = None
+    """The sizes of the draft model or head of engines, if they have one and its sizes are known."""
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -117,6 +117,11 @@ class SpeculationSpec(SpecModel):
         return self.method != "off"
 
     @property
+    def most(self) -> int:
+        """Most drafts of a response in one pass."""
+        return self.depth if self.on else 0
+
+    @property
     def remembers(self) -> bool:
         """Whether drafts come from other responses to the prompt."""
         return self.method == "suffix"

@@ -106,6 +106,7 @@ LIVE = (
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
     Smoke("schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "streaming", "async"))),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
+    Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),
     Smoke("sleep", (rf"learner: given back {NUMBER}", rf"actor: given back {NUMBER}", rf"wake / start {NUMBER}")),
     Smoke(
         "weights",

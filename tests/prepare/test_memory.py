@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
+from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.prefixes.packing import SharingSequences
@@ -408,6 +409,30 @@ def test_an_engines_parts_by_hand() -> None:
         "sampler": 3 * 4 * 256 * 152064,
         "CUDA graphs": 0,
     }
+
+
+def test_drafts_by_hand() -> None:
+    """A draft model takes its weights, and KV of the same tokens; each draft is a row of the sampler. What an engine
+    cannot do with it, taking turns, is not what the plan advises."""
+    speculation = {"method": "draft_model", "model": "d", "depth": 3}
+    run = spec(model={"path": "m", "dtype": "bfloat16"}, generation={"speculation": speculation})
+    plain = asked(QWEN_7B, "h100", 1, spec(model={"path": "m", "dtype": "bfloat16"}))
+    drafting = dataclasses.replace(asked(QWEN_7B, "h100", 1, run), draft=shape(QWEN_05B))
+    parts = [
+        {part.name: part.size_bytes for part in KIND.phases(terms_of(each))[0].parts} for each in (plain, drafting)
+    ]
+    assert parts[1]["draft's weights"] == 2 * shape(QWEN_05B).parameters
+    assert (parts[0]["sampler"], parts[1]["sampler"]) == (3 * 4 * 256 * 152064, 3 * 4 * 1024 * 152064)
+    assert parts[0]["KV"] - parts[1]["KV"] == parts[1]["draft's weights"] + 3 * 4 * 768 * 152064
+    per_token = [2 * shape(config).kv_width * shape(config).layers for config in (QWEN_7B, QWEN_05B)]
+    assert drafting.plan().kv_tokens == parts[1]["KV"] * 2048 // (2048 * sum(per_token))
+    assert dataclasses.replace(drafting, draft=None).plan().kv_tokens > drafting.plan().kv_tokens  # type: ignore[operator]
+    change = nearest_change(dataclasses.replace(drafting, sheet=device_of("l40s")))
+    assert change is None or "placement.turns" not in change.text
+
+
+def terms_of(question: Question) -> MemoryTerms:
+    return MemoryTerms(question.spec, question.shape, question.sheet, 2048, draft=question.draft)
 
 
 @pytest.mark.parametrize("sharing", [False, True])

@@ -64,7 +64,8 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     wanted = sequence_tokens or PROMPT_TOKENS + (RESPONSE_TOKENS if spec.supervised else spec.generation.max_tokens)
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
-    asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes(), reward_shapes(spec))
+    others = reward_shapes(spec), draft_shape(spec)
+    asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes(), *others)
     return replace(asked, spec=timed(placed(asked), shape, sheet, tokens))
 
 
@@ -146,7 +147,7 @@ def planned(
         return {}
     rewards = reward_shapes(spec)
     # Of reward models whose sizes are known in part, the figure would be wrong.
-    terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards)
+    terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards, draft_shape(spec))
     unknown = len(rewards) < len(spec.reward_models)
     return {
         each.name: {phase.name: phase.size_bytes for phase in each.phases(terms)}
@@ -160,7 +161,7 @@ def shared_kv_bytes(spec: RunSpec, shape: ModelShape | None, kind: str) -> int |
     functions as the engine's. None if the engine is alone, or the plan has no figure."""
     if spec.placement.mode != "colocated" or kind == CPU_KIND or shape is None or kind not in load_devices():
         return None
-    return kv_bytes(spec, shape, device_of(kind))
+    return kv_bytes(spec, shape, device_of(kind), draft_shape(spec))
 
 
 def host_memory_bytes() -> int:
@@ -177,6 +178,19 @@ def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ..
         except (UnknownShape, ValueError, OSError) as error:
             log.info("the memory plan leaves out the reward model %r: %s", part.path, error)
     return tuple(shapes)
+
+
+def draft_shape(spec: RunSpec) -> ModelShape | None:
+    """The sizes of the draft model or head of engines; None without one, or if they cannot be read. A head that shares
+    the model's embeddings holds less."""
+    model = spec.generation.speculation.model
+    if model is None:
+        return None
+    try:
+        return ModelShape.of_config(_config(model))
+    except (UnknownShape, ValueError, OSError) as error:
+        log.info("the memory plan leaves out the draft model %r: %s", model, error)
+        return None
 
 
 def _config(model: str) -> Mapping[str, Any]:

@@ -57,6 +57,8 @@ class Question:
     host_bytes: int
     rewards: Rewards = ()
     """The reward models whose sizes are known."""
+    draft: ModelShape | None = None
+    """The sizes of a draft model."""
 
     def with_schedule(self, schedule: ScheduleSpec) -> Question:
         """The same run with another schedule."""
@@ -65,7 +67,14 @@ class Question:
     def plan(self) -> MemoryPlan:
         """Raises PlacementError if there are too few devices."""
         return memory_plan(
-            self.spec, self.shape, self.sheet, self.count, self.sequence_tokens, self.host_bytes, self.rewards
+            self.spec,
+            self.shape,
+            self.sheet,
+            self.count,
+            self.sequence_tokens,
+            self.host_bytes,
+            self.rewards,
+            self.draft,
         )
 
 
@@ -131,7 +140,8 @@ def _of_memory(spec: RunSpec) -> Iterator[Edit]:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None
     offload = ((f"{name}.offload", part.offload) for name, part in spec.trained.items())
-    for key, is_on in (("placement.turns", spec.placement.in_turns), *offload):
+    turns = spec.placement.in_turns or spec.generation.speculation.has_weights  # which turns would lose
+    for key, is_on in (("placement.turns", turns), *offload):
         if not is_on:
             yield f"{key}: true", {key: True}, None, None
 

@@ -140,14 +140,15 @@ def memory_plan(
     sequence_tokens: int,
     host_bytes: int,
     rewards: Rewards = (),
+    draft: ModelShape | None = None,
 ) -> MemoryPlan:
     """The plan of a run on `count` devices of a kind, whose sequences have at most `sequence_tokens`.
 
     `host_bytes`: memory of one machine, which is the devices' own on CPU cores. `rewards`: sizes of the reward models
-    that are known. Raises PlacementError if there are too few devices.
+    that are known; `draft`: those of a draft model. Raises PlacementError if there are too few devices.
     """
     memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
-    terms = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards)
+    terms = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, draft)
     kinds = {kind.name: FunctionPlan(kind.name, kind.phases(terms), kind.publishes) for kind in kinds_of(spec)}
     counted = [name for name, plan in kinds.items() if plan.phases]
     alike = Counter(tuple(sorted(names)) for names in _names_by_device(spec, sheet.kind, count, counted).values())
@@ -174,7 +175,7 @@ def memory_plan(
         held = sum(plan.count * plan.size_bytes for plan in plans) + offloaded
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
-        kv_tokens=None if spec.supervised else kv_tokens(spec, shape, sheet, sequence_tokens),
+        kv_tokens=None if spec.supervised else kv_tokens(spec, shape, sheet, sequence_tokens, draft),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,
