@@ -54,7 +54,8 @@ class Streaming:
         self._groups: list[Group] = []
         """What is learned from, in the order in which it came."""
         self._whole = NO_DENOMINATORS
-        self._sent = 0
+        self.sent = 0
+        """Parts that the learner has added up."""
         self._came = asyncio.Event()
         self._fault: Exception | None = None
 
@@ -80,12 +81,12 @@ class Streaming:
         """Send each part once it is whole, as long as groups are drawn; the last one goes with `finish`."""
         try:
             while self._missing > 0:
-                if len(self._groups) < (self._sent + 1) * self._size:
+                if len(self._groups) < (self.sent + 1) * self._size:
                     self._came.clear()
                     await self._came.wait()
                     continue
-                await self._accumulate(self._call, Part(self._tried, self._sent, self._part(self._sent)))
-                self._sent += 1
+                await self._accumulate(self._call, Part(self._tried, self.sent, self._part(self.sent)))
+                self.sent += 1
         except RECOVERABLE as fault:
             log.warning("step %d: the learner stopped while it was drawn: %s", self._call.step, fault)
             self._fault = fault
@@ -103,6 +104,6 @@ class Streaming:
         if not self._groups:  # none has a signal, and then all are learned from
             self._groups = list(learned_from.groups)
         assert len(self._groups) == len(learned_from.groups), "each group came once"
-        rest = tuple(map(self._part, range(self._sent, math.ceil(len(self._groups) / self._size))))
+        rest = tuple(map(self._part, range(self.sent, math.ceil(len(self._groups) / self._size))))
         planned = self._spec.planned_updates(FunctionName.LEARNER)
-        return await self._finish(self._call, LastParts(self._tried, self._sent, rest, self._whole, planned), sent)
+        return await self._finish(self._call, LastParts(self._tried, self.sent, rest, self._whole, planned), sent)
