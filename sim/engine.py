@@ -327,6 +327,15 @@ class SimulatedEngine:
             self._n["rested_s"] = self.now_s
         return max(self.now_s, at_s)
 
+    def reload(self, at_s: float, load_s: float) -> float:
+        """Loads other weights from the first boundary at or after `at_s` on, for `load_s`: the samples keep their
+        tokens, and no KV is left. Returns that boundary."""
+        samples, self.asked = self.resident, set()
+        leave_s = self.abort(samples, at_s)
+        self._pool.memory.idle[self._row] = 0
+        self.submit(samples, leave_s + load_s)
+        return leave_s
+
     def crash(self, at_s: float) -> Ints:
         """Ends at `at_s`: the iteration in progress is lost, and so are all tokens that its samples drew here.
 

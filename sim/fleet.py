@@ -142,6 +142,21 @@ class SimulatedFleet:
         for slot in stale:
             self._load(slot, at_s, readers=len(stale))
 
+    def load_in_flight(self, step: int, at_s: float, reload: Callable[[int, float, float], float]) -> None:
+        """All actors load the weights after `step` training steps in the midst of their samples; `reload` has their
+        engines do it, and says when they begin. If one loads weights already, all wait for the next ones."""
+        up = {slot: self.replicas[slot] for slot in range(len(self.setup.actors)) if slot in self.replicas}
+        if any(replica.state is ReplicaState.STALE for replica in up.values()):
+            return
+        self._step, version = step, version_of(step)
+        serving = [slot for slot, replica in up.items() if replica.state is ReplicaState.SERVING]
+        load_s = self.setup.transport.load_s(len(serving))
+        for slot in serving:
+            up[slot].note(up[slot].life.ask(version, at_s))
+            up[slot].note(up[slot].life.loaded(version, at_s))
+            begin_s = reload(slot, at_s, load_s)
+            self._called_load(up[slot], begin_s, begin_s + load_s)
+
     def handle(self, at_s: float, event: Due | Up | Loaded | SpotInterrupted) -> bool:
         """Carries out an event. Returns False for an event of an earlier turn or life of its slot, which is void."""
         self._touched.add(event.slot)
@@ -283,6 +298,9 @@ class SimulatedFleet:
         if event.step != self._step or replica.state is not ReplicaState.STALE:
             return False
         replica.note(replica.life.loaded(version_of(event.step), at_s))
-        size = self.setup.transport.size_bytes
-        replica.called(Work.LOAD_WEIGHTS, self._step + 1, event.begun_s, at_s, size_bytes=size)
+        self._called_load(replica, event.begun_s, at_s)
         return True
+
+    def _called_load(self, replica: SimulatedReplica, start_s: float, end_s: float) -> None:
+        size = self.setup.transport.size_bytes
+        replica.called(Work.LOAD_WEIGHTS, self._step + 1, start_s, end_s, size_bytes=size)

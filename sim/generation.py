@@ -24,8 +24,8 @@ from rlhfless.sim.setup import ActorShape
 class Generation:
     """The generation of one step, from its first sample to its last."""
 
-    def __init__(self, fleet: SimulatedFleet, batch: RolloutBatch) -> None:
-        self.progress = StepProgress(batch)
+    def __init__(self, fleet: SimulatedFleet, batch: RolloutBatch, begun_s: float) -> None:
+        self.progress = StepProgress(batch, begun_s)
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
         self.assignment = Assignment(table.home, table.finished, len(actors))
         self.preemptions = 0
@@ -108,6 +108,20 @@ class Generation:
         engine = self._engine_of(slot)
         if engine is not None:
             self._bill(self._fleet.replicas[slot], engine)
+
+    def hand_back(self, at_s: float) -> float:
+        """Takes all samples out of the engines, to be left to later steps; returns when the last engine has stopped."""
+        for slot in self._fleet.replicas:
+            if (engine := self._engine_of(slot)) is not None:
+                at_s = max(at_s, engine.abort(engine.resident, at_s))
+        self._waiting.clear()
+        self.progress.leave()
+        return at_s
+
+    def reload(self, slot: int, at_s: float, load_s: float) -> float:
+        """The actor at a slot loads weights in the midst of its samples; returns when it begins."""
+        engine = self._engine_of(slot)
+        return at_s if engine is None else engine.reload(at_s, load_s)
 
     def close(self) -> None:
         """Bills all engines; none has samples left."""

@@ -13,8 +13,22 @@ import numpy as np
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policy import UNASSIGNED
+from rlhfless.scaling.selection import Gate
 from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
-from rlhfless.sim.memory import SAMPLE, Flags, Ints, Table
+from rlhfless.sim.memory import SAMPLE, Flags, Floats, Ints, Table
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What a step draws and learns from, where it does not learn from all that it draws."""
+
+    drawn_tokens: Ints  # [samples of the batch]: tokens that earlier steps have drawn
+    whole: RolloutBatch
+    """The groups with the samples that earlier steps have drawn to their end, which the batch does not have: first
+    those of the batch, and then those of which no sample is left to draw."""
+    learns: int
+    """Groups of `whole` that the step learns from: those that are complete first."""
+    awaited: Flags  # [groups of `whole`]: it is learned from in any case
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class RolloutBatch:
     truncated: Flags | None = None  # [samples]: it ends by max_tokens, not by itself; None: no response does
     prefixes: PrefixTree | None = None
     """The prefixes that prompts share; None: they share nothing."""
+    selected: Selected | None = None
+    """None: the step learns from all that it draws."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):
@@ -82,6 +98,7 @@ class StepProgress:
     """The progress of the samples of a batch. The engines of a step share it, and write into it."""
 
     batch: RolloutBatch
+    begun_s: float = 0.0
     table: Table = field(init=False)
     safe_tokens: Ints = field(init=False)
     """`[samples]`: tokens that the driver has received; later tokens are lost if their engine crashes."""
@@ -111,6 +128,12 @@ class StepProgress:
             totals=np.zeros(2, dtype=np.int64),
         )
         self.safe_tokens = np.zeros(count, dtype=np.int64)
+        self.whole = batch if batch.selected is None else batch.selected.whole
+        """The groups that the step may learn from."""
+        self.left_out = np.zeros(self.whole.groups, dtype=np.bool_)
+        """`[groups of whole]`: it is left to a later step."""
+        if batch.selected is not None:
+            self.table.tokens[:] = batch.selected.drawn_tokens
 
     @property
     def finished(self) -> Flags:
@@ -123,11 +146,45 @@ class StepProgress:
         return self.batch.samples - int(self.table.totals[FINISHED])
 
     @property
+    def complete_s(self) -> Floats:
+        """`[groups of whole]`: when each became complete, at the step's begin at the earliest; infinite before."""
+        ready = np.full(self.whole.groups - self.batch.groups, self.begun_s)
+        return np.concatenate([np.where(self.table.left == 0, self.table.complete_s, np.inf), ready])
+
+    @property
     def complete(self) -> Ints:
-        """The groups of which all samples have finished, ascending."""
-        return np.flatnonzero(self.table.left == 0)
+        """The groups of which all samples have finished, ascending, without those that are left to later steps."""
+        return np.flatnonzero(np.isfinite(self.complete_s) & ~self.left_out)
 
     @property
     def complete_groups(self) -> int:
-        """The number of complete groups."""
-        return int(self.table.totals[GROUPS])
+        """The number of complete groups, without those that are left to later steps."""
+        return int(self.table.totals[GROUPS]) if self.batch.selected is None else len(self.complete)
+
+    @property
+    def learned(self) -> Flags:
+        """`[samples of whole]`: the step learns from it."""
+        learned: Flags = ~self.left_out[self.whole.group]
+        return learned
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the groups are complete that the step learns from, and there are others."""
+        selected = self.batch.selected
+        if selected is None or selected.learns == self.whole.groups:
+            return False
+        complete = np.isfinite(self.complete_s)
+        return np.count_nonzero(complete) >= selected.learns and bool(complete[selected.awaited].all())
+
+    def leave(self) -> None:
+        """Leave what the step does not learn from to later ones; to a policy these samples end where they are."""
+        table, selected, complete_s = self.table, self.batch.selected, self.complete_s
+        assert selected is not None, "a step that learns from all leaves nothing"
+        gate = Gate(selected.learns, {str(group) for group in np.flatnonzero(selected.awaited)})
+        for group in np.argsort(complete_s, kind="stable"):
+            passes = gate.left and np.isfinite(complete_s[group]) and gate.passes(str(group))
+            self.left_out[group] = not passes
+        table.truncated[~table.finished] = True
+        table.finished[:] = True
+        table.home[:] = UNASSIGNED
+        table.totals[FINISHED] = self.batch.samples

@@ -176,6 +176,9 @@ class Setup:
     prefixes: PrefixUse = PrefixUse()
     warm: bool = False
     """Each slot's first start takes no time: the run is under way when the simulation begins."""
+    in_flight: bool = False
+    """Actors load the weights that are published while they draw at once, and compute the KV of their samples again;
+    else between two draws."""
     fewest_actors: int = 0
     """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`)."""
 

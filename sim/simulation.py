@@ -66,7 +66,7 @@ class Simulation:
         self._learner = first + len(setup.services)
         self._steps: list[StepUnderWay] = []
         """Steps in progress, oldest first; the last is being drawn, or has been."""
-        self._begun = 0
+        self._begun = self._learned = 0
         self._beat_s = 0.0
         self._drawn_s = -math.inf
         """The time up to which the current step has been drawn."""
@@ -86,7 +86,8 @@ class Simulation:
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({self.setup.max_tokens})"
             )
         off = self.setup.max_staleness
-        self.fleet.require_weights(max(self._begun - off, 0), self.now_s)
+        newest = self._learned if self.setup.in_flight else 0
+        self.fleet.require_weights(max(self._begun - off, newest), self.now_s)
         self._begun += 1
         under_way = self._begin(batch)
         while under_way.generated_s is None or len(self._steps) > off:
@@ -101,9 +102,10 @@ class Simulation:
         return self.ledger.trace(self._prices, self.fleet.beside())
 
     def _begin(self, batch: RolloutBatch) -> StepUnderWay:
-        generation = Generation(self.fleet, batch)
+        generation = Generation(self.fleet, batch, self.now_s)
         window = Window(with_waits(self._fleet_view, self.fleet, self.now_s), self.fleet, generation)
-        taken = {slot: np.zeros(batch.groups, dtype=np.bool_) for slot in self._services}
+        groups = generation.progress.whole.groups
+        taken = {slot: np.zeros(groups, dtype=np.bool_) for slot in self._services}
         passes = {shape.function: 1 + shape.epochs for shape in self._services.values() if shape.learns}
         passes[FunctionName.LEARNER] = self.setup.learner.epochs
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken, passes=passes)
@@ -139,9 +141,13 @@ class Simulation:
             generation.advance(until_s)
             self._drawn_s = until_s
             self._start_needed()
-        if generation.unfinished or generation.end_s > until_s:
+        if generation.progress.has_enough:
+            end_s = generation.hand_back(until_s)
+        elif generation.unfinished or generation.end_s > until_s:
             return False
-        self.now_s = current.generated_s = max(self.now_s, generation.end_s)
+        else:
+            end_s = generation.end_s
+        self.now_s = current.generated_s = max(self.now_s, end_s)
         self.fleet.drawing = False
         generation.close()
         for slot in self._services:
@@ -199,6 +205,9 @@ class Simulation:
         self._query([Idle(event.slot)], under_way)
         self._query([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
+        self._learned = under_way.number
+        if self.setup.in_flight and self._steps and self._steps[-1].generated_s is None:
+            self.fleet.load_in_flight(self._learned, self.now_s, self._steps[-1].generation.reload)
 
     def _interrupted(self, at_s: float, event: SpotInterrupted, current: StepUnderWay) -> None:
         replica = self.fleet.replicas.get(event.slot)

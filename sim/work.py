@@ -64,24 +64,25 @@ class StepUnderWay:
         """When the first complete group that the service at a slot has not taken was complete."""
         progress = self.generation.progress
         complete = progress.complete
-        return float(progress.table.complete_s[complete[~self.taken[slot][complete]]].min())
+        return float(progress.complete_s[complete[~self.taken[slot][complete]]].min())
 
     def foresee(self, slot: int) -> bool:
         """Whether a service has taken all groups of the step; True only the first time."""
-        if slot in self.foreseen or not self.taken[slot].all():
+        if slot in self.foreseen or not (self.taken[slot] | self.generation.progress.left_out).all():
             return False
         self.foreseen.add(slot)
         return True
 
     def computed_prompts(self, function: str, groups: Ints, saved: int) -> None:
         """Counts the prompts of these groups as computed by a function, once for each sample, less `saved` tokens."""
-        batch = self.generation.progress.batch
+        batch = self.generation.progress.whole
         tokens = int((batch.prompt_tokens[groups] * np.bincount(batch.group)[groups]).sum()) - saved
         self.prompt_tokens[function] = self.prompt_tokens.get(function, 0) + tokens
 
     def record(self, end_s: float) -> StepRecord:
         """The step, once it has ended."""
-        batch, generated_s = self.generation.progress.batch, self.generated_s or end_s
+        progress, generated_s = self.generation.progress, self.generated_s or end_s
+        batch, learned = progress.whole, progress.learned
         unique = float(batch.tree.unique_tokens(batch.prompt_tokens))
         computed = {FunctionName.GENERATION: self.generation.computed_tokens, **self.prompt_tokens}
         metrics = {
@@ -89,8 +90,8 @@ class StepUnderWay:
             **{f"{PROMPT_TOKENS_UNIQUE}/{function}": unique * self.passes.get(function, 1) for function in computed},
             PREFIX_TOKENS_EVICTED: float(self.generation.evicted_tokens),
             "generation_s": generated_s - self.begun_s,
-            "response_tokens": float(batch.response_tokens.sum()),
-            "responses": float(batch.samples),
+            "response_tokens": float(batch.response_tokens[learned].sum()),
+            "responses": float(np.count_nonzero(learned)),
         }
         return StepRecord(batch.step, self.begun_s, end_s, metrics)
 
@@ -108,11 +109,11 @@ def take(
     groups = progress.complete[~taken[progress.complete]]
     if not len(groups):
         return
-    batch, table = progress.batch, progress.table
-    groups = groups[np.argsort(table.complete_s[groups], kind="stable")]
-    fed = np.bincount(batch.group, table.prompt + table.target, minlength=batch.groups)
+    batch, complete_s = progress.whole, progress.complete_s
+    groups = groups[np.argsort(complete_s[groups], kind="stable")]
+    fed = np.bincount(batch.group, batch.prompt_tokens[batch.group] + batch.response_tokens, minlength=batch.groups)
     tokens = fed[groups].astype(np.float64)
-    arrival_s = np.maximum(table.complete_s[groups], replica.busy_s)
+    arrival_s = np.maximum(complete_s[groups], replica.busy_s)
     if shape.work is Work.LOGPROBS and forward is not None:
         _pass_together(shape, replica, under_way, groups, arrival_s, tokens, forward)
     else:
@@ -136,7 +137,7 @@ def _pass_together(
     forward: SharedForward,
 ) -> None:
     """A service passes all groups that wait in one call, in which shared prefixes are computed once."""
-    batch, first, count = under_way.generation.progress.batch, 0, len(groups)
+    batch, first, count = under_way.generation.progress.whole, 0, len(groups)
     while first < count:
         start_s = max(replica.busy_s, float(arrival_s[first]))
         last = int(np.searchsorted(arrival_s, start_s + JOIN_S, side="right"))
@@ -177,10 +178,10 @@ def _computed(
     function: str, under_way: StepUnderWay, parts: int, forward: SharedForward | None, epochs: int
 ) -> tuple[int, int]:
     """The tokens of an update's input in all passes, and the number of them that it does not compute."""
-    batch = under_way.generation.progress.batch
-    groups = np.arange(batch.groups)
-    fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
-    cuts = () if forward is None else np.array_split(groups, min(parts, batch.groups))
+    progress = under_way.generation.progress
+    batch, groups, learned = progress.whole, np.flatnonzero(~progress.left_out), progress.learned
+    fed = int(batch.prompt_tokens[batch.group[learned]].sum() + batch.response_tokens[learned].sum())
+    cuts = () if forward is None else np.array_split(groups, min(parts, len(groups)))
     saved = sum(shared_forward(batch, part, forward) for part in cuts if forward)
     for _ in range(epochs):
         under_way.computed_prompts(function, groups, saved)

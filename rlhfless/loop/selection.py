@@ -13,9 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from rlhfless.loop.prompt_history import PromptHistory
@@ -23,15 +21,8 @@ from rlhfless.loop.rollout_request import Selection
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Prompt
 from rlhfless.records.journal import BegunGroup, Journal
-from rlhfless.spec import PartialSpec, RunSpec, TailBatchingSpec
-
-
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """What a step draws of the groups that are left, and how many it begins."""
-
-    left: Sequence[BegunGroup]
-    new: int
+from rlhfless.scaling.selection import Selects, draw_of, is_due, selects
+from rlhfless.spec import PartialSpec, RunSpec
 
 
 def select(
@@ -39,8 +30,8 @@ def select(
 ) -> tuple[Sequence[Prompt], Selection | None]:
     """The prompts of a step, oldest first, and how it chooses among their groups; None if it learns from all. Raises
     JournalError, and InputError for a prompt that was begun and is no longer in the data."""
-    schedule, wanted = spec.schedule, spec.prompts_per_step
-    if not isinstance(schedule, PartialSpec | TailBatchingSpec):
+    schedule, wanted = selects(spec.schedule), spec.prompts_per_step
+    if schedule is None:
         return history.prompts(order, step, wanted), None
     known = journal.groups(step)
     if taken := [group for group in known if group.taken == step]:
@@ -48,7 +39,7 @@ def select(
     left = [group for group in known if group.begun < step]
     began = wanted * (step - 1) + len(left)
     """Groups that earlier steps have begun, all of which they took or left."""
-    draw = _draw_of(schedule, wanted, left, wanted * spec.steps - began, len(order))
+    draw = draw_of(schedule, wanted, len(left), wanted * spec.steps - began, len(order))
     new = [group for group in known if group.begun == step]
     if not new and draw.new:
         sequence = _sequence(order, history, wanted, began)
@@ -56,31 +47,16 @@ def select(
         prompt_ids = [prompt.prompt_id for prompt in islice(_distinct(sequence, order, step, used), draw.new)]
         journal.begin_groups(step, prompt_ids)
         new = [BegunGroup(step, prompt_id, None) for prompt_id in prompt_ids]
-    return _selection(schedule, step, order, [*draw.left, *new], wanted)
+    return _selection(schedule, step, order, [*left[: draw.left], *new], wanted)
 
 
 def _selection(
-    schedule: PartialSpec | TailBatchingSpec, step: int, order: PromptOrder, groups: Sequence[BegunGroup], wanted: int
+    schedule: Selects, step: int, order: PromptOrder, groups: Sequence[BegunGroup], wanted: int
 ) -> tuple[Sequence[Prompt], Selection]:
-    keeps = isinstance(schedule, PartialSpec)
-    due = [group.prompt_id for group in groups if keeps and step - group.begun >= schedule.max_staleness]
     begun = {group.prompt_id: group.begun for group in groups}
-    return [order.prompt(prompt_id) for prompt_id in begun], Selection(wanted, frozenset(due), begun, keeps)
-
-
-def _draw_of(
-    schedule: PartialSpec | TailBatchingSpec, wanted: int, left: Sequence[BegunGroup], unbegun: int, prompts: int
-) -> _Draw:
-    """What a step draws when these groups are left, the run is to begin `unbegun` others, and the data has so many
-    prompts: of those that are under way, or put off, none is begun a second time."""
-    if isinstance(schedule, PartialSpec):
-        under_way = min(wanted + math.ceil(schedule.ahead * wanted), len(left) + unbegun, prompts)
-        return _Draw(left, max(under_way - len(left), 0))
-    free = prompts - len(left)
-    if len(left) >= wanted or min(unbegun, free) < wanted:  # a long step
-        oldest = left[:wanted]
-        return _Draw(oldest, wanted - len(oldest))
-    return _Draw((), min(math.ceil(schedule.over_sampling * wanted), unbegun, free))
+    due = frozenset(prompt_id for prompt_id, by in begun.items() if is_due(schedule, by, step))
+    selection = Selection(wanted, due, begun, keeps=isinstance(schedule, PartialSpec))
+    return [order.prompt(prompt_id) for prompt_id in begun], selection
 
 
 def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: int) -> Iterator[Prompt]:

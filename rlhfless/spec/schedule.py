@@ -136,6 +136,10 @@ class AutoSpec(SpecModel):
         return 1
 
 
+IN_TURN = frozenset({"sync", "partial", "tail_batching"})
+"""Types that draw a step, and then learn it: nothing overlaps."""
+
+
 class OwnScheduleSpec(OwnSpec):
     """Base of the settings of a schedule of your own; see docs/extending.md."""
 

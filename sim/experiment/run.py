@@ -19,6 +19,7 @@ from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, DISTRIBUTION_ORACLE, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
+from rlhfless.sim.selection import steps_of
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import ContractSpec, CostAwareSpec
 from rlhfless.spec.base import SpecModel
@@ -115,7 +116,8 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     if placement is None:
         placement = scenario.placement.model_copy(update={"mode": kind.placement or scenario.placement.mode})
     if scenario.steps_ahead and placement.mode == "colocated":
-        what = f"{entry.shown} is placed co-located, and schedule {scenario.schedule} overlaps generation and learning"
+        overlaps = f"schedule {scenario.schedule.type} overlaps generation and learning"
+        what = f"{entry.shown} is placed co-located, and {overlaps}"
         hint = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
         raise InputError(scenario.name, [Problem("policies", what, hint)])
     return FleetShape(placement)
@@ -170,8 +172,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     else:
         policy = kind.make(settings, terms)
     simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
-    for batch in drawn:
-        simulation.step(batch)
+    for _ in steps_of(simulation, scenario.schedule, drawn):
         on_step()
     trace = simulation.close()
     figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))

@@ -164,7 +164,7 @@ class ScenarioLayout:
             timing.publish_s(scenario, kind, count),
             scenario.learner.mini_batches * count,
             scenario.learner.epochs,
-            scenario.streaming and self._placement.mode == "disaggregated",
+            scenario.schedule.streaming and self._placement.mode == "disaggregated",
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
@@ -231,6 +231,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
             seed,
             terms,
             prefix_use(scenario),
+            in_flight=scenario.schedule.in_flight,
         )
     except ValueError as error:
         problem = Problem("schedule", str(error), "set placement.mode to `disaggregated`, or the schedule to `sync`")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.scaling.policies import POLICIES
+from rlhfless.scaling.selection import selects
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
@@ -21,7 +22,7 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.schedule import MOST_STALENESS
+from rlhfless.spec.schedule import IN_TURN, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is not a policy."""
@@ -154,16 +155,8 @@ class Scenario(SpecModel):
     seeds: Count = 5
     """Runs of each policy; the policies share their seeds, so that they can be compared in pairs."""
 
-    schedule: Literal["sync", "one_step_off", "async"] = "sync"
-    """Whether generation waits for the weights of the previous step, of the step before that, or, with `async`, of the
-    step `max_staleness` before that. Weights are loaded between two draws."""
-
-    max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
-    """Of the schedule `async`."""
-
-    streaming: bool = False
-    """Of the schedule `sync`: where the learner has devices of its own, it begins with complete groups while others are
-    drawn."""
+    schedule: ScheduleSpec = SyncSpec()
+    """As in the spec of a run. One of your own is simulated by the versions that its samples may be behind."""
 
     placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()
@@ -192,7 +185,9 @@ class Scenario(SpecModel):
         bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
         # `static` is what the best static fleet is made of.
         names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)
-        if data.get("schedule", "sync") != "sync":  # overlaps what a co-located policy does in turn
+        schedule = data.get("schedule", "sync")
+        named = schedule.get("type", "sync") if isinstance(schedule, dict) else getattr(schedule, "type", schedule)
+        if named not in IN_TURN:  # it overlaps what a co-located policy does in turn
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
 
@@ -200,6 +195,11 @@ class Scenario(SpecModel):
     def _prefixes_are_recorded(self) -> Scenario:
         if self.prefixes is not None and isinstance(self.workload, RecordedWorkload):
             raise ValueError("prefixes: a recorded run has its own; leave the key out")
+        if self.prefixes is not None and selects(self.schedule):
+            raise ValueError(
+                f"prefixes: schedule {self.schedule.type} mixes the prompts of steps, and is simulated without shared "
+                "prefixes; leave the key out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -213,7 +213,7 @@ class Scenario(SpecModel):
     @property
     def steps_ahead(self) -> int:
         """Steps that may be drawn before they are learned from."""
-        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.schedule]
+        return self.schedule.steps_ahead
 
     @property
     def epoch_steps(self) -> int:

@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from fakes.fleet import prompt
 from rlhfless.functions.base import Call
-from rlhfless.loop.gate import Gate
 from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.loop.selection import select
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Work
 from rlhfless.records.journal import Journal
+from rlhfless.scaling.selection import Gate
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -69,7 +69,7 @@ class Draws:
         assert len({prompt_id for _, prompt_id in keys}) == len(keys), "no prompt is drawn twice at once"
         for key in keys:
             self.length_of.setdefault(key, min(int(self.lengths.paretovariate(1.2) * 10), 1000))
-        gate, iteration, complete = Gate(request), 0, set[tuple[int, str]]()
+        gate, iteration, complete = Gate(request.groups, request.selection.awaited), 0, set[tuple[int, str]]()
         done = {key: self.length_of[key] - self.tokens.get(key, 0) for key in keys}
         while gate.left:
             for key in keys:

@@ -33,7 +33,7 @@ from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, SyncSpec
+from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 from rlhfless.spec.streaming import waits_for
@@ -253,7 +253,7 @@ def _scenario(
         "max_tokens": spec.generation.max_tokens,
         "steps": steps,
         "seeds": seeds,
-        **_schedule(spec),
+        "schedule": _schedule(spec),
         "placement": {"mode": spec.placement.mode}
         | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
         "learner": {
@@ -279,12 +279,12 @@ def _scenario(
     return Scenario.model_validate(values)
 
 
-def _schedule(spec: RunSpec) -> dict[str, Any]:
-    """Keys of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with `sync`."""
-    ahead = 0 if spec.placement.mode == "colocated" else spec.schedule.steps_ahead
-    if ahead:
-        return {"schedule": "async", "max_staleness": ahead}
-    return {"schedule": "sync"} | ({"streaming": True} if spec.schedule.streaming and not waits_for(spec) else {})
+def _schedule(spec: RunSpec) -> ScheduleSpec:
+    """The schedule of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with
+    `sync`. Nor does a learner that streams and has to wait."""
+    schedule = spec.schedule
+    in_turn = schedule.steps_ahead and spec.placement.mode == "colocated"
+    return SyncSpec() if in_turn or (schedule.streaming and waits_for(spec)) else schedule
 
 
 def _state_bytes(asked: Question) -> float:

@@ -11,7 +11,7 @@ from rlhfless.control.compute.prediction import Predicted, _schedule
 from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.control.objects.costs import PlannedCost, PlannedSchedule
 from rlhfless.prepare.memory.changes import Question
-from rlhfless.spec import RunSpec
+from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, RunSpec, SyncSpec
 
 VALUES: dict[str, Any] = {
     "model": {"path": "m"},
@@ -94,10 +94,12 @@ def test_without_a_prediction_each_says_why() -> None:
 
 def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -> None:
     apart = question(schedule={"type": "async", "max_staleness": 3})
-    assert _schedule(apart.spec) == {"schedule": "async", "max_staleness": 3}
-    assert _schedule(question(schedule="one_step_off").spec) == {"schedule": "async", "max_staleness": 1}
+    assert _schedule(apart.spec) == AsyncSpec(max_staleness=3)
+    assert _schedule(question(schedule="one_step_off").spec) == OneStepOffSpec()
     together = replace(apart, spec=RunSpec.model_validate(VALUES | {"placement": {"mode": "colocated"}}))
-    assert _schedule(together.spec) == {"schedule": "sync"}
+    assert _schedule(together.spec) == SyncSpec()
     streaming = {"type": "sync", "streaming": True}
-    assert _schedule(question(schedule=streaming).spec) == {"schedule": "sync", "streaming": True}
-    assert _schedule(question(schedule=streaming, mini_batches=2).spec) == {"schedule": "sync"}
+    assert _schedule(question(schedule=streaming).spec) == SyncSpec(streaming=True)
+    assert _schedule(question(schedule=streaming, mini_batches=2).spec) == SyncSpec()
+    partial = question(placement={"mode": "colocated"}, schedule="partial")
+    assert _schedule(partial.spec) == PartialSpec(), "which overlaps nothing"

@@ -1,0 +1,135 @@
+"""The groups that the steps of a run draw, where steps do not learn from all of them: the live rules
+(rlhfless.scaling.selection) on groups whose lengths are known.
+
+A step's draw is a batch of groups that earlier steps have left and of new ones, in the order of the data. A sample that
+goes on brings its tokens: the engine computes their KV again before it draws the next, as a live engine does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfless.scaling.selection import Selects, draw_of, is_due, selects
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.memory import Flags, Ints
+from rlhfless.sim.samples import RolloutBatch, Selected, StepProgress
+from rlhfless.sim.simulation import Simulation
+from rlhfless.spec import PartialSpec, ScheduleSpec
+
+
+def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
+    """The steps of a run, each when it has been drawn; `batches` are what they would draw if they waited for all."""
+    selecting = selects(schedule)
+    draws = batches if selecting is None else SelectedDraws(selecting, batches)
+    for batch in draws:
+        generation = simulation.step(batch)
+        if isinstance(draws, SelectedDraws):
+            draws.end(generation.progress)
+        yield generation
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group that is begun, or to be begun."""
+
+    prompt_id: str
+    prompt_tokens: int
+    response_tokens: Ints  # [its samples]
+    truncated: Flags  # [its samples]
+    drawn_tokens: Ints  # [its samples]
+    begun: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return bool((self.drawn_tokens >= self.response_tokens).all())
+
+
+class SelectedDraws:
+    """The draws of one run."""
+
+    def __init__(self, schedule: Selects, batches: Sequence[RolloutBatch]) -> None:
+        """`batches` are what the steps would draw if they waited for all; all have as many groups, and share no
+        prefixes: ValueError."""
+        if any(len(batch.tree) for batch in batches):
+            raise ValueError(
+                f"schedule {schedule.type} mixes the prompts of steps, whose shared prefixes are not known"
+            )
+        self._schedule = schedule
+        self._steps = [batch.step for batch in batches]
+        self._learns = batches[0].groups
+        self._new = deque(group for batch in batches for group in _groups(batch))
+        self._left: list[_Group] = []
+        self._drawn: list[_Group] = []
+
+    def __iter__(self) -> Iterator[RolloutBatch]:
+        for number, step in enumerate(self._steps, 1):
+            draw = draw_of(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
+            new = [replace(self._new.popleft(), begun=number) for _ in range(draw.new)]
+            drawn, self._left = [*self._left[: draw.left], *new], self._left[draw.left :]
+            self._drawn = sorted(drawn, key=lambda group: group.is_complete)  # the others stay in their order
+            awaited = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
+            yield _selected(step, self._drawn, self._learns, awaited)
+
+    def end(self, progress: StepProgress) -> None:
+        """The step has ended: the groups that it does not learn from are left to later ones."""
+        assert progress.batch.selected is not None, "it is of these draws"
+        tokens = np.concatenate([group.drawn_tokens for group in self._drawn])
+        tokens[_open(self._drawn)] = progress.table.tokens
+        by_group = np.split(tokens, np.flatnonzero(np.diff(progress.whole.group)) + 1)
+        keeps = isinstance(self._schedule, PartialSpec)
+        left = [
+            replace(group, drawn_tokens=drawn if keeps else np.zeros_like(drawn))
+            for group, drawn, is_left in zip(self._drawn, by_group, progress.left_out, strict=True)
+            if is_left
+        ]
+        self._left = sorted([*left, *self._left], key=lambda group: group.begun)
+
+
+def _groups(batch: RolloutBatch) -> Iterable[_Group]:
+    cuts = np.flatnonzero(np.diff(batch.group)) + 1
+    truncated = np.zeros(batch.samples, np.bool_) if batch.truncated is None else batch.truncated
+    rows = zip(batch.prompt_ids, batch.prompt_tokens.tolist(), strict=True)
+    parts = zip(np.split(batch.response_tokens, cuts), np.split(truncated, cuts), strict=True)
+    for (prompt_id, prompt_tokens), (response_tokens, cut) in zip(rows, parts, strict=True):
+        yield _Group(prompt_id, prompt_tokens, response_tokens, cut, np.zeros_like(response_tokens))
+
+
+def _open(groups: Sequence[_Group]) -> Flags:
+    """`[samples]`: it is to be drawn further. If none is, the first one draws its last token again: a step without a
+    draw would be another kind of step."""
+    left: Flags = np.concatenate([group.drawn_tokens < group.response_tokens for group in groups])
+    left[0] |= not left.any()
+    return left
+
+
+def _selected(step: int, groups: Sequence[_Group], learns: int, awaited: Flags) -> RolloutBatch:
+    """`groups`: those that are complete come last."""
+    whole = _batch(step, groups)
+    left = _open(groups)
+    drawn_tokens = np.minimum(np.concatenate([group.drawn_tokens for group in groups]), whole.response_tokens - 1)
+    drawn_groups = len(np.unique(whole.group[left]))
+    return RolloutBatch(
+        step,
+        whole.prompt_ids[:drawn_groups],
+        whole.prompt_tokens[:drawn_groups],
+        whole.group[left],
+        whole.response_tokens[left],
+        None if whole.truncated is None else whole.truncated[left],
+        selected=Selected(drawn_tokens[left], whole, learns, awaited),
+    )
+
+
+def _batch(step: int, groups: Sequence[_Group]) -> RolloutBatch:
+    return RolloutBatch(
+        step,
+        tuple(group.prompt_id for group in groups),
+        np.array([group.prompt_tokens for group in groups]),
+        np.repeat(np.arange(len(groups)), [len(group.response_tokens) for group in groups]),
+        np.concatenate([group.response_tokens for group in groups]),
+        np.concatenate([group.truncated for group in groups]),
+    )
