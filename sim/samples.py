@@ -174,7 +174,7 @@ class StepProgress:
         if selected is None or selected.learns == self.whole.groups:
             return False
         complete = np.isfinite(self.complete_s)
-        return np.count_nonzero(complete) >= selected.learns and bool(complete[selected.awaited].all())
+        return bool(np.count_nonzero(complete) >= selected.learns and complete[selected.awaited].all())
 
     def leave(self) -> None:
         """Leave what the step does not learn from to later ones; to a policy these samples end where they are."""

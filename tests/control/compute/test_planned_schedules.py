@@ -43,29 +43,38 @@ def predictor(seconds: dict[str, float], shares: dict[str, float]) -> Any:
 EVEN = {"generation": 0.5, "learner": 0.48}
 
 
+SECONDS = {"sync": 10.0, "streaming": 7.0, "partial": 8.0, "tail_batching": 9.9, "one_step_off": 6.0, "async": 5.5}
+
+
+def refusals(rows: list[dict[str, Any]]) -> dict[str, str | None]:
+    return {"streaming" if row["streaming"] else row["schedule"]: row["refused"] for row in rows}
+
+
 def test_schedules_that_save_time_are_shown_with_their_price() -> None:
-    rows = schedules_of(
-        question(), predictor({"sync": 10.0, "streaming": 7.0, "one_step_off": 6.0, "async": 5.5}, EVEN)
-    )
-    assert [(row["schedule"], row["max_staleness"], row["refused"]) for row in rows] == [
-        ("sync", 0, None),
-        ("sync", 0, None),
-        ("one_step_off", 1, None),
-        ("async", 2, None),
+    rows = schedules_of(question(), predictor(SECONDS, EVEN))
+    assert [(row["schedule"], row["streaming"], row["max_staleness"]) for row in rows] == [
+        ("sync", False, 0),
+        ("sync", True, 0),
+        ("partial", False, 2),
+        ("tail_batching", False, 0),
+        ("one_step_off", False, 1),
+        ("async", False, 2),
     ]
-    assert [row["streaming"] for row in rows] == [False, True, False, False]
-    assert rows[2]["step_usd"] == pytest.approx(0.06)
+    little = "it saves 1% of a step: the longest responses hold a step up little"
+    assert refusals(rows) == dict.fromkeys(SECONDS) | {"tail_batching": little}
+    assert rows[4]["step_usd"] == pytest.approx(0.06)
     for row in rows:
         PlannedSchedule.model_validate(row)
 
 
 def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
-    seconds = {"sync": 10.0, "streaming": 9.9, "one_step_off": 9.8, "async": 9.0}
+    seconds = SECONDS | {"streaming": 9.9, "one_step_off": 9.8, "async": 9.0}
     predict = predictor(seconds, {"generation": 0.97, "learner": 0.02})
-    _, streaming, off, far = schedules_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
-    assert streaming["refused"] == "it saves 1% of a step: generation alone takes 97% of one with sync"
-    assert off["refused"] == "it saves 2% of a step: generation alone takes 97% of one with sync"
-    assert (far["refused"], far["max_staleness"]) == (None, 5), "as in the spec"
+    rows = schedules_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
+    found = refusals(rows)
+    assert found["streaming"] == "it saves 1% of a step: generation alone takes 97% of one with sync"
+    assert found["one_step_off"] == "it saves 2% of a step: generation alone takes 97% of one with sync"
+    assert (found["async"], rows[-1]["max_staleness"]) == (None, 5), "as in the spec"
 
 
 @pytest.mark.parametrize(
@@ -73,17 +82,24 @@ def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
     [({"mode": "colocated"}, "share the devices"), ({"mode": "disaggregated", "turns": True}, "take turns")],
 )
 def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, Any], why: str) -> None:
-    rows = schedules_of(
-        question(placement=placement),
-        predictor({"sync": 10.0, "streaming": 7.0, "one_step_off": 6.0, "async": 6.0}, EVEN),
-    )
-    assert [why in (row["refused"] or "") for row in rows] == [False, True, True, True]
+    found = refusals(schedules_of(question(placement=placement), predictor(SECONDS, EVEN)))
+    assert [name for name, refused in found.items() if refused and why in refused] == [
+        "streaming",
+        "one_step_off",
+        "async",
+    ]
+    assert found["partial"] is None, "it overlaps nothing"
 
 
 def test_streaming_is_refused_where_the_algorithm_needs_the_whole_batch() -> None:
-    predict = predictor({"sync": 10.0, "streaming": 10.0, "one_step_off": 6.0, "async": 6.0}, EVEN)
-    _, streaming, *_ = schedules_of(question(algorithm="reinforce_plus_plus"), predict)
-    assert "reinforce_plus_plus computes advantages or its loss from the whole batch" in streaming["refused"]
+    found = refusals(schedules_of(question(algorithm="reinforce_plus_plus"), predictor(SECONDS, EVEN)))
+    assert "reinforce_plus_plus computes advantages or its loss from the whole batch" in (found["streaming"] or "")
+
+
+def test_what_the_spec_refuses_says_why() -> None:
+    found = refusals(schedules_of(question(algorithm="dapo"), predictor(SECONDS, EVEN)))
+    for name in ("partial", "tail_batching"):
+        assert "draws other prompts in place of those without signal" in (found[name] or "")
 
 
 def test_without_a_prediction_each_says_why() -> None:
