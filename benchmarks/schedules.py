@@ -9,7 +9,7 @@ its last update, divided by its steps. `sync` also tells how long generation and
 longer of the two at least (the last column): nothing that overlaps these two can be faster.
 
 `streaming` overlaps within a step, where groups end one after the other: with `--varied` responses end where the model
-says so, and the engine draws two groups at a time. It needs a single pass (`--epochs 1`).
+says so, and the engine draws a quarter of a step's 32 groups at a time. It needs a single pass (`--epochs 1`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ async def measure(
     spec = spec_of(
         folder,
         schedule={"type": "async", "max_staleness": 2},
-        generation={"max_tokens": tokens} | ({"engine": {"max_sequences": 16}} if varied else {}),
+        generation={"max_tokens": tokens} | ({"engine": {"max_sequences": 64}} if varied else {}),
+        prompts_per_step=32 if varied else 16,
         epochs=epochs,
         placement={"mode": "disaggregated", "devices": 2, "learner_devices": 1},
         scaling={"generation": {"min_actors": 1, "max_actors": 1}},
