@@ -1,13 +1,14 @@
 """Generation with drafts, against the same engine without.
 
-    python benchmarks/speculation.py [--rounds 7] [--sequences 1,4,16,32] [--depth 4] [--policy FOLDER] [--smoke]
+    python benchmarks/speculation.py [--rounds 7] [--sequences 1,4,16,32] [--depth 4] [--method auto]
+        [--policy FOLDER] [--smoke]
 
-Two engines on one CPU core, of which one speculates (`suffix`), draw the same requests in turn, the order changing from
+Two engines on one CPU core, of which one speculates, draw the same requests in turn, the order changing from
 round to round. Each round has the same prompts and other seeds, as an epoch; what earlier rounds drew is drafted from.
 
 repeats      the bundled policy, trained to count, at temperature 1: responses to a prompt resemble each other. --policy
              names a folder with it (`rlhfless demo` builds one); without, it is trained first (minutes)
-misses       a random model at temperature 1: no response resembles another, and no draft is right
+misses       a random model at temperature 1: responses do not resemble each other, and few drafts are found
 
 off / on     seconds without drafts over seconds with, median of neighbouring rounds: above 1 is faster
 identical    share of the tokens of the engine without drafts that the other drew as well: anything but 1 is a fault
@@ -92,10 +93,10 @@ async def drawn(engine: VllmEngine, requests: Sequence[SampleRequest]) -> tuple[
     return time.perf_counter() - began, sampled
 
 
-async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, depth: int) -> None:
+async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, speculation: SpeculationSpec) -> None:
     prompts = prompts_of(model, max(sizes) // SIBLINGS + 1)
     off = await started(model, SpeculationSpec())
-    on = await started(model, SpeculationSpec(method="suffix", depth=depth))
+    on = await started(model, speculation)
     for sequences in sizes:
         figures, history = Figures(), dict.fromkeys(range(len(prompts)), ())
         for round_ in range(rounds + 1):
@@ -141,11 +142,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", default="1,4,16,32")
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--method", default="auto")
     parser.add_argument("--policy", type=Path)
     parser.add_argument("--tasks", default="repeats,misses")
     arguments = parsed(parser, rounds=1, sequences="4", tasks="misses")
     sizes = [int(size) for size in arguments.sequences.split(",")]
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    speculation = SpeculationSpec(method=arguments.method, depth=arguments.depth)
     print(machine())
     with tempfile.TemporaryDirectory(prefix="rlhfless-bench-") as name:
         folder = Path(name)
@@ -153,7 +156,7 @@ def main() -> None:
         for task in arguments.tasks.split(","):
             policy = arguments.policy or (build(folder / "bundled").model if task == "repeats" else None)
             model = policy if task == "repeats" and policy else folder / "random"
-            asyncio.run(measure(task, model, sizes, arguments.rounds, arguments.depth))
+            asyncio.run(measure(task, model, sizes, arguments.rounds, speculation))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,11 @@ WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorker
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
 
 _DRAFTER_MODULE = "rlhfless.functions.generation.vllm.drafter"
-DRAFTERS = {"suffix": f"{_DRAFTER_MODULE}.SuffixDrafter", "ngram": f"{_DRAFTER_MODULE}.NgramDrafter"}
+DRAFTERS = {
+    "auto": f"{_DRAFTER_MODULE}.MeasuringDrafter",
+    "suffix": f"{_DRAFTER_MODULE}.SuffixDrafter",
+    "ngram": f"{_DRAFTER_MODULE}.NgramDrafter",
+}
 """Our classes that vLLM imports in its workers, by method; `ngram` only on CPUs."""
 
 NGRAMS = 3, 5

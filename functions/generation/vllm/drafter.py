@@ -9,6 +9,7 @@ vLLM's own n-grams are not used on CPUs: they are compiled by numba, whose threa
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from rlhfless.functions.generation.draft_worth import DraftWorth
 from rlhfless.functions.generation.suffixes import Pace, PromptSuffixes
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER
 
@@ -63,23 +65,27 @@ class SuffixDrafter:
             return [[] for _ in sampled_token_ids]
         for request_id in self._requests.keys() - self.runner.requests.keys():
             self._end(self._requests.pop(request_id))
+        ids = self.runner.input_batch.req_ids[: len(sampled_token_ids)]
+        worth = self._is_worth_it(ids, sampled_token_ids)
         return [
-            self._draft(self.runner.input_batch.req_ids[row], len(new), self._longest - int(num_tokens_no_spec[row]))
-            if new
-            else []
+            self._draft(ids[row], len(new), self._longest - int(num_tokens_no_spec[row]) if worth else 0) if new else []
             for row, new in enumerate(sampled_token_ids)
         ]
 
+    def _is_worth_it(self, ids: list[str], sampled: list[list[int]]) -> bool:  # noqa: ARG002
+        """Whether to draft in the next pass."""
+        return True
+
     def _draft(self, request_id: str, new: int, room: int) -> list[int]:
-        """`room`: tokens until the longest sequence."""
+        """`room`: tokens until the longest sequence; 0 for no drafts."""
         state = self.runner.requests[request_id]
         request = self._requests.get(request_id) or self._begin(request_id, state)
         if request.drafted:
             request.pace.saw(request.drafted, min(new - 1, request.drafted))
         suffixes = self._of(request)
         suffixes.add(request_id, _after(state, len(request.prompt), suffixes.length(request_id)))
-        depth = min(request.pace.next(), room - 1)
-        draft = suffixes.draft(request_id, depth) if depth > 0 else []
+        depth = min(request.pace.next(), room - 1) if room > 1 else 0
+        draft = suffixes.draft(request_id, depth) if depth else []
         request.drafted = len(draft)
         return draft
 
@@ -108,6 +114,26 @@ class SuffixDrafter:
 
     def _end(self, request: _Drafting) -> None:
         """A request is gone; what it drew stays."""
+
+
+class MeasuringDrafter(SuffixDrafter):
+    """Drafts where that has saved time in this worker."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        self._worth = DraftWorth()
+        self._last: tuple[list[str], float] = [], 0.0
+        """The requests of the pass before, and when it ended."""
+
+    def _is_worth_it(self, ids: list[str], sampled: list[list[int]]) -> bool:
+        """Only passes over the same requests as the one before are measured: the engine was not idle in between, and
+        computed no prompt."""
+        (before, began_s), now_s = self._last, time.perf_counter()
+        self._last = list(ids), now_s
+        if before == ids and all(sampled):
+            drafted = any(self._requests[each].drafted for each in ids if each in self._requests)
+            self._worth.saw(len(ids), sum(map(len, sampled)), now_s - began_s, drafted=drafted)
+        return self._worth.next(len(ids))
 
 
 class NgramDrafter(SuffixDrafter):

@@ -98,6 +98,7 @@ def test_extra_arguments_win_but_for_the_adapters_own() -> None:
         ("cpu", "ngram", {"method": "custom_class", "model": DRAFTERS["ngram"]}),
         ("cuda", "ngram", {"method": "ngram_gpu", "prompt_lookup_min": 3, "prompt_lookup_max": 5}),
         ("cpu", "suffix", {"method": "custom_class", "model": DRAFTERS["suffix"]}),
+        ("cpu", "auto", {"method": "custom_class", "model": DRAFTERS["auto"]}),
         ("cuda", "suffix", {"method": "custom_class", "model": DRAFTERS["suffix"]}),
         ("cuda", "draft_model", {"method": "draft_model", "model": "small"}),
         ("cuda", "eagle3", {"method": "eagle3", "model": "small"}),

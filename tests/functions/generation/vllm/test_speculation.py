@@ -85,6 +85,7 @@ every = pytest.mark.parametrize(
     "case",
     [
         "suffix",
+        pytest.param("auto", marks=pytest.mark.long),
         pytest.param("draft_model", marks=pytest.mark.long),
         pytest.param("ngram", marks=pytest.mark.long),
         pytest.param("suffix, core apart", marks=pytest.mark.long),
