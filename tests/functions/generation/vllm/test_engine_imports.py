@@ -15,7 +15,9 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 
 BARE = ROOT / "benchmarks" / "bare.py"
 
-INSIDE = ("core", "experts", "generators", "kv_files", "read_back", "sleeping", "weight_engine")
+INSIDE = (
+    "core", "drafter", "experts", "generators", "kv_files", "read_back", "sleeping", "verification", "weight_engine",
+)  # fmt: skip
 """Modules of functions/generation/vllm that are imported beside vLLM."""
 
 ABSENT = "import sys; found = {'numba', 'llvmlite'} & sys.modules.keys(); assert not found, found"
