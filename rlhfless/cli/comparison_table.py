@@ -50,6 +50,10 @@ def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
     yield f"response lengths: {compared.lengths}"
     if named:
         yield "(plan only) no run can be started so; --json says why, and what each engine's times were taken from"
+    for each in compared.sensitivity:
+        ends = f"fastest row {each.fastest}, cheapest row {each.cheapest}"
+        unknown = f"; not known for {', '.join(each.unknown)}" if each.unknown else ""
+        yield f"{each.change}: {ends}{' as above' if each.stays else ''}{unknown}"
     left = [row for row in compared.rows if row.predicted is None]
     if left:
         yield f"without a prediction are {len(left)} of {len(compared.rows)}:"

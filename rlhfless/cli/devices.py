@@ -46,7 +46,9 @@ def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
     from rlhfless.cli.tables import table
     from rlhfless.telemetry.numbers import decimal
 
-    made = table("kind", "TFLOP/s", "fp8", "fp4", "GB", "TB/s", "link GB/s", "W", "$/h", "as of", padding=1)
+    made = table(
+        "kind", "TFLOP/s", "fp8", "fp4", "GB", "TB/s", "link GB/s", "W", "$/h", "as of", "hyper $/h", padding=1
+    )
     for sheet in sheets:
         price = book.device(sheet.kind) if sheet.kind in book.kinds else None
         made.add_row(
@@ -57,11 +59,13 @@ def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
             _in(1e9, sheet.link_bytes_per_s),
             _in(1, sheet.power_w),
             "-" if price is None else decimal(price.usd_per_hour, 2),
-            "-" if price is None else str(price.as_of),
+            "-" if price is None else f"{price.as_of:%Y-%m}",
+            "-" if sheet.hyperscaler is None else decimal(sheet.hyperscaler.usd_per_hour, 2),
         )
     console = Console(highlight=False)
     console.print(made)
     console.print("* can be planned for, and not run on: no engine of rlhfless runs there")
+    console.print("$/h is of the price book, hyper $/h a hyperscaler's on demand; - where none was read")
     console.print(
         "dense peaks in 16, 8 and 4 bits; --json has the source of each figure, docs/prices.md how to bring prices"
     )

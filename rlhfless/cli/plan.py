@@ -97,7 +97,12 @@ def plan(
     planner = Planner(asked.spec, trace, latency)
     if as_json:
         found = planner.row(asked)
-        cost = {"predicted": found["predicted"], "reason": found["reason"], "lengths": planner.lengths.source}
+        cost = {
+            "predicted": found["predicted"],
+            "costs_usd": found["costs_usd"],
+            "reason": found["reason"],
+            "lengths": planner.lengths.source,
+        }
         cost["schedules"] = [] if problems else schedules_of(asked, planner.quick().predicted)
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
@@ -203,6 +208,7 @@ def _show_cost(row: dict[str, Any], schedules: list[dict[str, Any]], lengths: st
 
     from rlhfless.cli.runs_tables import devices_table, schedules_table
     from rlhfless.control.objects.costs import PlannedDevices, PlannedSchedule
+    from rlhfless.telemetry.numbers import money
 
     console = Console(highlight=False)
     console.print()
@@ -210,4 +216,7 @@ def _show_cost(row: dict[str, Any], schedules: list[dict[str, Any]], lengths: st
     if schedules:
         console.print()
         console.print(schedules_table([PlannedSchedule.model_validate(each) for each in schedules]))
+    for source, usd in row["costs_usd"].items():
+        text = "no price was read" if usd is None else money(usd)
+        console.print(f"the run at the price of the table, {source}: {text}")
     console.print(f"response lengths: {lengths}{hint}")

@@ -73,7 +73,7 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     rollouts, benches = asked.read()
     planner = replace(planner, benches=benches)
     tried = comparing.compared(planner, asked.devices, rollouts, os.cpu_count() or 1, estimates.progress)
-    answer = ComparisonObject.model_validate(comparing.as_json(planner, tried))
+    answer = ComparisonObject.model_validate(comparing.as_json(planner, tried, predict=comparing.again(planner)))
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
     else:

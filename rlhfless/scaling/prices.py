@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -28,6 +28,12 @@ from rlhfless.spec.explain import nearest
 from rlhfless.spec.files import read_values
 
 SECONDS_PER_HOUR = 3600.0
+
+PriceSource = Literal["rent", "hyperscaler"]
+
+PRICE_SOURCES: tuple[PriceSource, ...] = get_args(PriceSource)
+"""The sources of the bundled table: what smaller clouds rent a device for, which is the default, and a hyperscaler's
+price on demand. They differ up to fourfold, and not by the same factor for each kind."""
 
 DEVICES_FILE = "rlhfless/scaling/devices.yaml"
 """The table of devices, for a reader of a message."""
@@ -49,6 +55,9 @@ class Cited(SpecModel):
 
     as_of: date
     """When they were read."""
+
+    link: Annotated[str, Field(pattern="^https://")] | None = None
+    """Where they can be read."""
 
 
 class SpotPrice(Cited):

@@ -352,7 +352,11 @@ def test_devices_are_compared_and_the_chosen_ones_written(sized, tmp_path):
     [
         (["--devices", "8xh100", "--devices", "1xl40s"], "several devices are for --compare"),
         (["--devices", "8xh100", "--out", "there"], "it needs --compare"),
-        (["--compare", "--devices", "8xh100", "--out", "there", "--row", "9"], "9 is no row that fits"),
+        (["--compare", "--devices", "1xl40s", "--out", "there", "--row", "9"], "9 is no row that fits"),
+        (["--devices", "8xh100", "--engines", "sglang"], "it needs --compare"),
+        (["--compare", "--engines", "triton"], "'triton' is none of vllm, sglang, tensorrt-llm"),
+        (["--compare", "--rollouts", "fp4"], "'fp4' is none of bf16, fp8"),
+        (["--compare", "--measured", "report.json"], "a report is of one kind of device"),
     ],
 )
 def test_what_only_a_comparison_takes_is_refused_elsewhere(sized, told, said):
@@ -371,4 +375,4 @@ def test_devices_are_listed_with_sources(tmp_path):
     price = {"source": "ours", "as_of": "2026-11-01"}
     kinds = [{"kind": "h100", "usd_per_hour": 1.5, **price}, {"kind": "cpu-core", "usd_per_hour": 0.01, **price}]
     book.write_text(yaml.safe_dump({"cpu_kind": "cpu-core", "devices": kinds}))
-    assert " 1.50 2026-11-01" in invoke("devices", "--prices", book).stdout
+    assert " 1.50 2026-11 " in invoke("devices", "--prices", book).stdout

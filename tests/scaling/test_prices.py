@@ -53,7 +53,12 @@ def test_every_device_has_figures_and_a_price_or_says_why_it_has_none() -> None:
     priced = {kind for kind, sheet in sheets.items() if sheet.price is not None}
     assert set(load_price_book().kinds) == priced
     assert {kind for kind, sheet in sheets.items() if not sheet.unpriced} == priced
-    assert {"gb200", "mi325x"} <= priced  # they had prices, and no figures
+    assert {"gb200", "mi325x", "gb300"} <= priced
+    on_demand = {kind: sheet.hyperscaler.usd_per_hour for kind, sheet in sheets.items() if sheet.hyperscaler}
+    assert len(on_demand) == 11
+    # Oracle's nodes of 8, and of 4 GB300: 80 and 72 dollars an hour.
+    assert (on_demand["h100"], on_demand["gb300"]) == (10.0, 18.0)
+    assert all(sheets[kind].price and usd > sheets[kind].price.usd_per_hour for kind, usd in on_demand.items())
     with pytest.raises(ValidationError, match="take one of them out"):
         DeviceSheet.model_validate(sheets["h100"].model_dump() | {"unpriced": "nobody sells it"})
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhfless.control.compute import sensitivity
 from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts, rollouts_of
@@ -30,13 +31,16 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of devices of each kind of the price book that are tried."""
+COUNTS = (1, 8, 16, 64)
+"""Numbers of devices of each kind of the price book that are tried: one, a node, two nodes, eight."""
 
 LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
 TURNS, SCHEDULE = "placement.turns", "schedule.type"
+
+Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
+"""The predictions of choices by a factor of the response lengths."""
 
 OnChoice = Callable[[int, int], None]
 """Called with the number of choices that are done, and of all."""
@@ -75,7 +79,17 @@ def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
     planner = planner_of(question)
     rollouts = rollouts_of(question.get("engines") or (), question.get("rollouts") or ())
     tried = compared(planner, question.get("devices") or (), rollouts)
-    return as_json(planner, tried, question.get("deadline_s"))
+    return as_json(planner, tried, question.get("deadline_s"), again(planner))
+
+
+def again(planner: Planner) -> Again:
+    """Predicts choices with responses of another length; few, and so in this process."""
+
+    def predicted(factor: float, choices: Sequence[Choice]) -> list[Predicted | None]:
+        other = planner.with_lengths(factor).quick()
+        return [each.predicted for each in _each(other, choices, 1, lambda *_: None)]
+
+    return predicted
 
 
 def compared(
@@ -99,7 +113,8 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
         found = [parsed_devices(text) for text in devices]
     else:
         known = load_price_book(spec.scaling.prices).kinds
-        kinds = [kind for kind in load_devices() if kind in known and kind != CPU_KIND]
+        runs = [kind for kind, sheet in load_devices().items() if sheet.no_engine is None]
+        kinds = [kind for kind in runs if kind in known and kind != CPU_KIND]
         found = [(kind, count) for kind in kinds for count in COUNTS]
     return [Choice(kind, count, changes) for kind, count in found for changes in _placements(spec, kind, count)]
 
@@ -198,8 +213,10 @@ def energy_kwh(predicted: Predicted, sheet: DeviceSheet) -> float | None:
     return None if sheet.power_w is None else predicted.busy_device_s * sheet.power_w.value / JOULES_PER_KWH
 
 
-def as_json(planner: Planner, tried: Sequence[Tried], deadline_s: float | None = None) -> dict[str, Any]:
-    """ComparisonObject."""
+def as_json(
+    planner: Planner, tried: Sequence[Tried], deadline_s: float | None = None, predict: Again | None = None
+) -> dict[str, Any]:
+    """ComparisonObject. Without `predict` nothing is said of other lengths."""
     best = front(tried)
 
     def order(each: Tried) -> tuple[bool, int, float]:
@@ -208,11 +225,22 @@ def as_json(planner: Planner, tried: Sequence[Tried], deadline_s: float | None =
         late = deadline_s is not None and _cost(each).wall_s > deadline_s
         return (late, 0, _cost(each).wall_s) if each in best else (late, 1, _cost(each).cost_usd)
 
-    rows = [_row(each, on_front=each in best) for each in sorted(tried, key=order)]
-    return {"steps": planner.spec.steps, "rows": rows, "lengths": planner.lengths.source}
+    ordered = sorted(tried, key=order)
+    rows = [_row(planner.spec, each, on_front=each in best) for each in ordered]
+    changes = sensitivity.at_other_prices(rows)
+    if predict is not None and not planner.spec.supervised:
+        numbers = sensitivity.tried_again(rows)
+        choices = [ordered[number - 1].choice for number in numbers]
+        changes += sensitivity.at_other_lengths(numbers, lambda factor: predict(factor, choices))
+    return {
+        "steps": planner.spec.steps,
+        "rows": rows,
+        "sensitivity": sensitivity.as_json(rows, changes),
+        "lengths": planner.lengths.source,
+    }
 
 
-def _row(tried: Tried, *, on_front: bool) -> dict[str, Any]:
+def _row(spec: RunSpec, tried: Tried, *, on_front: bool) -> dict[str, Any]:
     choice, found = tried.choice, tried.predicted
     figures: dict[str, Any] = dict.fromkeys(("predicted", "step_usd", "usd_per_million_tokens", "energy_kwh"))
     if found is not None:
@@ -230,6 +258,7 @@ def _row(tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "fits": not tried.problems,
         "problems": list(tried.problems),
         "nearest_change": tried.nearest_change,
+        "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.kind, found.cost.cost_usd),
         "reason": tried.reason,
         "no_engine": choice.rollouts.no_engine(choice.kind),
         "engine": choice.rollouts.engine or "vllm",

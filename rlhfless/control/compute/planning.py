@@ -11,6 +11,7 @@ from typing import Any
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.compute.schedules import schedules_of
+from rlhfless.control.compute.sensitivity import costs_usd
 from rlhfless.control.compute.written import written, written_lengths
 from rlhfless.prepare.memory.assumed import config_file, question_of
 from rlhfless.prepare.memory.changes import Question, nearest_change
@@ -55,6 +56,10 @@ class Planner:
         except OSError:
             return None
 
+    def with_lengths(self, factor: float) -> Planner:
+        """One whose responses are so many times as long."""
+        return replace(self, found_lengths=self.lengths.times(factor))
+
     def quick(self) -> Planner:
         """One whose predictions are made with less work."""
         return replace(self, hurried=True, found_lengths=self.lengths)
@@ -94,6 +99,7 @@ class Planner:
             "problems": list(problems),
             "nearest_change": None if change is None else change.text,
             "predicted": None if found is None else found.cost.model_dump(),
+            "costs_usd": {} if found is None else costs_usd(self.spec, asked.sheet.kind, found.cost.cost_usd),
             "reason": reason,
             "no_engine": asked.sheet.no_engine,
         }

@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -82,6 +82,10 @@ class Lengths:
     """Rows of the data; None where they were not read."""
     signal: float | None = None
     """The share of groups whose samples differ in their rewards; None where it is not known."""
+
+    def times(self, factor: float) -> Lengths:
+        """Responses that are so many times as long."""
+        return replace(self, median_tokens=factor * self.median_tokens, mean_tokens=factor * self.mean_tokens)
 
 
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:

@@ -67,6 +67,9 @@ class PlannedDevices(ApiObject):
     nearest_change: str | None
     """The change of the spec after which the run fits."""
     predicted: PlannedCost | None
+    costs_usd: dict[str, float | None]
+    """The cost at the prices of the bundled table, by source (`rent`, `hyperscaler`): null where it has none of the
+    kind; empty without a prediction."""
     reason: str | None
     """Why nothing is predicted although the run fits."""
     no_engine: str | None
@@ -130,6 +133,20 @@ class ComparedDevices(PlannedDevices):
     """By function: the share of the time in which it works. The largest is the bottleneck."""
 
 
+class ChangedChoice(ApiObject):
+    """The choice among compared rows if one assumption were another."""
+
+    change: str
+    """The other prices, or the other response lengths."""
+    stays: bool
+    """Whether the fastest and the cheapest row are the same as without it."""
+    fastest: int
+    """Number of the fastest row then, from 1."""
+    cheapest: int
+    unknown: list[str]
+    """Kinds of devices that have no such price: their rows were left out."""
+
+
 class ComparisonObject(ApiObject):
     """A run on kinds and numbers of devices, and in placements, side by side."""
 
@@ -138,6 +155,8 @@ class ComparisonObject(ApiObject):
     rows: list[ComparedDevices]
     """The front first, the fastest before; then what fits, by cost; then what does not fit. With a deadline, what keeps
     it comes before what does not."""
+    sensitivity: list[ChangedChoice]
+    """At each source of prices of the bundled table, and at responses of 70 and 130 % of the length."""
     lengths: str
     """The source of the response lengths."""
 

@@ -1,7 +1,7 @@
 // Devices and placements of a planned run, side by side.
 
 import { cell, figureCell, fill, h, panel, s, table } from "./dom.js";
-import { duration, percent, usd } from "./format.js";
+import { duration, number, percent, usd } from "./format.js";
 
 export function othersPanel(body, compare) {
   const button = h("button", { type: "button", onclick: (event) => { event.currentTarget.disabled = true; compare(); } }, "Compare other devices");
@@ -9,17 +9,32 @@ export function othersPanel(body, compare) {
   return panel("Other devices", { class: "flush", actions: button }, body);
 }
 
-export function comparisonOf(rows) {
+export function comparisonOf({ rows, sensitivity }) {
   const known = rows.filter((row) => row.predicted);
-  const body = rows.map(({ kind, count, placement, predicted, on_front: best, usd_per_million_tokens: tokens, shares, nearest_change: change, problems, reason }) => {
-    const [busiest, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0] ?? [];
-    const remark = predicted ? [best && "on the front", `${busiest} works ${percent(share)} of the time`].filter(Boolean).join("; ") : change ? `fits with ${change}` : problems[0] ?? reason;
+  const body = rows.map((row) => {
+    const { kind, count, placement, predicted, on_front: best, step_usd: step, usd_per_million_tokens: tokens, energy_kwh: energy } = row;
     return h("tr", { role: "row", class: best ? "chosen" : "" },
       cell("Devices", { class: "name", "data-value": `${kind} ${count}` }, `${count} × ${kind}`), cell("Placement", {}, placement), figureCell("Run time", predicted?.wall_s ?? null, duration), figureCell("Run cost", predicted?.cost_usd ?? null, usd),
-      figureCell("Per M tokens", tokens, usd), cell("Remarks", { class: "muted wide" }, remark));
+      figureCell("Per step", step, usd), figureCell("Per M tokens", tokens, usd), figureCell("kWh a step", energy, number), cell("Remarks", { class: "muted wide" }, remarkOf(row)));
   });
-  const columns = [{ title: "Devices", sort: "ascending" }, { title: "Placement", sort: "ascending" }, { title: "Run time", class: "num", sort: "ascending" }, { title: "Run cost", class: "num", sort: "ascending" }, { title: "Per M tokens", class: "num", sort: "ascending" }, { title: "Remarks", class: "wide" }];
-  return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" })];
+  const figures = ["Run time", "Run cost", "Per step", "Per M tokens", "kWh a step"].map((title) => ({ title, class: "num", sort: "ascending" }));
+  const columns = [{ title: "Devices", sort: "ascending" }, { title: "Placement", sort: "ascending" }, ...figures, { title: "Remarks", class: "wide" }];
+  return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" }), sensitivityOf(rows, sensitivity)];
+}
+
+function remarkOf({ engine, rollouts, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {
+  const [busiest, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0] ?? [];
+  const draws = engine !== "vllm" || rollouts !== "bf16" ? `${engine}, ${rollouts}` : null;
+  const found = predicted ? [best && "on the front", `${busiest} works ${percent(share)} of the time`] : [change ? `fits with ${change}` : problems[0] ?? reason];
+  return [draws, planOnly, ...found].filter(Boolean).join("; ");
+}
+
+/** Which rows are the fastest and the cheapest at other prices and lengths. */
+function sensitivityOf(rows, changes) {
+  const named = (row) => `${rows[row - 1].count} × ${rows[row - 1].kind}, ${rows[row - 1].placement}`;
+  const items = changes.map(({ change, stays, fastest, cheapest, unknown }) => h("li", {},
+    `${change}: ${stays ? "the same rows are" : `${named(fastest)} is`} the fastest${stays ? " and" : `, ${named(cheapest)}`} the cheapest${unknown.length ? `; not known for ${unknown.join(", ")}` : ""}`));
+  return items.length ? h("ul", { class: "muted", "aria-label": "If prices or lengths are others" }, ...items) : null;
 }
 
 /** Time and cost of all that fit, on logarithmic axes; the front is a line. */

@@ -63,7 +63,7 @@ export function newView(root) {
       planned = { spec: asked, fits: found.chosen.fits, key: onceKey() };
       start.disabled = false;
       const others = h("div");
-      fill(answer, planOf(found), othersPanel(others, () => computed("comparing", async () => fill(others, comparisonOf((await ask("/v1/runs:compare", asked, COMPARE_MS)).rows)))));
+      fill(answer, planOf(found), othersPanel(others, () => computed("comparing", async () => fill(others, comparisonOf(await ask("/v1/runs:compare", asked, COMPARE_MS))))));
     });
   }
 

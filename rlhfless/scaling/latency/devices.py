@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rlhfless.scaling.prices import DEVICES_FILE, DeviceTerms, bundled_devices
+from rlhfless.scaling.prices import DEVICES_FILE, DeviceTerms, PriceSource, bundled_devices
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
@@ -74,8 +74,15 @@ class DeviceSheet(SpecModel):
     """Why no run can be started on it, although it can be planned for."""
     price: DeviceTerms | None = None
     """In a price book of its own, a kind's entry there counts."""
+    hyperscaler: DeviceTerms | None = None
+    """The price on demand of a hyperscaler; None if none has been read for the table."""
     unpriced: Annotated[str, Field(min_length=1)] | None = None
     """Why the bundled table has no price."""
+
+    @property
+    def prices(self) -> dict[PriceSource, DeviceTerms | None]:
+        """The prices of the table, by source."""
+        return {"rent": self.price, "hyperscaler": self.hyperscaler}
 
     @model_validator(mode="after")
     def _priced_or_not(self) -> DeviceSheet:

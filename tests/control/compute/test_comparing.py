@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlhfless.control.compute.comparing import TURNS, Choice, Tried, as_json, choices_of, front, spec_of, try_choice
@@ -46,9 +48,14 @@ def test_on_the_front_is_what_no_other_beats_in_both() -> None:
     assert front([beaten[0], cheap, *beaten[1:], fast, between, tried(None)]) == [fast, between, cheap]
 
 
+def first_cost(answer: dict[str, Any]) -> dict[str, float]:
+    return answer["rows"][0]["costs_usd"]
+
+
 def test_rows_have_an_order_and_figures_by_hand() -> None:
     every = [tried(None, count=2, problems=("too large",)), tried(250.0, 6.0, 2), tried(400.0, 2.0), tried(100.0, 9.0)]
     answer = as_json(Planner(SPEC), every, deadline_s=300.0)
+    assert first_cost(answer) == pytest.approx({"rent": 9.0, "hyperscaler": 9.0 * 10.0 / 2.95})
     walls = [row["predicted"] and row["predicted"]["wall_s"] for row in answer["rows"]]
     assert walls == [100.0, 250.0, 400.0, None], "on the front, beaten, late, too large"
     first = answer["rows"][0]

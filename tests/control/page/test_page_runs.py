@@ -102,6 +102,7 @@ def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -
     expect(front).to_be_visible(timeout=COMPARE_MS)
     assert front.locator("circle.best").count() >= 1
     expect(page.get_by_role("table", name="Other devices")).to_contain_text("on the front")
+    expect(page.get_by_role("list", name="If prices or lengths are others")).to_contain_text("responses of 130%")
     assert Axe().run(page).response["violations"] == []
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") == 390
