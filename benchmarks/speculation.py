@@ -98,7 +98,8 @@ async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, spe
     off = await started(model, SpeculationSpec())
     on = await started(model, speculation)
     for sequences in sizes:
-        figures, history = Figures(), dict.fromkeys(range(len(prompts)), ())
+        figures = Figures()
+        history: dict[int, tuple[tuple[int, ...], ...]] = dict.fromkeys(range(len(prompts)), ())
         for round_ in range(rounds + 1):
             requests = [
                 SampleRequest(f"{i}", prompts[i // SIBLINGS], 1000 * round_ + i, MAX_TOKENS, temperature=1.0,
