@@ -82,6 +82,7 @@ def settings_of(folder: Path, head: str) -> ServiceSettings:
     return ServiceSettings(data=str(folder), ray_address=head, max_drivers=2)
 
 
+@pytest.mark.long
 def test_a_cluster_elsewhere(head: str, tmp_path: Path) -> None:
     """The host says what the cluster has; a run's driver that is killed is followed by another one; the run ends."""
     jobs = RayJobs(head)

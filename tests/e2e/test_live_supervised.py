@@ -128,6 +128,7 @@ def test_sft_learns_demonstrations_and_a_killed_learner_changes_nothing(
     assert_same(start, broken)
 
 
+@pytest.mark.long
 def test_dpo_prefers_what_was_chosen_and_goes_on_bit_for_bit(assets: Path, written: Path, tmp_path: Path) -> None:
     start = opening("dpo", assets, written, tmp_path / "whole", dpo={"beta": 0.5})
     outcome = asyncio.run(execute(start))
