@@ -15,12 +15,14 @@ import torch
 
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
 from rlhfless.prepare.preflight import preflight
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, TimeoutsSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.weights.address import StoreAddress
 
 LOGIT_SCALE = 50.0
 """Random heads give nearly equal logits; scaled up they prefer some tokens, and the end token is not among them."""
@@ -66,6 +68,22 @@ def spec_of(folder: Path, **changes: Any) -> RunSpec:
         "logging": {"console": "off"},
     }
     return RunSpec.model_validate(values | changes)
+
+
+def engine_settings(model: Path, store: Path, **changes: Any) -> EngineSettings:
+    """Of an engine on a CPU core, in float32, that loads from the files of `store`."""
+    values: dict[str, Any] = {
+        "model": str(model),
+        "tokenizer": str(model),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "seed": 0,
+        "trust_remote_code": False,
+        "device": "cpu",
+        "store": StoreAddress("file", str(store)),
+        "timeouts": TimeoutsSpec(),
+    }
+    return EngineSettings(**values | changes)
 
 
 @asynccontextmanager

@@ -24,18 +24,17 @@ from pathlib import Path
 
 import torch
 from ranks import VOCABULARY, batch_of, random_model
-from setting import spread
+from setting import engine_settings, spread
 from smoke import parsed
 from where import machine
 
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
+from rlhfless.functions.generation.engine import SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.records import Probe, PublishedWeights, SleepTier
-from rlhfless.spec import AdamWSpec, EngineSpec, GRPOSpec, LearnerSpec, ModelSpec, TimeoutsSpec
-from rlhfless.weights.address import StoreAddress
+from rlhfless.spec import AdamWSpec, EngineSpec, GRPOSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.store import FolderStore
 
 LAYERS = {"tiny": 1, "100M": 12}
@@ -53,17 +52,11 @@ async def measure_actor(folder: Path, cycles: int) -> None:
     tensors = rank.weights()
     rank.close()
     engine = await VllmEngine.start(
-        EngineSettings(
-            model=model,
-            tokenizer=model,
-            dtype="float32",
+        engine_settings(
+            folder / "model",
+            store.folder,
             max_model_len=2 * PROMPT_TOKENS,
-            seed=0,
-            trust_remote_code=False,
-            device="cpu",
-            store=StoreAddress("file", str(store.folder)),
             engine=EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64),
-            timeouts=TimeoutsSpec(),
         )
     )
     times: dict[str, list[float]] = {"sleep": [], "wake weights": [], "load": [], "wake KV": []}

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from setting import median_ratio, spread
+from setting import engine_settings, median_ratio, spread
 from smoke import parsed
 from transformers import AutoTokenizer
 from where import machine
@@ -35,11 +35,10 @@ from where import machine
 from rlhfless.bundled import build
 from rlhfless.bundled.model import build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems
-from rlhfless.functions.generation.engine import EngineSettings, Sampled, SampleRequest
+from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records.ledger import added
-from rlhfless.spec import EngineSpec, SpeculationSpec, TimeoutsSpec
-from rlhfless.weights.address import StoreAddress
+from rlhfless.spec import EngineSpec, SpeculationSpec
 
 SIBLINGS = 4
 """Samples of a prompt."""
@@ -70,17 +69,10 @@ class Figures:
 
 async def started(model: Path, speculation: SpeculationSpec) -> VllmEngine:
     return await VllmEngine.start(
-        EngineSettings(
-            model=str(model),
-            tokenizer=str(model),
-            dtype="float32",
-            max_model_len=256,
-            seed=0,
-            trust_remote_code=False,
-            device="cpu",
-            store=StoreAddress("file", str(model.parent / "store")),
+        engine_settings(
+            model,
+            model.parent / "store",
             engine=EngineSpec(kv_cache_gib=0.5, max_sequences=64),
-            timeouts=TimeoutsSpec(),
             speculation=speculation,
         )
     )

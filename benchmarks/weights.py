@@ -30,18 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from setting import engine_settings
 from smoke import parsed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from where import machine
 
-from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
-from rlhfless.spec import EngineSpec, TimeoutsSpec, Transport
+from rlhfless.spec import EngineSpec, Transport
 from rlhfless.weights import http
-from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.broadcast import Broadcaster, BroadcastReader
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.http import HttpStore
@@ -193,20 +192,7 @@ def _make_model(name: str, folder: Path) -> dict[str, torch.Tensor]:
 async def measure_engine(name: str, store: FolderStore, folder: Path) -> None:
     """Publish and load into a real CPU engine, float32."""
     tensors = _make_model(name, folder)
-    engine = await VllmEngine.start(
-        EngineSettings(
-            model=str(folder),
-            tokenizer=str(folder),
-            dtype="float32",
-            max_model_len=256,
-            seed=0,
-            trust_remote_code=False,
-            device="cpu",
-            store=StoreAddress("file", str(store.folder)),
-            engine=EngineSpec(kv_cache_gib=0.125),
-            timeouts=TimeoutsSpec(),
-        )
-    )
+    engine = await VllmEngine.start(engine_settings(folder, store.folder, engine=EngineSpec(kv_cache_gib=0.125)))
     publish_s, load_s = [], []
     for number in range(ROUNDS):
         _next_version(tensors, number)

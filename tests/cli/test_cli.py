@@ -13,6 +13,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from fakes.qwen import QWEN_05B
 from rlhfless.cli import main, service
 from rlhfless.control.compute.planning import planned
 from rlhfless.prepare import preflight
@@ -217,18 +218,6 @@ def test_another_spec_is_refused_by_name(interrupted):
     assert "- seed: 5, but the run began with 0" in result.stderr
     assert "- generation.max_tokens: 7, but the run began with 16" in result.stderr
     assert (interrupted / "spec.yaml").read_text() == before
-
-
-QWEN_05B = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
+from fakes.qwen import QWEN_05B
 from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.prefix_attention import NAME, packed_row
@@ -56,15 +57,6 @@ QWEN_7B = {
     "vocab_size": 152064,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-}
-QWEN_05B = QWEN_7B | {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
 }
 QWEN_15B = QWEN_05B | {
     "hidden_size": 1536,

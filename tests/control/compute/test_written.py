@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fakes.qwen import QWEN_05B
 from rlhfless.control.compute.comparing import choices_of, compared
 from rlhfless.control.compute.planning import Planner
 from rlhfless.control.compute.prediction import SHEET_FACTOR, Lengths
@@ -22,22 +23,12 @@ from rlhfless.sim.replay.latency_file import LineFit
 from rlhfless.spec import RunSpec
 from rlhfless.spec.supervised import DATA
 
-SIZES = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
 KNOWN = Lengths(0.0, 300.0, 0.0, 100.0, "by hand", known=True, rows=640)
 
 
 def question(folder: Path, run_type: str, kind: str = "h100", count: int = 2, **changes: Any) -> Question:
     (folder / "model").mkdir(exist_ok=True)
-    (folder / "model" / "config.json").write_text(json.dumps(SIZES))
+    (folder / "model" / "config.json").write_text(json.dumps(QWEN_05B))
     values = {
         "type": run_type,
         "model": {"path": str(folder / "model")},
