@@ -94,8 +94,8 @@ class SuffixDrafter:
         prompt = tuple(state.prompt_token_ids[: len(state.prompt_token_ids) - extra.get(DRAWN, (0,))[0]])
         request = _Drafting(prompt, self._index_of(request_id, prompt), Pace(self._depth))
         suffixes = self._of(request)
-        for response in extra.get(EARLIER, ()):
-            suffixes.add(tuple(response), response[suffixes.length(tuple(response)) :])
+        for response in map(tuple, extra.get(EARLIER, ())):
+            suffixes.add(response, response[suffixes.length(response) :])
         self._requests[request_id] = request
         return request
 
