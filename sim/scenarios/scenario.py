@@ -22,7 +22,7 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.schedule import IN_TURN, ScheduleSpec, SyncSpec
+from rlhfless.spec.schedule import IN_TURN, AutoSpec, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is not a policy."""
@@ -190,6 +190,14 @@ class Scenario(SpecModel):
         if named not in IN_TURN:  # it overlaps what a co-located policy does in turn
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
+
+    @model_validator(mode="after")
+    def _the_schedule_is_chosen(self) -> Scenario:
+        if isinstance(self.schedule, AutoSpec):
+            raise ValueError(
+                "schedule: auto chooses by trial in a run, and is not simulated; name sync or one_step_off"
+            )
+        return self
 
     @model_validator(mode="after")
     def _prefixes_are_recorded(self) -> Scenario:

@@ -83,6 +83,11 @@ class Lengths:
     signal: float | None = None
     """The share of groups whose samples differ in their rewards; None where it is not known."""
 
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Multiples of the lengths that a prediction covers, the expected one first."""
+        return (1.0,) if self.known else (1.0, 0.5, 2.0)
+
     def times(self, factor: float) -> Lengths:
         """Responses that are so many times as long."""
         return replace(self, median_tokens=factor * self.median_tokens, mean_tokens=factor * self.mean_tokens)
@@ -137,11 +142,11 @@ def predicted(
     own = asked.spec.schedule
     if isinstance(own, AutoSpec):
         sync, ahead = (
-            predicted(asked.with_schedule(schedule), config, lengths, latency, quick=quick)
+            predicted(asked.with_schedule(schedule), config, lengths, latency, rollouts, quick=quick)
             for schedule in (SyncSpec(), OneStepOffSpec())
         )
         return ahead if ahead.cost.step_s <= (1 - own.least_saving) * sync.cost.step_s else sync
-    factors = (1.0,) if lengths.known or quick else (1.0, 0.5, 2.0)
+    factors = (1.0,) if quick else lengths.factors
     with tempfile.TemporaryDirectory() as folder:
         measured: dict[str, Any] = {}
         if latency is not None:

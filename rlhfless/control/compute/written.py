@@ -73,8 +73,7 @@ def written(asked: Question, lengths: Lengths, latency: LatencyFile | LearningFi
     """Time and cost of a run. Raises PriceError for devices without a price."""
     seconds = Seconds.of_sheet(asked) if latency is None else Seconds.measured(asked, latency)
     spec = asked.spec
-    factors = (1.0,) if lengths.known else (1.0, 0.5, 2.0)
-    steps = [_step(asked, lengths, seconds, factor) for factor in factors]
+    steps = [_step(asked, lengths, seconds, factor) for factor in lengths.factors]
     usd = [[_usd(asked, lengths, step)] for step in steps]
     work_s = steps[0]
     step_s = math.fsum(work_s.values())

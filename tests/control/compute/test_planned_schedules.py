@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhfless.control.compute.prediction import Predicted, _schedule
+from rlhfless.control.compute import prediction
+from rlhfless.control.compute.prediction import Lengths, Predicted, _schedule
+from rlhfless.control.compute.rollouts import Rollouts
 from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.control.objects.costs import PlannedCost, PlannedSchedule
 from rlhfless.prepare.memory.changes import Question
@@ -40,6 +42,7 @@ def predictor(seconds: dict[str, float], shares: dict[str, float]) -> Any:
     return predict
 
 
+LENGTHS = Lengths(300.0, 300.0, 0.5, 100.0, "by hand", known=True)
 EVEN = {"generation": 0.5, "learner": 0.48}
 
 
@@ -119,3 +122,23 @@ def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -
     assert _schedule(question(schedule=streaming, mini_batches=2).spec) == SyncSpec()
     partial = question(placement={"mode": "colocated"}, schedule="partial")
     assert _schedule(partial.spec) == PartialSpec(), "which overlaps nothing"
+
+
+@pytest.mark.parametrize(("ahead_s", "chosen"), [(9.7, "one_step_off"), (9.8, "sync"), (11.0, "sync")])
+def test_a_run_that_chooses_is_predicted_as_what_it_would_choose(
+    ahead_s: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wants to save 3 % of 10 s. Both ways are predicted with the rollouts that are asked for."""
+    fp8, seconds = Rollouts("sglang", "fp8"), {"sync": 10.0, "one_step_off": ahead_s}
+    predict, tried = predictor(seconds, EVEN), []
+    whole = prediction.predicted
+
+    def one(asked: Question, *rest: Any, quick: bool) -> Predicted:
+        tried.append((asked.spec.schedule.type, *rest, quick))
+        found: Predicted = predict(asked)[0]
+        return found
+
+    monkeypatch.setattr(prediction, "predicted", one)
+    found = whole(question(schedule="auto"), {}, LENGTHS, None, fp8, quick=True)
+    assert found.cost.step_s == seconds[chosen]
+    assert tried == [(schedule, {}, LENGTHS, None, fp8, True) for schedule in seconds]

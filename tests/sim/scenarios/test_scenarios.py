@@ -47,6 +47,7 @@ def machines(**changes: Any) -> dict[str, Any]:
         ({"workload": {"type": "lognorm"}}, r"'lognorm' is not one of the types\n    did you mean `lognormal`\?"),
         ({"contract": {"type": "cheapest"}}, "give `deadline_s` or `deadline`, one of the two"),
         ({"engine": {"max_batch_tokens": 8}}, r"max_batch_tokens \(8\) is below max_sequences \(256\)"),
+        ({"schedule": "auto"}, "auto chooses by trial in a run, and is not simulated; name sync or one_step_off"),
         ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' is there twice; give one of them a `label`"),
     ],
 )
