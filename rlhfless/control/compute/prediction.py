@@ -33,6 +33,7 @@ from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, LEARN_OPERATIONS
 from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
@@ -64,7 +65,7 @@ PROMPT_TOKENS = 256
 LOWEST_MFU = 1e-4
 """The lowest MFU of a learner; a measured time beyond it is a fixed time of each step."""
 
-FORWARD_SHARE = 2 / 8
+FORWARD_SHARE = FORWARD_OPERATIONS / LEARN_OPERATIONS
 """Time of a forward pass in the simulator, as a share of a learning step's."""
 
 
