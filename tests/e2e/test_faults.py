@@ -43,11 +43,11 @@ def cut_file_before(run: Run, step: int) -> None:
     """Let the weights of `step` be damaged before any actor has read them, once."""
     sync = run.weights.sync
 
-    async def damaged(published: PublishedWeights, call: Call) -> None:
+    async def damaged(published: PublishedWeights, call: Call, asked: asyncio.Event | None = None) -> None:
         if call.step == step and published.version.step == step - 1:
             run.weights.sync = sync  # type: ignore[method-assign]
             await saboteur.cut_store_file(run)
-        await sync(published, call)
+        await sync(published, call, asked)
 
     run.weights.sync = damaged  # type: ignore[method-assign]
 
