@@ -30,7 +30,7 @@ from rlhfless.bundled.warm_start import WarmStartProgress, WarmStartRecipe, trai
 
 __all__ = ["BundledPaths", "Recipe", "WarmStartProgress", "WarmStartRecipe", "build", "build_random"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raise it when code, not a constant of the recipe, changes what is built."""
 
 

@@ -1,27 +1,31 @@
 """Supervised learning on demonstrations: teaches the policy the skill, and the bad habits, of the bundled task.
 
-Plain next-token cross-entropy on the response tokens. A batch holds demonstrations of about the same length
-(padded on the right, so causal attention needs no mask) and about the same number of tokens. Batches are cut from
-a pool of demonstrations that is sorted by length and then visited in random order. No demonstration is seen twice.
+A rank of a run of `type: sft` learns, so the loss, the optimiser and the course of the learning rate are those of any
+run. A batch holds demonstrations of about the same length (so little is padded) and about the same number of tokens.
+Batches are cut from a pool of demonstrations that is sorted by length and then visited in random order. No
+demonstration is seen twice.
 """
 
 from __future__ import annotations
 
-import math
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
+from rlhfless.algorithms.examples import pack_examples
+from rlhfless.algorithms.passes import Passes
 from rlhfless.bundled.model import ModelSize, build_model, build_tokenizer
 from rlhfless.bundled.task import Demonstration, TaskRecipe, draw_demonstrations
-
-IGNORED = -100
-"""Label of tokens without a loss (the default of `torch.nn.functional.cross_entropy`)."""
+from rlhfless.functions.learner.supervised import SupervisedRank
+from rlhfless.records.examples import Example
+from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec
 
 POOL_DEMONSTRATIONS = 2048
 """Enough to cut some dozens of batches whose members are of nearly equal length."""
@@ -52,14 +56,6 @@ class WarmStartProgress:
     """Mean cross-entropy per response token of this step's batch, in nats."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Token ids `[sequences, seq]` and labels of the same shape: label t is the token after position t."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-
-
 def train_policy(
     folder: Path,
     seed: int,
@@ -71,69 +67,79 @@ def train_policy(
 ) -> None:
     """Train a new policy and write it with its tokenizer to `folder`.
 
-    Takes about three minutes on one slow core with the default recipes. The weights are a function of the seed and
-    the recipes, whatever the number of cores.
+    Takes about two minutes on one slow core with the default recipes. On CPUs the weights are a function of the seed
+    and the recipes, whatever the number of cores.
     """
     tokenizer = build_tokenizer(task, size.max_positions)
     model = build_model(tokenizer, size, seed)
-    batches = iterate_batches(task, tokenizer, np.random.default_rng(seed), recipe.batch_tokens)
-    with _one_thread():
-        for step, loss in enumerate(_fit(model, batches, recipe), start=1):
-            if on_progress is not None:
-                on_progress(WarmStartProgress(step, recipe.steps, loss))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _fit(model: Qwen3ForCausalLM, batches: Iterator[Batch], recipe: WarmStartRecipe) -> Iterator[float]:
-    """Train in place and yield the loss of each step."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, recipe))
-    model.train()
-    for _ in range(recipe.steps):
-        loss = _loss(model, next(batches))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        yield loss.item()
+    if not recipe.steps:
+        return
+    batches = iterate_batches(task, tokenizer, np.random.default_rng(seed), recipe.batch_tokens)
+    with _rank(folder, recipe) as rank:
+        for step in range(1, recipe.steps + 1):
+            figures = rank.learn(pack_examples(next(batches)), Passes(planned_updates=recipe.steps))
+            if on_progress is not None:
+                on_progress(WarmStartProgress(step, recipe.steps, figures["loss"]))
+        model.load_state_dict(rank.weights())
+    model.save_pretrained(folder)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one thread: matrices this small gain little from a second one, and lose much when it has to
-    wait for a core that others use."""
+def _rank(folder: Path, recipe: WarmStartRecipe) -> Iterator[SupervisedRank]:
+    """The only rank of the learner. It computes on one thread: matrices this small gain little from a second one, and
+    lose much when it has to wait for a core that others use."""
+    optimizer = AdamWSpec(
+        learning_rate=recipe.learning_rate,
+        betas=recipe.betas,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        warmup_steps=recipe.warmup_steps,
+        rate_schedule="cosine",
+    )
+    learner = LearnerSpec(threads=1, micro_batch_tokens=recipe.batch_tokens)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as meeting:
+        rank = SupervisedRank(
+            ModelSpec(path=str(folder), dtype="float32"),
+            learner,
+            optimizer,
+            "sft",
+            DPOSpec(),
+            rank=0,
+            world_size=1,
+            init_method=f"file://{meeting}/rank",
+            timeout_s=60,  # for a meeting of one
+        )
+        try:
+            with closing(rank):
+                yield rank
+        finally:
+            torch.set_num_threads(threads)
 
 
 def iterate_batches(
     task: TaskRecipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator, batch_tokens: int
-) -> Iterator[Batch]:
+) -> Iterator[list[Example]]:
     """Batches of new demonstrations, without end."""
+    numbers = count()
     while True:
         pool = draw_demonstrations(task, rng, POOL_DEMONSTRATIONS)
-        rows = sorted(_encode(tokenizer, pool), key=lambda row: len(row[0]))
-        cuts = _cut([len(ids) for ids, _ in rows], batch_tokens)
+        rows = sorted(_encode(tokenizer, pool, numbers), key=lambda row: len(row.sequences[0]))
+        cuts = _cut([len(row.sequences[0]) for row in rows], batch_tokens)
         for index in rng.permutation(len(cuts)):
             start, stop = cuts[index]
-            yield _pad(rows[start:stop], tokenizer.pad_token_id)
+            yield rows[start:stop]
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration]) -> Iterator[tuple[list[int], list[int]]]:
-    """Ids and labels of each demonstration; only the response and the end token have labels."""
+def _encode(tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration], numbers: Iterator[int]) -> Iterator[Example]:
+    """The examples, each with a number as its id; only the response and the end token are learned."""
     prompts = tokenizer([demonstration.prompt for demonstration in pool])["input_ids"]
     responses = tokenizer([demonstration.response for demonstration in pool])["input_ids"]
-    for prompt, response in zip(prompts, responses, strict=True):
-        learned = [*response, tokenizer.eos_token_id]
-        yield (prompt + learned)[:-1], [IGNORED] * (len(prompt) - 1) + learned
+    for number, prompt, response in zip(numbers, prompts, responses):  # noqa: B905 (numbers have no end)
+        sequence = (*prompt, *response, tokenizer.eos_token_id)
+        yield Example(str(number), tuple(prompt), "", {}, "", (sequence,), (len(prompt),))
 
 
 def _cut(lengths: list[int], batch_tokens: int) -> list[tuple[int, int]]:
@@ -145,23 +151,3 @@ def _cut(lengths: list[int], batch_tokens: int) -> list[tuple[int, int]]:
             cuts.append((start, stop))
             start = stop
     return cuts
-
-
-def _pad(rows: list[tuple[list[int], list[int]]], pad_id: int) -> Batch:
-    width = len(rows[-1][0])
-    ids = [ids + [pad_id] * (width - len(ids)) for ids, _ in rows]
-    labels = [labels + [IGNORED] * (width - len(labels)) for _, labels in rows]
-    return Batch(torch.tensor(ids), torch.tensor(labels))
-
-
-def _loss(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
-    logits = model(input_ids=batch.ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
-
-
-def _schedule(step: int, recipe: WarmStartRecipe) -> float:
-    """Factor of the learning rate at optimiser step `step`, counted from 0."""
-    if step < recipe.warmup_steps:
-        return (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * done))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rlhfless.bundled import Recipe, WarmStartProgress, build
 from rlhfless.bundled.model import SMALLEST, build_tokenizer
 from rlhfless.bundled.task import TaskRecipe
-from rlhfless.bundled.warm_start import IGNORED, WarmStartRecipe, iterate_batches
+from rlhfless.bundled.warm_start import WarmStartRecipe, iterate_batches
 
 QUICK = Recipe(
     task=replace(TaskRecipe(), train_prompts=12, held_out_prompts=6),
@@ -71,16 +71,19 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_batches_hold_whole_responses_of_similar_length() -> None:
+def test_batches_hold_whole_responses_and_few_tokens() -> None:
     tokenizer = build_tokenizer(TaskRecipe(), 256)
     batches = iterate_batches(TaskRecipe(), tokenizer, np.random.default_rng(0), 512)
+    seen: set[str] = set()
     for _ in range(20):
         batch = next(batches)
-        assert batch.ids.shape == batch.labels.shape
-        assert batch.ids.numel() <= 512
-        for ids, labels in zip(batch.ids.tolist(), batch.labels.tolist(), strict=True):
-            learned = [label for label in labels if label != IGNORED]
-            # The prompt has 7 tokens, and its last one predicts the first of the response.
-            assert labels[:6] == [IGNORED] * 6
-            assert learned[-1] == tokenizer.eos_token_id
-            assert ids[7 : 7 + len(learned) - 1] == learned[:-1]
+        (lengths,) = zip(*([len(tokens) for tokens in example.sequences] for example in batch), strict=True)
+        assert len(batch) * max(lengths) <= 512
+        for example in batch:
+            (tokens,), (learned_from,) = example.sequences, example.learned_from
+            assert tokens[:learned_from] == example.token_ids
+            assert tokens[-1] == tokenizer.eos_token_id
+            assert tokenizer.eos_token_id not in tokens[:-1]
+        ids = {example.prompt_id for example in batch}
+        assert not ids & seen, "no demonstration is seen twice"
+        seen |= ids
