@@ -330,6 +330,7 @@ class SimulatedEngine:
     def reload(self, at_s: float, load_s: float) -> float:
         """Loads other weights from the first boundary at or after `at_s` on, for `load_s`: the samples keep their
         tokens, and no KV is left. Returns that boundary."""
+        self._to_boundary(at_s)  # in the iteration that ends there samples may end
         samples, self.asked = self.resident, set()
         leave_s = self.abort(samples, at_s)
         self._pool.memory.idle[self._row] = 0

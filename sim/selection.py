@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count as count_from
 
 import numpy as np
 
@@ -69,11 +70,22 @@ class SelectedDraws:
     def __iter__(self) -> Iterator[RolloutBatch]:
         for number, step in enumerate(self._steps, 1):
             draw = draw_of(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
-            new = [replace(self._new.popleft(), begun=number) for _ in range(draw.new)]
+            new = self._begun(draw.new, number)
             drawn, self._left = [*self._left[: draw.left], *new], self._left[draw.left :]
             self._drawn = sorted(drawn, key=lambda group: group.is_complete)  # the others stay in their order
             awaited = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
             yield _selected(step, self._drawn, self._learns, awaited)
+
+    def _begun(self, count: int, number: int) -> list[_Group]:
+        """The next groups, which the step with this number begins. A prompt that another group has already, of an
+        earlier pass over the data, gives its place to another prompt in a run; here to one as long, by another name."""
+        used, begun = {group.prompt_id for group in self._left}, []
+        for _ in range(count):
+            group = self._new.popleft()
+            name = next(name for again in count_from(0) if (name := group.prompt_id + "'" * again) not in used)
+            used.add(name)
+            begun.append(replace(group, prompt_id=name, begun=number))
+        return begun
 
     def end(self, progress: StepProgress) -> None:
         """The step has ended: the groups that it does not learn from are left to later ones."""

@@ -162,6 +162,19 @@ def test_abort_waits_for_the_iteration_and_crash_does_not() -> None:
     assert crashed.periods == [(0.0, between_s)]
 
 
+def test_a_sample_that_ends_in_the_iteration_before_a_load_has_ended() -> None:
+    """Of two samples one ends with the iteration that the load of weights waits for."""
+    batch = batch_of([(10, [6]), (10, [50])])
+    engine = engine_of(batch, ROOMY)
+    engine.submit(everything(batch), 0.0)
+    begun_s = MODEL.prefill_s(10) * 2
+    fifth_s, sixth_s = (begun_s + decode_s(MODEL, 2, 2 * 11, iterations) for iterations in (4, 5))
+    assert engine.reload((fifth_s + sixth_s) / 2, 1.0) == pytest.approx(sixth_s, rel=EXACT)
+    assert engine.resident.tolist() == [1]
+    engine.advance(math.inf)
+    assert engine.progress.unfinished == 0
+
+
 def test_faults_of_the_caller_are_named() -> None:
     with pytest.raises(ValueError, match=r"chunk_tokens \(8\) is below max_sequences \(16\)"):
         EngineShape(16, 100, 16, 8)

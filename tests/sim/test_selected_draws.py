@@ -70,6 +70,14 @@ def test_a_sample_that_is_left_goes_on_with_its_tokens_whose_kv_is_computed_agai
     assert [call.input_tokens for call in learns] == [10 + 10, 10 + 198]
 
 
+def test_a_prompt_of_the_next_epoch_whose_group_is_still_under_way_is_another_prompt() -> None:
+    """Of two prompts, both are drawn in each step; the first step leaves the long one to the second."""
+    batches = [dataclasses.replace(batch, prompt_ids=("a", "b")) for batch in batches_of([4, 190], [6, 8])]
+    _, (first, second) = simulated(PartialSpec(ahead=1), batches)
+    assert first.progress.batch.prompt_ids == ("a", "b", "a'", "b'")
+    assert (learned(first), learned(second)) == (["a", "a'"], ["b", "b'"])
+
+
 def test_what_is_put_off_is_drawn_again_from_its_first_token() -> None:
     _, steps = simulated(TailBatchingSpec(over_sampling=1.5), batches_of([4, 190], [6, 7], [150, 9]))
     assert [step.progress.batch.prompt_ids for step in steps] == [("10", "11", "20"), ("21", "30", "31"), ("11", "30")]
