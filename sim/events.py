@@ -61,7 +61,7 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class WeightsLoaded:
     """An actor has loaded the weights after `step` training steps."""
 
     slot: int
@@ -86,4 +86,4 @@ class Worked:
     step: int
 
 
-SimulatedEvent = Due | Up | Loaded | SpotInterrupted | Worked
+SimulatedEvent = Due | Up | WeightsLoaded | SpotInterrupted | Worked

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhfless.records import FunctionRole, ReplicaState, Work
 from rlhfless.sim.devices import Devices
-from rlhfless.sim.events import Agenda, Due, Loaded, SimulatedEvent, SpotInterrupted, Up
+from rlhfless.sim.events import Agenda, Due, SimulatedEvent, SpotInterrupted, Up, WeightsLoaded
 from rlhfless.sim.ledger import SimulatedLedger, version_of
 from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.setup import Setup
@@ -157,7 +157,7 @@ class SimulatedFleet:
             begin_s = reload(slot, at_s, load_s)
             self._called_load(up[slot], begin_s, begin_s + load_s)
 
-    def handle(self, at_s: float, event: Due | Up | Loaded | SpotInterrupted) -> bool:
+    def handle(self, at_s: float, event: Due | Up | WeightsLoaded | SpotInterrupted) -> bool:
         """Carries out an event. Returns False for an event of an earlier turn or life of its slot, which is void."""
         self._touched.add(event.slot)
         if isinstance(event, Due):
@@ -292,9 +292,9 @@ class SimulatedFleet:
         replica, end_s = self.replicas[slot], at_s + self.setup.transport.load_s(readers)
         self._touched.add(slot)
         replica.note(replica.life.ask(version_of(self._step), at_s))
-        self.agenda.add(end_s, Loaded(slot, self._turns[slot], self._step, at_s))
+        self.agenda.add(end_s, WeightsLoaded(slot, self._turns[slot], self._step, at_s))
 
-    def _loaded(self, replica: SimulatedReplica, at_s: float, event: Loaded) -> bool:
+    def _loaded(self, replica: SimulatedReplica, at_s: float, event: WeightsLoaded) -> bool:
         if event.step != self._step or replica.state is not ReplicaState.STALE:
             return False
         replica.note(replica.life.loaded(version_of(event.step), at_s))

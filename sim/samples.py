@@ -13,7 +13,7 @@ import numpy as np
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policy import UNASSIGNED
-from rlhfless.scaling.selection import Gate
+from rlhfless.scaling.selection import GroupGate
 from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
 from rlhfless.sim.memory import SAMPLE, Flags, Floats, Ints, Table
 
@@ -180,7 +180,7 @@ class StepProgress:
         """Leave what the step does not learn from to later ones; to a policy these samples end where they are."""
         table, selected, complete_s = self.table, self.batch.selected, self.complete_s
         assert selected is not None, "a step that learns from all leaves nothing"
-        gate = Gate(selected.learns, {str(group) for group in np.flatnonzero(selected.awaited)})
+        gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.awaited)})
         for group in np.argsort(complete_s, kind="stable"):
             passes = gate.left and np.isfinite(complete_s[group]) and gate.passes(str(group))
             self.left_out[group] = not passes

@@ -36,7 +36,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
 )
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.sim.events import Loaded, SpotInterrupted, Up, Worked
+from rlhfless.sim.events import SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.ledger import SimulatedLedger
@@ -165,15 +165,15 @@ class Simulation:
             self._worked(event)
         elif isinstance(event, SpotInterrupted):
             self._interrupted(at_s, event, current)
-        elif isinstance(event, Loaded):
+        elif isinstance(event, WeightsLoaded):
             self._loaded(at_s, event, current)
         elif self.fleet.handle(at_s, event) and isinstance(event, Up) and event.slot in self._services:
             self._take(event.slot)
         self.fleet.pass_turns(self.now_s)
 
-    def _loaded(self, at_s: float, event: Loaded, current: StepUnderWay) -> None:
+    def _loaded(self, at_s: float, event: WeightsLoaded, current: StepUnderWay) -> None:
         """All actors that have loaded the weights at one instant serve before the policy gets the first event."""
-        loaded = [event, *self.fleet.agenda.pop_like(at_s, Loaded)]
+        loaded = [event, *self.fleet.agenda.pop_like(at_s, WeightsLoaded)]
         up = [event.slot for event in loaded if self.fleet.handle(at_s, event)]
         for slot in up:
             current.generation.serving(slot, at_s)

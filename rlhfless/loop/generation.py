@@ -39,7 +39,7 @@ from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import FinishReason, Group, IntArray, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
-from rlhfless.scaling.selection import Gate
+from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores
 
@@ -78,7 +78,7 @@ class GenerationStage:
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
-        self._gate = Gate(request.groups, request.selection.awaited if request.selection else ())
+        self._gate = GroupGate(request.groups, request.selection.awaited if request.selection else ())
         self._recalled: list[Group] | None = None
         self.carried: tuple[int, int] = (0, 0)
         """Samples that an earlier step has begun, and their tokens."""

@@ -20,7 +20,7 @@ COUNTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class TimedStep:
     """Seconds of a step."""
 
     draw_s: float
@@ -31,7 +31,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OverlapChoice:
     """The way that the steps after a trial are done, and why."""
 
     overlap: bool
@@ -50,12 +50,12 @@ class OverlapTrial:
         self._begin()
 
     def _begin(self) -> None:
-        self._apart: list[StepTimes] = []
+        self._apart: list[TimedStep] = []
         self._overlapped: list[float] = []
         self.overlap = False
         """Whether the next step is to be drawn while this one is learned."""
 
-    def observe(self, times: StepTimes) -> Choice | None:
+    def observe(self, times: TimedStep) -> OverlapChoice | None:
         """Note a step that was done as `overlap` says; a choice if that ends a trial."""
         alike, self._before = self.overlap == self._before, self.overlap
         if self._waiting:
@@ -75,7 +75,7 @@ class OverlapTrial:
     def _apart_s(self) -> dict[str, float]:
         return {name: median(getattr(times, name) for times in self._apart) for name in ("draw_s", "learn_s", "step_s")}
 
-    def _try_overlap(self) -> Choice | None:
+    def _try_overlap(self) -> OverlapChoice | None:
         """Overlap the next steps, unless the longer part leaves too little to be saved."""
         apart = self._apart_s()
         possible = 1 - max(apart["draw_s"], apart["learn_s"]) / apart["step_s"]
@@ -87,15 +87,15 @@ class OverlapTrial:
             overlap=False, reason=f"{longer} takes {1 - possible:.0%} of a step, and an overlap no less"
         )
 
-    def _compare(self) -> Choice:
+    def _compare(self) -> OverlapChoice:
         saved = 1 - median(self._overlapped) / self._apart_s()["step_s"]
         wanted = self._settings.least_saving
         enough = saved >= wanted
         reason = f"an overlap {'saves' if saved >= 0 else 'costs'} {abs(saved):.0%} of a step"
         return self._settle(overlap=enough, reason=reason if enough else f"{reason}; {wanted:.0%} is wanted")
 
-    def _settle(self, *, overlap: bool, reason: str) -> Choice:
+    def _settle(self, *, overlap: bool, reason: str) -> OverlapChoice:
         measured = self._apart_s() | ({"overlapped_step_s": median(self._overlapped)} if self._overlapped else {})
         self._begin()
         self.overlap, self._waiting = overlap, self._settings.again_after_steps
-        return Choice(overlap, reason, measured)
+        return OverlapChoice(overlap, reason, measured)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.loop.overlap import OverlapTrial, StepTimes
+from rlhfless.loop.overlap import OverlapTrial, TimedStep
 from rlhfless.records import Experience
 from rlhfless.spec import (
     AsyncSpec,
@@ -74,13 +74,13 @@ class Sync:
                     drawing = asyncio.create_task(steps.rollout(step + 1))
                 await steps.train(step, experience)
                 began_s, ended_s = ended_s, time.monotonic()
-                self._observe(steps, step, StepTimes(drawn_s - began_s, ended_s - drawn_s, ended_s - began_s))
+                self._observe(steps, step, TimedStep(drawn_s - began_s, ended_s - drawn_s, ended_s - began_s))
                 if not overlap and step < last:
                     drawing = asyncio.create_task(steps.rollout(step + 1))
         finally:
             await _ended(drawing)
 
-    def _observe(self, steps: Steps, step: int, times: StepTimes) -> None:
+    def _observe(self, steps: Steps, step: int, times: TimedStep) -> None:
         """Called when a step has ended."""
 
 
@@ -97,7 +97,7 @@ class Auto(Sync):
         super().__init__(settings)
         self._trial = OverlapTrial(settings)
 
-    def _observe(self, steps: Steps, step: int, times: StepTimes) -> None:
+    def _observe(self, steps: Steps, step: int, times: TimedStep) -> None:
         choice = self._trial.observe(times)
         self.overlap = self._trial.overlap
         if choice is not None:

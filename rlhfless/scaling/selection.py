@@ -47,7 +47,7 @@ def selects(schedule: ScheduleSpec) -> Selects | None:
     return schedule if isinstance(schedule, Selects) else None
 
 
-class Gate:
+class GroupGate:
     """Lets the groups of a step pass, as they become complete, until it has as many as it learns from."""
 
     def __init__(self, learns: int, awaited: Collection[str] = ()) -> None:

@@ -22,7 +22,7 @@ from rlhfless.loop.selection import select
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Work
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.selection import Gate
+from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -69,7 +69,7 @@ class Draws:
         assert len({prompt_id for _, prompt_id in keys}) == len(keys), "no prompt is drawn twice at once"
         for key in keys:
             self.length_of.setdefault(key, min(int(self.lengths.paretovariate(1.2) * 10), 1000))
-        gate, iteration, complete = Gate(request.groups, request.selection.awaited), 0, set[tuple[int, str]]()
+        gate, iteration, complete = GroupGate(request.groups, request.selection.awaited), 0, set[tuple[int, str]]()
         done = {key: self.length_of[key] - self.tokens.get(key, 0) for key in keys}
         while gate.left:
             for key in keys:

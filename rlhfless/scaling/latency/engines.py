@@ -53,7 +53,7 @@ class ServingFit(SpecModel):
     """Median error of the seconds per token of these runs, as a share."""
 
 
-class Engine(SpecModel):
+class ServingEngine(SpecModel):
     """An engine, and the fits to its published runs."""
 
     name: EngineName
@@ -106,11 +106,11 @@ def steady_token_s(model: EngineModel, in_flight: int, input_tokens: float, outp
 
 
 class _EngineTable(SpecModel):
-    engines: tuple[Engine, ...]
+    engines: tuple[ServingEngine, ...]
 
 
 @cache
-def load_engines() -> dict[EngineName, Engine]:
+def load_engines() -> dict[EngineName, ServingEngine]:
     """The engines by name."""
     text = files(__package__).joinpath("engines.yaml").read_text("utf-8")
     return {engine.name: engine for engine in _EngineTable.model_validate(yaml.safe_load(text)).engines}
