@@ -68,7 +68,6 @@ def plan(
     `--compare` shows where it would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
     from rlhfless.control.compute.planning import Planner
-    from rlhfless.control.compute.schedules import schedules_of
     from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
     from rlhfless.prepare.memory.changes import nearest_change
     from rlhfless.prepare.memory.settled import plan_problems
@@ -97,20 +96,14 @@ def plan(
     planner = Planner(asked.spec, trace, latency)
     if as_json:
         found = planner.row(asked)
-        cost = {
-            "predicted": found["predicted"],
-            "costs_usd": found["costs_usd"],
-            "reason": found["reason"],
-            "lengths": planner.lengths.source,
-        }
-        cost["schedules"] = [] if problems else schedules_of(asked, planner.quick().predicted)
+        cost = {key: found[key] for key in ("predicted", "costs_usd", "reason")}
+        cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, fits=not problems)
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
         _show(asked, planned, problems, change)
         if not problems:
             hint = "" if trace else "; --lengths-of takes them from a recorded run"
-            schedules = schedules_of(asked, planner.quick().predicted)
-            _show_cost(planner.row(asked), schedules, planner.lengths.source, hint)
+            _show_cost(planner.row(asked), planner.schedules(asked, fits=True), planner.lengths.source, hint)
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -202,20 +195,20 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         )
 
 
-def _show_cost(row: dict[str, Any], schedules: list[dict[str, Any]], lengths: str, hint: str) -> None:
+def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hint: str) -> None:
     """Time and cost, as the service's plan has them."""
     from rich.console import Console
 
-    from rlhfless.cli.runs_tables import devices_table, schedules_table
+    from rlhfless.cli.runs_tables import devices_table, schedules_lines
     from rlhfless.control.objects.costs import PlannedDevices, PlannedSchedule
     from rlhfless.telemetry.numbers import money
 
     console = Console(highlight=False)
     console.print()
     console.print(devices_table([PlannedDevices.model_validate(row)]))
-    if schedules:
+    if rows := [PlannedSchedule.model_validate(each) for each in schedules["schedules"]]:
         console.print()
-        console.print(schedules_table([PlannedSchedule.model_validate(each) for each in schedules]))
+        console.print(schedules_lines(rows, schedules["schedule_reason"]))
     for source, usd in row["costs_usd"].items():
         text = "no price was read" if usd is None else money(usd)
         console.print(f"the run at the price of the table, {source}: {text}")

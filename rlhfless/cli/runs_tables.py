@@ -64,21 +64,23 @@ def run_lines(run: RunObject) -> RenderableType:
 def plan_lines(plan: PlanObject) -> RenderableType:
     """The plan for the run's own devices, and the missing inputs of a better answer."""
     parts: list[RenderableType] = [devices_table([plan.chosen])]
-    parts += [Text(""), schedules_table(plan.schedules)] if plan.schedules else []
+    parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
     parts.append(Text(f"\nresponse lengths: {plan.lengths}"))
     return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
 
 
-def schedules_table(rows: Sequence[PlannedSchedule]) -> Table:
-    """Time and cost of a step under each schedule, and why one that overlaps is refused."""
-    made = table("schedule", "versions behind", "step", "cost", "", texts=1)
+def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> RenderableType:
+    """Time and cost under each schedule, why one that brings nothing is refused, and which is chosen."""
+    made = table("schedule", "versions behind", "step", "cost", "run", "cost", texts=1)
+    made.add_column("")
     for row in rows:
-        step = "-" if row.step_s is None or row.step_usd is None else f"{decimal(row.step_s, 2)} s"
-        cost = "-" if row.step_usd is None else money(row.step_usd)
-        why = Text(legible(f"refused: {row.refused}" if row.refused else ""))
+        cells = ["-", "-", "-", "-"]
+        if row.step_s is not None and row.wall_s is not None:
+            cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
+        why = Text(legible(f"refused: {row.refused}" if row.refused else "chosen" if row.chosen else ""))
         name = f"{row.schedule}, streaming" if row.streaming else row.schedule
-        made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", step, cost, why)
-    return made
+        made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, why)
+    return Group(made, *([Text(legible(reason))] if reason else []))
 
 
 def devices_table(rows: Sequence[PlannedDevices]) -> Table:

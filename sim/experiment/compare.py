@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhfless.scaling.plan import best_of
 from rlhfless.sim.experiment.contracts import (
     contract_of,
     in_order,
@@ -26,7 +27,7 @@ from rlhfless.sim.experiment.contracts import (
 )
 from rlhfless.sim.experiment.rows import Part, ResultRow, Totals, objective, row_of, steps_of
 from rlhfless.sim.experiment.run import ExperimentTask, RunResult, settings_of
-from rlhfless.sim.experiment.static import best, tried
+from rlhfless.sim.experiment.static import tried
 from rlhfless.sim.experiment.workers import ExperimentWorkers, OnProgress
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
@@ -146,7 +147,7 @@ def _judged(
     steps = [judged(run.steps, contracts, span) for run in runs]
     limits = [step.limit for step in steps_of(steps[0], part, scenario.epoch_steps) if step.limit is not None]
     totals = [Totals.of(steps_of(each, part, scenario.epoch_steps)) for each in steps]
-    index = best(totals, contracts[0], sum(limits) if limits else None)
+    index = best_of([(each.time_s, each.usd) for each in totals], contracts[0], sum(limits) if limits else None)
     if measures_itself(scenario, entry):
         contracts = tuple(resolved(scenario.contract, runs[index].steps, span))
     kept = tuple(judged(runs[index].steps, contracts, span))

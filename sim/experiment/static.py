@@ -6,16 +6,13 @@ its own placement and all devices, and may leave out kinds that do it no good.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import FleetShape, fleet_of, kind_of
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 
 def tried(scenario: Scenario, entry: PolicyEntry) -> list[FleetShape]:
@@ -50,17 +47,3 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
         shapes += [FleetShape(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
         learner *= 2
     return shapes
-
-
-def best(runs: Sequence[Totals], contract: ContractSpec, limit: float | None) -> int:
-    """Index of the run that meets the contract best. `limit` is the limit for these steps together, in seconds or US
-    dollars. If no run keeps it, the run that comes nearest."""
-    indices = range(len(runs))
-    if isinstance(contract, CheapestSpec):
-        kept = [i for i in indices if limit is None or runs[i].time_s <= limit]
-        return min(kept, key=lambda i: runs[i].usd) if kept else min(indices, key=lambda i: runs[i].time_s)
-    if isinstance(contract, FastestSpec):
-        kept = [i for i in indices if limit is None or runs[i].usd <= limit]
-        return min(kept, key=lambda i: runs[i].time_s) if kept else min(indices, key=lambda i: runs[i].usd)
-    least_s, least_usd, weight = min(run.time_s for run in runs), min(run.usd for run in runs), contract.time_weight
-    return min(indices, key=lambda i: weight * runs[i].time_s / least_s + (1 - weight) * runs[i].usd / least_usd)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
-from rlhfless.control.compute.schedules import schedules_of
+from rlhfless.control.compute.schedules import NO_SCHEDULES, schedules_of
 from rlhfless.control.compute.sensitivity import costs_usd
 from rlhfless.control.compute.written import written, written_lengths
 from rlhfless.prepare.memory.assumed import config_file, question_of
@@ -104,6 +104,10 @@ class Planner:
             "no_engine": asked.sheet.no_engine,
         }
 
+    def schedules(self, asked: Question, *, fits: bool) -> dict[str, Any]:
+        """`schedules` and `schedule_reason` of PlanObject, for a run that `fits`."""
+        return schedules_of(asked, self.quick().predicted) if fits else NO_SCHEDULES
+
     def _latency_of(self, asked: Question) -> LatencyFile | None:
         """Of the earlier run, if it was recorded with this model on these devices."""
         return calibrate([self.trace]) if self.trace is not None and self._recorded_on(self.trace, asked) else None
@@ -138,7 +142,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         "parameters": main.shape.parameters,
         "chosen": chosen,
         "memory": _memory(main),
-        "schedules": schedules_of(main, planner.quick().predicted) if chosen["fits"] else [],
+        **planner.schedules(main, fits=chosen["fits"]),
         "lengths": planner.lengths.source,
         "missing": _missing(planner, kind, question["present"]),
     }

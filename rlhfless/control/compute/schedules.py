@@ -1,4 +1,5 @@
-"""The schedules of a run side by side on its devices: time, cost and how old samples get; and where overlap loses.
+"""The schedules of a run side by side on its devices: time, cost and how old samples get; which of them the contract
+chooses within the spec's bound on staleness; and where overlap loses.
 
 Older samples and another order of the data are prices of their own, and the order of sums with streaming is a small
 one, so each schedule has to save time against `sync`. One that overlaps cannot where generation and learning share the
@@ -8,7 +9,8 @@ later steps cannot where lengths hardly differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,15 +18,20 @@ from pydantic import ValidationError
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records import FunctionName
+from rlhfless.scaling.plan import best_of, contract_for_step
+from rlhfless.scaling.selection import selects
 from rlhfless.spec import (
     AsyncSpec,
     AutoSpec,
+    CheapestSpec,
+    FastestSpec,
     OneStepOffSpec,
     PartialSpec,
     RunSpec,
     ScheduleSpec,
     SyncSpec,
     TailBatchingSpec,
+    WeightedSpec,
 )
 from rlhfless.spec.streaming import waits_for
 
@@ -32,32 +39,116 @@ LEAST_SAVING = AutoSpec().least_saving
 """Share of a step of `sync` that another schedule has to save."""
 
 
+NO_SCHEDULES: dict[str, Any] = {"schedules": [], "schedule_reason": None}
+
 Predict = Callable[[Question], tuple[Predicted | None, str | None]]
 """The prediction of a run, or why there is none."""
 
 
-def schedules_of(asked: Question, predict: Predict) -> list[dict[str, Any]]:
-    """PlannedSchedule of each: `sync`, also with streaming, and the others as in the spec or by default. None of a run
-    that draws nothing."""
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A schedule with its prediction."""
+
+    schedule: ScheduleSpec
+    found: Predicted | None
+    refused: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule.type} with streaming" if self.schedule.streaming else self.schedule.type
+
+    @property
+    def figures(self) -> tuple[float, float]:
+        """Seconds and US dollars of the run."""
+        assert self.found is not None
+        return self.found.cost.wall_s, self.found.cost.cost_usd
+
+    def planned(self, chosen: _Tried | None) -> dict[str, Any]:
+        """PlannedSchedule."""
+        cost = None if self.found is None else self.found.cost
+        return {
+            "schedule": self.schedule.type,
+            "streaming": self.schedule.streaming,
+            "max_staleness": self.schedule.max_staleness,
+            "step_s": None if cost is None else cost.step_s,
+            "step_usd": None if cost is None else cost.cost_usd / cost.steps,
+            "wall_s": None if cost is None else cost.wall_s,
+            "cost_usd": None if cost is None else cost.cost_usd,
+            "refused": self.refused,
+            "chosen": self is chosen,
+        }
+
+
+def schedules_of(asked: Question, predict: Predict) -> dict[str, Any]:
+    """`schedules` and `schedule_reason` of PlanObject: `sync`, also with streaming, and the others as in the spec or by
+    default; and which of them the plan chooses. Nothing for a run that draws nothing."""
     if asked.spec.supervised:
-        return []
+        return NO_SCHEDULES
     own = asked.spec.schedule
     kinds = (PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec)
     others: list[ScheduleSpec] = [own if isinstance(own, kind) else kind() for kind in kinds]
-    schedules = [SyncSpec(), SyncSpec(streaming=True), *others]
-    found = [_predicted(asked, schedule, predict) for schedule in schedules]
-    base = found[0][0]
-    return [
-        {
-            "schedule": schedule.type,
-            "streaming": schedule.streaming,
-            "max_staleness": schedule.max_staleness,
-            "step_s": None if one is None else one.cost.step_s,
-            "step_usd": None if one is None else one.cost.cost_usd / one.cost.steps,
-            "refused": why or (_refused(asked, schedule, one, base) if one is not None and base is not None else None),
-        }
-        for schedule, (one, why) in zip(schedules, found, strict=True)
+    tried: list[_Tried] = []
+    for schedule in (SyncSpec(), SyncSpec(streaming=True), *others):
+        found, why = _predicted(asked, schedule, predict)
+        base = tried[0].found if tried else found
+        if found is not None and base is not None:
+            why = _refused(asked, schedule, found, base)
+        tried.append(_Tried(schedule, found, why))
+    chosen = _chosen(asked.spec, tried)
+    return {
+        "schedules": [each.planned(chosen) for each in tried],
+        "schedule_reason": None if chosen is None else _reason(asked.spec, tried, chosen),
+    }
+
+
+def _chosen(spec: RunSpec, tried: Sequence[_Tried]) -> _Tried | None:
+    """The one that meets the contract best, of those that the spec allows and that bring something."""
+    open_ = [each for each in tried if each.found is not None and not each.refused and _allowed(spec, each.schedule)]
+    if not open_:
+        return None
+    return open_[best_of([each.figures for each in open_], spec.scaling.contract, _limit(spec))]
+
+
+def _allowed(spec: RunSpec, schedule: ScheduleSpec) -> bool:
+    """Whether samples get no older than the spec's schedule lets them, and are taken in the order of the data or in the
+    one that the spec names."""
+    in_order = selects(schedule) is None or schedule.type == spec.schedule.type
+    return in_order and schedule.max_staleness <= spec.schedule.max_staleness
+
+
+def _limit(spec: RunSpec) -> float | None:
+    """The contract's limit on the whole run, in seconds or US dollars."""
+    contract = spec.scaling.contract
+    if isinstance(contract, WeightedSpec):
+        return None
+    limit = contract.deadline_s if isinstance(contract, CheapestSpec) else contract.budget_usd
+    return limit if contract.per == "run" else limit * spec.steps
+
+
+def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
+    """Why one is chosen, which overlap is refused, and what a higher bound on staleness would bring."""
+    bound = spec.schedule.max_staleness
+    contract = contract_for_step(spec.scaling.contract, steps_left=spec.steps)
+    parts = [
+        f"{chosen.name} is chosen by the contract (of a step: {contract}), among schedules whose samples are at most "
+        f"{bound} version{'' if bound == 1 else 's'} behind, as with schedule.type {spec.schedule.type}"
     ]
+    if (limit := _limit(spec)) is not None and chosen.figures[isinstance(spec.scaling.contract, FastestSpec)] > limit:
+        parts.append("none of them keeps it")
+    refused: dict[str, list[str]] = {}
+    for each in tried:
+        if each.refused and (each.schedule.streaming or each.schedule.steps_ahead):
+            refused.setdefault(each.refused, []).append(each.name)
+    parts += [f"{' and '.join(names)}: refused, {why}" for why, names in refused.items()]
+    beyond = [each for each in tried if each.found is not None and not each.refused]
+    fastest = min(beyond, key=lambda each: each.figures)
+    saved = 1 - fastest.figures[0] / chosen.figures[0]
+    if saved >= LEAST_SAVING and not _allowed(spec, fastest.schedule):
+        parts.append(
+            f"schedule.type {fastest.schedule.type} would save {saved:.0%} of the time, with samples up to "
+            f"{fastest.schedule.max_staleness} versions behind"
+        )
+    return "; ".join(parts)
 
 
 def _predicted(asked: Question, schedule: ScheduleSpec, predict: Predict) -> tuple[Predicted | None, str | None]:
@@ -80,8 +171,9 @@ def _refused(asked: Question, schedule: ScheduleSpec, one: Predicted, sync: Pred
     saved = 1 - one.cost.step_s / sync.cost.step_s
     if saved >= LEAST_SAVING:
         return None
+    saves = f"it {'saves' if saved >= 0 else 'costs'} {abs(saved):.0%} of a step"
     if not (schedule.streaming or schedule.steps_ahead):
-        return f"it saves {max(saved, 0):.0%} of a step: the longest responses hold a step up little"
+        return f"{saves}: the longest responses hold a step up little"
     shares = {name: sync.shares.get(name, 0.0) for name in (FunctionName.GENERATION, FunctionName.LEARNER)}
     longer = max(shares, key=lambda name: shares[name])
-    return f"it saves {max(saved, 0):.0%} of a step: {longer} alone takes {shares[longer]:.0%} of one with sync"
+    return f"{saves}: {longer} alone takes {shares[longer]:.0%} of one with sync"

@@ -86,8 +86,13 @@ class PlannedSchedule(ApiObject):
     """Versions that samples may be behind the learner."""
     step_s: float | None
     step_usd: float | None
+    wall_s: float | None
+    """Of the run."""
+    cost_usd: float | None
     refused: str | None
     """Why it brings nothing there, or why nothing is predicted; null for one that is worth its older samples."""
+    chosen: bool
+    """Whether it meets the contract best, of those whose samples are no older than the spec's schedule lets them."""
 
 
 class PlanObject(ApiObject):
@@ -105,6 +110,8 @@ class PlanObject(ApiObject):
     """The memory of the chosen devices, by function and phase, in bytes."""
     schedules: list[PlannedSchedule]
     """The schedules side by side on the chosen devices; empty if the run does not fit."""
+    schedule_reason: str | None
+    """Why one of them is chosen, and which overlap is refused; null if none is predicted."""
     lengths: str
     """The source of the response lengths."""
     missing: list[str]

@@ -6,6 +6,7 @@ from rlhfless.scaling.plan.contract import (
     FastestUnderBudget,
     RunContract,
     Weighted,
+    best_of,
     contract_for_step,
 )
 from rlhfless.scaling.plan.cost import CapacityError
@@ -27,6 +28,7 @@ __all__ = [
     "RunContract",
     "Standby",
     "Weighted",
+    "best_of",
     "contract_for_step",
     "plan",
     "responses",

@@ -7,6 +7,7 @@ the rest.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
@@ -122,3 +123,19 @@ def contract_for_step(
         whole_usd = (spec.budget_usd - spent_usd) / steps_left if spec.per == "run" else spec.budget_usd
         return FastestUnderBudget(max(whole_usd - other_usd, 0.0))
     return Weighted(spec.time_weight)
+
+
+def best_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, limit: float | None) -> int:
+    """Index of the figures (seconds, US dollars), of the same steps each, that meet a contract best; of equals the
+    first. `limit` is the contract's for these steps together, None without one. If no figures keep it, those that come
+    nearest."""
+    indices = range(len(figures))
+    seconds, usd = zip(*figures, strict=True)
+    if isinstance(contract, CheapestSpec):
+        kept = [i for i in indices if limit is None or seconds[i] <= limit]
+        return min(kept, key=lambda i: usd[i]) if kept else min(indices, key=lambda i: seconds[i])
+    if isinstance(contract, FastestSpec):
+        kept = [i for i in indices if limit is None or usd[i] <= limit]
+        return min(kept, key=lambda i: seconds[i]) if kept else min(indices, key=lambda i: usd[i])
+    least_s, least_usd, weight = min(seconds), min(usd), contract.time_weight
+    return min(indices, key=lambda i: weight * seconds[i] / least_s + (1 - weight) * usd[i] / least_usd)

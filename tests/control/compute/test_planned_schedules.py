@@ -49,12 +49,17 @@ EVEN = {"generation": 0.5, "learner": 0.48}
 SECONDS = {"sync": 10.0, "streaming": 7.0, "partial": 8.0, "tail_batching": 9.9, "one_step_off": 6.0, "async": 5.5}
 
 
+def rows_of(asked: Question, predict: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = schedules_of(asked, predict)["schedules"]
+    return rows
+
+
 def refusals(rows: list[dict[str, Any]]) -> dict[str, str | None]:
     return {"streaming" if row["streaming"] else row["schedule"]: row["refused"] for row in rows}
 
 
 def test_schedules_that_save_time_are_shown_with_their_price() -> None:
-    rows = schedules_of(question(), predictor(SECONDS, EVEN))
+    rows = rows_of(question(), predictor(SECONDS, EVEN))
     assert [(row["schedule"], row["streaming"], row["max_staleness"]) for row in rows] == [
         ("sync", False, 0),
         ("sync", True, 0),
@@ -73,7 +78,7 @@ def test_schedules_that_save_time_are_shown_with_their_price() -> None:
 def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
     seconds = SECONDS | {"streaming": 9.9, "one_step_off": 9.8, "async": 9.0}
     predict = predictor(seconds, {"generation": 0.97, "learner": 0.02})
-    rows = schedules_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
+    rows = rows_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
     found = refusals(rows)
     assert found["streaming"] == "it saves 1% of a step: generation alone takes 97% of one with sync"
     assert found["one_step_off"] == "it saves 2% of a step: generation alone takes 97% of one with sync"
@@ -85,7 +90,7 @@ def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
     [({"mode": "colocated"}, "share the devices"), ({"mode": "disaggregated", "turns": True}, "take turns")],
 )
 def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, Any], why: str) -> None:
-    found = refusals(schedules_of(question(placement=placement), predictor(SECONDS, EVEN)))
+    found = refusals(rows_of(question(placement=placement), predictor(SECONDS, EVEN)))
     assert [name for name, refused in found.items() if refused and why in refused] == [
         "streaming",
         "one_step_off",
@@ -94,21 +99,67 @@ def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, A
     assert found["partial"] is None, "it overlaps nothing"
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chosen"),
+    [
+        ("sync", "streaming"),
+        ("auto", "one_step_off"),
+        ("async", "async"),
+        ("partial", "one_step_off"),  # the spec lets samples get two versions old, and draws in its own order
+        ("tail_batching", "streaming"),
+    ],
+)
+def test_the_fastest_is_chosen_whose_samples_are_no_older_than_with_the_specs_own(schedule: str, chosen: str) -> None:
+    seconds = SECONDS | {"async": 6.5} if schedule == "partial" else SECONDS
+    rows = rows_of(question(schedule=schedule), predictor(seconds, EVEN))
+    (found,) = [row for row in rows if row["chosen"]]
+    assert ("streaming" if found["streaming"] else found["schedule"]) == chosen
+
+
+def test_the_reason_names_contract_bound_refusals_and_what_older_samples_would_bring() -> None:
+    """Ten steps of 8 s cost 0.80 USD, beyond the budget; 5 s are 38 % less than 8."""
+    seconds = SECONDS | {"streaming": 8.0, "one_step_off": 11.0, "async": 5.0}
+    asked = question(steps=10, scaling={"contract": {"type": "fastest", "budget_usd": 0.5, "per": "run"}})
+    found = schedules_of(asked, predictor(seconds, {"generation": 0.7, "learner": 0.28}))
+    assert found["schedule_reason"] == (
+        "sync with streaming is chosen by the contract (of a step: fastest for at most 0.05 USD), among schedules "
+        "whose samples are at most 0 versions behind, as with schedule.type sync; none of them keeps it; "
+        "one_step_off: refused, it costs 10% of a step: generation alone takes 70% of one with sync; schedule.type "
+        "async would save 38% of the time, with samples up to 2 versions behind"
+    )
+
+
+@pytest.mark.parametrize(("deadline_s", "chosen"), [(8.5, "partial"), (7.5, "one_step_off")])
+def test_the_cheapest_that_keeps_the_deadline_is_chosen(deadline_s: float, chosen: str) -> None:
+    """Partial rollouts are made the cheapest, at 8 s a step; the others cost a cent per second."""
+    predict = predictor(SECONDS, EVEN)
+
+    def cheaper(asked: Question) -> tuple[Predicted, None]:
+        found, none = predict(asked)
+        usd = 0.01 if asked.spec.schedule.type == "partial" else found.cost.cost_usd
+        return replace(found, cost=found.cost.model_copy(update={"cost_usd": usd})), none
+
+    contract = {"type": "cheapest", "deadline_s": deadline_s}
+    asked = question(schedule={"type": "partial", "max_staleness": 1}, steps=10, scaling={"contract": contract})
+    assert [row["schedule"] for row in rows_of(asked, cheaper) if row["chosen"]] == [chosen]
+
+
 def test_streaming_is_refused_where_the_algorithm_needs_the_whole_batch() -> None:
-    found = refusals(schedules_of(question(algorithm="reinforce_plus_plus"), predictor(SECONDS, EVEN)))
+    found = refusals(rows_of(question(algorithm="reinforce_plus_plus"), predictor(SECONDS, EVEN)))
     assert "reinforce_plus_plus computes advantages or its loss from the whole batch" in (found["streaming"] or "")
 
 
 def test_what_the_spec_refuses_says_why() -> None:
-    found = refusals(schedules_of(question(algorithm="dapo"), predictor(SECONDS, EVEN)))
+    found = refusals(rows_of(question(algorithm="dapo"), predictor(SECONDS, EVEN)))
     for name in ("partial", "tail_batching"):
         assert "draws other prompts in place of those without signal" in (found[name] or "")
 
 
 def test_without_a_prediction_each_says_why() -> None:
-    rows = schedules_of(question(), lambda asked: (None, "the model's config.json cannot be read"))
+    rows = rows_of(question(), lambda asked: (None, "the model's config.json cannot be read"))
     assert {row["refused"] for row in rows} == {"the model's config.json cannot be read"}
     assert {row["step_s"] for row in rows} == {None}
+    assert not any(row["chosen"] for row in rows)
 
 
 def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -> None:

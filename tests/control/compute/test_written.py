@@ -98,7 +98,7 @@ def test_devices_are_compared_with_all_of_them_for_the_learner(tmp_path: Path) -
     assert one.predicted is not None
     assert eight.predicted is not None
     assert one.predicted.cost.step_s - 2.0 == pytest.approx(8 * (eight.predicted.cost.step_s - 2.0))
-    assert schedules_of(asked, lambda _: (None, "not asked")) == []
+    assert schedules_of(asked, lambda _: (None, "not asked"))["schedules"] == []
 
 
 @pytest.mark.parametrize(

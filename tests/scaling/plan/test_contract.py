@@ -13,6 +13,7 @@ from rlhfless.scaling.plan import (
     FastestUnderBudget,
     Standby,
     Weighted,
+    best_of,
     contract_for_step,
 )
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
@@ -28,6 +29,18 @@ def test_the_spec_tells_contracts_apart_by_type():
 def test_a_step_contract_loses_what_the_step_takes_beside_generation():
     got = contract_for_step(CheapestSpec(deadline_s=60), steps_left=5, spent_s=1000, other_s=20)
     assert got == CheapestUnderDeadline(40)
+
+
+def test_the_best_figures_keep_the_contract():
+    tried = [(10, 5.0), (20, 3.0), (40, 2.0)]
+    assert best_of(tried, CheapestSpec(deadline_s=25), 25.0) == 1
+    assert best_of(tried, CheapestSpec(deadline_s=5), 5.0) == 0
+    assert best_of(tried, FastestSpec(budget_usd=4), 4.0) == 1
+    assert best_of(tried, FastestSpec(budget_usd=1), 1.0) == 2
+    # Half and half: 0.5 (1 + 2.5) = 0.5 (2 + 1.5) < 0.5 (4 + 1), and of equals the first.
+    assert best_of(tried, WeightedSpec(), None) == 0
+    assert best_of(tried, WeightedSpec(time_weight=1.0), None) == 0
+    assert best_of(tried, WeightedSpec(time_weight=0.0), None) == 2
 
 
 def test_a_run_contract_is_shared_by_the_steps_that_are_left():

@@ -14,7 +14,7 @@ from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook
 from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.experiment.rows import Totals, objective, steps_of
-from rlhfless.sim.experiment.static import best, fleets
+from rlhfless.sim.experiment.static import fleets
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
 
@@ -164,18 +164,6 @@ def test_measures_that_are_missing_or_go_in_circles_are_refused() -> None:
 
 def totals(time_s: float, usd: float) -> Totals:
     return Totals.of([StepFigures(1, time_s, time_s, time_s, usd, 1.0, 0.0, 0.0, 10.0)])
-
-
-def test_the_best_fleet_keeps_the_contract() -> None:
-    tried = [totals(10, 5.0), totals(20, 3.0), totals(40, 2.0)]
-    assert best(tried, CheapestSpec(deadline_s=25), 25.0) == 1
-    assert best(tried, CheapestSpec(deadline_s=5), 5.0) == 0
-    assert best(tried, FastestSpec(budget_usd=4), 4.0) == 1
-    assert best(tried, FastestSpec(budget_usd=1), 1.0) == 2
-    # Half and half: 0.5 (1 + 2.5), 0.5 (2 + 1.5), 0.5 (4 + 1).
-    assert best(tried, WeightedSpec(), None) in (0, 1)
-    assert best(tried, WeightedSpec(time_weight=1.0), None) == 0
-    assert best(tried, WeightedSpec(time_weight=0.0), None) == 2
 
 
 def test_objectives_are_by_the_best() -> None:
