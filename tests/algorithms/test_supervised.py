@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.batch import select
 from rlhfless.algorithms.examples import pack_examples
 from rlhfless.algorithms.supervised import DPO, SFT, BradleyTerry, Objective, WrittenInputs, evaluated, objective_of
@@ -144,7 +145,7 @@ def padded(examples: list[Example], values: torch.Tensor, batch: Any) -> tuple[t
 def test_dpo_is_trls(label_smoothing: float) -> None:
     """Loss and gradient, with TRL's trainer called on a stand-in that has what it reads. Its loss type `sigmoid` has no
     smoothing, so its losses of pairs of both signs are added here."""
-    trainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    trainer = trl_trainer("dpo_trainer").DPOTrainer
     examples = pairs(1)
     batch = pack_examples(examples)
     generator = torch.Generator().manual_seed(5)
@@ -184,7 +185,7 @@ def test_dpo_is_trls(label_smoothing: float) -> None:
 
 
 def test_the_loss_of_a_reward_model_is_trls() -> None:
-    trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
+    trainer = trl_trainer("reward_trainer").RewardTrainer
     examples = [
         Example(f"p{number}", (1,), "", {}, "", ((1, 2, 0), (1, 3, 0)), (2, 2)) for number in range(PAIRS)
     ]  # the last token stands for the score

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.grpo import GRPO
 from rlhfless.spec import GRPOSpec, ImportanceSpec, KLSpec
@@ -25,8 +26,7 @@ LEARNING_RATE = 16.0  # large, so that the second mini-batch meets the clip
 
 @pytest.fixture(scope="module")
 def trl_compute_loss():
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-    return trainer.GRPOTrainer._compute_loss
+    return trl_trainer("grpo_trainer").GRPOTrainer._compute_loss
 
 
 def logprobs_of(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

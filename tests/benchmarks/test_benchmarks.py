@@ -58,7 +58,7 @@ PURE = (
     ),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
-    Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s"), alone=True),
+    Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s"), alone=True, long=True),
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(
         "policies",
@@ -67,6 +67,7 @@ PURE = (
             rf"The best arrangement at the median: 2 runs {NUMBER}x, 4 runs {NUMBER}x, 8 runs {NUMBER}x",
             r"\| gsm8k-3b-h100 \|",
         ),
+        long=True,
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'), long=True),
@@ -79,7 +80,7 @@ PURE = (
             r"pairs that differ in the kind: \d+ of",
         ),
     ),
-    Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL, alone=True),
+    Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL, alone=True, long=True),
     Smoke(
         "prefixes",
         (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -222,3 +223,4 @@ class AnyLife(RuleBasedStateMachine):
 
 
 test_any_life = AnyLife.TestCase
+test_any_life.settings = settings(max_examples=30)

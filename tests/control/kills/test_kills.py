@@ -26,7 +26,7 @@ from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, RUNS = 120, 6
+STEPS, RUNS = 60, 3
 RUN: dict[str, Any] = {
     "name": "small",
     "model": {"path": "some/model"},
@@ -116,7 +116,7 @@ class Killed:
         self.client.close()
 
 
-KILLS = {"sqlite": 20, "postgresql": 50}
+KILLS = {"sqlite": 8, "postgresql": 24}
 """By database: each is of a driver, or one of four of the service, whose start takes seconds of a processor."""
 
 

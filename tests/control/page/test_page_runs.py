@@ -15,8 +15,6 @@ from rlhfless.control.service import Service
 COMPARE_MS = 240_000
 """As the page waits."""
 
-COMPARED = f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}"
-
 
 def test_the_list_is_put_in_order_by_the_service(opened) -> None:  # type: ignore[no-untyped-def]
     page: Page = opened()
@@ -84,6 +82,7 @@ def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -
     build_random(folder / "model", seed=0, size=SMALLEST)
     text = f"name: pasted # as YAML\nmodel: {{path: {folder}/model}}\nprompts: {{path: {folder}/prompts.jsonl}}\n"
     text += "rewards: [{type: exact_match}]\nsteps: 3\noptimizer: {learning_rate: 1e-6}\n"
+    text += "prompts_per_step: 8\nsamples_per_prompt: 2\ngeneration: {max_tokens: 64}\n"
     page: Page = opened("#/new")
     spec, plan = page.get_by_role("textbox", name="Spec"), page.get_by_role("status", name="Plan")
     start = page.get_by_role("button", name="Start the run")

@@ -209,7 +209,6 @@ def raised(error: Exception) -> RayTaskError:
 
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:42371")
-ODD = KeyError("odd")
 DEAD = ActorUnavailableError("the process was killed by signal 9", None)
 
 

@@ -18,7 +18,7 @@ BARE = ROOT / "benchmarks" / "bare.py"
 INSIDE = (
     "core", "drafter", "experts", "generators", "kv_files", "read_back", "sleeping", "verification", "weight_engine",
 )  # fmt: skip
-"""Modules of functions/generation/vllm that are imported beside vLLM."""
+"""Modules of functions/generation/vllm that are imported beside vLLM; an engine that starts refuses numba itself."""
 
 ABSENT = "import sys; found = {'numba', 'llvmlite'} & sys.modules.keys(); assert not found, found"
 
@@ -28,9 +28,6 @@ STARTERS = {
     "a bare engine of the benchmarks": f"import sys; sys.path.insert(0, {str(BARE.parent)!r}); import bare",
     # multiprocessing imports the main module under this name in each process that it spawns.
     "a worker of a bare engine": f"import runpy; runpy.run_path({str(BARE)!r}, run_name='__mp_main__')",
-    "the engine's process, when vLLM is about to start": "; ".join(
-        f"import rlhfless.functions.generation.vllm.{module}" for module in INSIDE
-    ),
 }
 
 

@@ -1,0 +1,16 @@
+"""Trainers of TRL, an independent implementation of the losses."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+
+def trl_trainer(name: str) -> ModuleType:
+    """The module `trl.trainer.NAME`, imported without vLLM: that takes seconds, and no loss needs it."""
+    utilities = pytest.importorskip("trl.import_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "is_vllm_available", lambda *_, **__: False)
+        module: ModuleType = pytest.importorskip(f"trl.trainer.{name}")
+    return module
