@@ -123,7 +123,8 @@ class GenerationFunction(Function):
             run_id=launch.run_id,
             lease=launch.lease,
             engine=EngineSettings.of(spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device)),
-            probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers),
+            probe_tolerance=spec.weights.probe_tolerance
+            or default_tolerance(spec.model.dtype, layers, spec.generation.quantization),
             binding=on,
             run_folder=str(launch.run_folder.absolute()),
             planned=launch.planned(kind, allocation),

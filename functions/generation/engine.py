@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, Self
 
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
+from rlhfless.spec.generation import Quantization
 from rlhfless.spec.imports import load_target
 from rlhfless.weights.address import StoreAddress
 
@@ -64,6 +65,8 @@ class EngineSettings:
     """KV cache on each GPU. None: the engine measures what is free, which is right only where it is alone."""
     batch_invariant: bool = False
     """See GenerationSpec."""
+    quantization: Quantization = "off"
+    """See GenerationSpec."""
     speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
     sleeps: bool = False
     """It will be asked to sleep, which vLLM wants to know when it takes its memory on a GPU."""
@@ -86,6 +89,7 @@ class EngineSettings:
             timeouts=run.timeouts,
             kv_bytes=kv_bytes,
             batch_invariant=run.generation.batch_invariant,
+            quantization=run.generation.quantization,
             speculation=run.generation.speculation,
             sleeps=run.placement.in_turns,
         )

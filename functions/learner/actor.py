@@ -13,6 +13,7 @@ from rlhfless.functions.training.actor import TrainingActor
 from rlhfless.functions.training.settings import TrainedSettings
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import DPOSpec, LearnerSpec, RunType, Transport
+from rlhfless.spec.generation import Quantization
 from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class LearnerSettings(TrainedSettings):
     run_type: RunType
     dpo: DPOSpec
     temperature: float
+    quantization: Quantization
+    """Of the engines."""
     probe_token_ids: tuple[int, ...]
     """The text whose logprobs every published version carries."""
     read_back: bool
@@ -96,7 +99,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
         settings = self._settings
         self._store = settings.store.open(self.node())
-        self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature)
+        self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""

@@ -55,6 +55,7 @@ class LearnerFunction(TrainedFunction):
             run_type=spec.type,
             dpo=spec.dpo,
             temperature=spec.generation.temperature,
+            quantization=spec.generation.quantization,
             probe_token_ids=launch.probe_token_ids,
             read_back=spec.weights.read_back,
             store=StoreHome(

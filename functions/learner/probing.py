@@ -3,6 +3,9 @@
 A second model of the same class holds no data. Before a decoder layer runs, its weights are gathered from the shards as
 they are published; after it they are dropped. So the shards are not touched, and no device holds more than one layer
 and what belongs to none.
+
+If engines quantise, so does the second model: the weights of linear layers and what goes into them are rounded to codes
+as an engine's are. Where an activation is close to the border between two codes, an engine may have the other one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from rlhfless.functions.loading import build_blank
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of
 from rlhfless.functions.training.publishing import named_tensors
+from rlhfless.spec.generation import Quantization
+from rlhfless.weights.quantised import CODES
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 """(name, the model's tensor) -> the tensor to compute with, whole. Collective."""
@@ -28,7 +33,7 @@ Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 class Probing:
     """A blank twin of a policy's model. Its buffers, which are small, are the policy's own."""
 
-    def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool) -> None:
+    def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool, quantization: Quantization = "off") -> None:
         self._source = policy.model
         twin = build_blank(AutoModelForCausalLM, policy.model.config, trust_remote_code=trust_remote_code).eval()
         twin.tie_weights()
@@ -38,9 +43,28 @@ class Probing:
                 setattr(module, name, buffers[f"{prefix}.{name}" if prefix else name])
         self._layers = {f"{name}.": module for name, module in twin.named_modules() if module in set(layers_of(twin))}
         self._owners = _owners(twin)
+        self._codes = None if quantization == "off" else CODES[quantization]
+        self._coded = self._quantise_inputs() if self._codes is not None else set()
+        """The names of the weights in codes."""
         self._policy = dataclasses.replace(
             policy, model=twin, decoder=twin.get_decoder(), head=output_head(twin), mesh=None
         )
+
+    def _quantise_inputs(self) -> set[str]:
+        """Make linear layers round what they take; returns the names of their weights."""
+        names = set()
+        for prefix, layer in self._layers.items():
+            for name, module in layer.named_modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_pre_hook(lambda _, taken: (self._in_codes(taken[0]),))
+                    names.add(f"{prefix}{name}.weight")
+        return names
+
+    def _in_codes(self, values: torch.Tensor) -> torch.Tensor:
+        """Each row of `values` [..., width] as a layer has it that multiplies codes."""
+        assert self._codes is not None, "asked where engines quantise"
+        rows = values.reshape(-1, values.shape[-1])
+        return self._codes.as_drawn_with(rows, rows.abs().amax(1)).to(values.dtype).view_as(values)
 
     @torch.no_grad()
     def logprobs(self, token_ids: tuple[int, ...], fetch: Fetch) -> tuple[float, ...]:
@@ -76,7 +100,9 @@ class Probing:
         blanks = {name: getattr(module, leaf) for name in tensors for module, leaf in self._owners[name][:1]}
         try:
             for name, tensor in tensors.items():
-                self._put(name, torch.nn.Parameter(fetch(name, tensor), requires_grad=False))
+                value = fetch(name, tensor)
+                value = self._in_codes(value) if name in self._coded else value
+                self._put(name, torch.nn.Parameter(value, requires_grad=False))
             yield
         finally:
             for name, blank in blanks.items():

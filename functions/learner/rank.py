@@ -29,8 +29,9 @@ from rlhfless.functions.training.policy import load_trained_policy
 from rlhfless.functions.training.publishing import gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import SHARED_PROMPT_TOKENS, TrainingRank, figures
 from rlhfless.prefixes.packing import PackedSegments
-from rlhfless.records import FloatArray
+from rlhfless.records import FloatArray, WeightSample
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.spec.generation import Quantization
 from rlhfless.weights.files import TensorStream
 from rlhfless.weights.perturb import perturbed_by
 
@@ -50,13 +51,14 @@ class LearnerRank(TrainingRank):
         optimizer: AdamWSpec,
         algorithm: AlgorithmSpec,
         temperature: float,
+        quantization: Quantization = "off",
         *,
         rank: int,
         world_size: int,
         init_method: str,
         timeout_s: float,
     ) -> None:
-        """See TrainingRank."""
+        """See TrainingRank. `temperature` and `quantization` are those of the engines."""
         self._algorithm = algorithm_of(algorithm)
         self._by_group = algorithm.needs.by_group
         self._entropy_gradient = algorithm.needs.entropy_gradient
@@ -74,7 +76,7 @@ class LearnerRank(TrainingRank):
             init_method=init_method,
             timeout_s=timeout_s,
         )
-        self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
+        self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code, quantization=quantization)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
         return load_trained_policy(self._spec, self._training, device, self._mesh)
@@ -144,7 +146,7 @@ class LearnerRank(TrainingRank):
             self._optimizer.forget_gradients()
             self._nothing, self._parts = None, []
 
-    def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, bytes]]:
+    def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, WeightSample]]:
         """The weights in the published dtype, by the names in a checkpoint, tied tensors once; they may share the
         learner's memory. On rank 0; the other ranks' streams are empty. *Collective*: every rank must take all tensors.
 
@@ -153,14 +155,14 @@ class LearnerRank(TrainingRank):
         """
         self._forget_parts()
         stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
-        samples: dict[str, bytes] = {}
+        samples: dict[str, WeightSample] = {}
         return (sampling(stream, tokens, samples) if tokens else stream), samples
 
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.
 
-        The weights are rounded to the published dtype and the arithmetic is float32: the answer of an engine that has
-        loaded them, up to the engine's own rounding. *Collective.*
+        The weights are rounded to the published dtype, and to the engines' codes if they have any, and the arithmetic
+        is float32: the answer of an engine that has loaded them, up to the engine's own rounding. *Collective.*
         """
 
         def fetch(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.functions.sharding import layers_of, whole, whole_on_first
+from rlhfless.records import WeightSample
 from rlhfless.spec import DType
 from rlhfless.weights.files import TensorStream
-from rlhfless.weights.samples import sampled_values
+from rlhfless.weights.samples import weight_sample
 
 LIVE: Mapping[str, torch.Tensor] = MappingProxyType({})
 """The model's own tensors."""
@@ -83,13 +84,13 @@ def _fetched(
     return None if exact is None else substitute(name, exact).to(_format(value, dtype))
 
 
-def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, bytes]) -> TensorStream:
+def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, WeightSample]) -> TensorStream:
     """The stream; `samples` takes, by tensor, the elements that an engine's weights are compared with
     (rlhfless.weights.samples), before the consumer has the tensor: so they also reveal a file with other weights."""
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in stream.tensors:
-            samples[name] = sampled_values(tensor, tokens, tensor.dtype)
+            samples[name] = weight_sample(tensor, tokens, tensor.dtype)
             yield name, tensor
 
     return TensorStream(stream.layout, streamed())

@@ -44,6 +44,7 @@ from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.scaling.prices import PriceBook, load_price_book
+from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
@@ -122,7 +123,11 @@ async def _resolve_for_devices(session: Session, cluster: Cluster) -> Session:
     spec = session.spec
     kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
     spec = settled_on(spec, kind, count)
-    if problems := memory_problems(spec, kind, count, session.prepared.max_model_len):
+    problems = [
+        *quantization_problems(spec, kind, session.prepared.shape),
+        *memory_problems(spec, kind, count, session.prepared.max_model_len),
+    ]
+    if problems:
         raise InputError("the run cannot start on this cluster", problems)
     (session.folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
     shape = session.prepared.shape
@@ -205,7 +210,7 @@ def _run_of(
         **common,
         weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec),
         scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, earlier),
-        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
+        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit, spec.generation.quantization),
         earlier=_earlier_responses(session),
     )
 

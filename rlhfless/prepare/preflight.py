@@ -30,6 +30,7 @@ from rlhfless.records.examples import Example
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import load_price_book
+from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.spec.explain import nearest
@@ -180,6 +181,7 @@ def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | No
     except UserError:
         return []  # reported by _device_problems
     problems = [
+        *quantization_problems(spec, kind, shape),
         *memory_problems(spec, kind, count, sequence_tokens),
         *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
     ]

@@ -29,4 +29,4 @@ from rlhfless.records.rollouts import (
     VersionSpan,
     sample_seed,
 )
-from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
+from rlhfless.records.weights import Probe, PublishedWeights, WeightSample, WeightVersion

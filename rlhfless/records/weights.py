@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,16 @@ class WeightVersion:
         return cls(parts[0], int(parts[1]), int(parts[2]), parts[3])
 
 
+class WeightSample(NamedTuple):
+    """Elements of a tensor that a learner and an engine compare; plain data, because it goes to an engine's workers."""
+
+    values: bytes
+    """The elements that rlhfless.weights.samples chooses, in the published dtype."""
+    row_maxima: bytes
+    """The largest magnitude of each row with any of them, float32; none of a vector. Scales of quantised layers follow
+    from it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """The learner's data to check that an engine really serves a version: a short text with its logprobs, and elements
@@ -39,9 +50,8 @@ class Probe:
 
     token_ids: tuple[int, ...]  # [probe]
     logprobs: tuple[float, ...]  # [probe - 1]: of token i + 1 given tokens up to i, temperature 1
-    samples: Mapping[str, bytes] = field(default_factory=dict)
-    """By tensor: the elements that rlhfless.weights.samples chooses, in the published dtype. Empty if weights
-    are not read back from the engine."""
+    samples: Mapping[str, WeightSample] = field(default_factory=dict)
+    """By tensor. Empty if weights are not read back from the engine."""
 
 
 @dataclass(frozen=True, slots=True)

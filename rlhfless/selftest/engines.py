@@ -173,7 +173,8 @@ def perturbed(subject: Subject) -> Measured:
 
 def _tolerance(subject: Subject) -> float:
     spec = subject.spec
-    return spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, subject.asked.shape.layers)
+    layers = subject.asked.shape.layers
+    return spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers, spec.generation.quantization)
 
 
 @check(

@@ -54,6 +54,7 @@ def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -
         made.append(
             LearnerRank(
                 spec.model, spec.learner, spec.optimizer, spec.algorithm, spec.generation.temperature,
+                spec.generation.quantization,
                 rank=rank, world_size=ranks, init_method=meeting, timeout_s=spec.timeouts.call_s,
             )
         )  # fmt: skip

@@ -79,6 +79,10 @@ class EngineSpec(SpecModel):
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
 
 
+Quantised = Literal["int8", "fp8"]
+
+Quantization = Literal["off"] | Quantised
+
 MOST_DRAFTS = 32
 """vLLM verifies up to 128 drafts of a request at once; published acceptance is gone long before 32."""
 
@@ -160,12 +164,32 @@ class GenerationSpec(SpecModel):
     slower with them, and vLLM refuses models and attention kernels that have none. CPU engines draw the same tokens
     without it."""
 
+    quantization: Quantization = "off"
+    """Format of the weights and products of the engines' linear layers; the learner keeps its own, and embeddings,
+    output head and KV that of `model.dtype`. Each version is quantised as it is loaded, with a scale for each output of
+    a layer and for each token. Samples are then off policy, so `algorithm.importance` is needed. Which devices have
+    which format is in docs/accelerators.md; CPUs have both."""
+
     progress_interval_s: Duration = 0.5
     """How often an actor reports the tokens produced so far."""
 
     speculation: SpeculationSpec = SpeculationSpec()
 
     engine: EngineSpec = EngineSpec()
+
+    @model_validator(mode="after")
+    def _the_engine_can_quantise(self) -> GenerationSpec:
+        quantization, engine = self.quantization, self.engine
+        problems = []
+        if quantization != "off" and engine.type != "vllm":
+            what = f"{quantization} is for vLLM, and generation.engine.type is {engine.type}"
+            problems.append(Problem("quantization", what, "set it to off"))
+        if quantization != "off" and self.speculation.has_weights:
+            what = f"{quantization} was not tried beside the weights of drafts of {self.speculation.method}"
+            problems.append(Problem("quantization", what, "set it to off, or speculation.method to ngram or suffix"))
+        if problems:
+            raise several(problems)
+        return self
 
     @model_validator(mode="after")
     def _the_engine_can_speculate(self) -> GenerationSpec:

@@ -412,6 +412,17 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _rounded_samples_are_corrected_for(self) -> RunSpec:
+        quantization, loss = self.generation.quantization, self.algorithm
+        if quantization != "off" and isinstance(loss, PolicyLossSpec) and loss.importance is None:
+            raise ValueError(
+                f"generation.quantization is {quantization}, so samples are drawn with other weights than the "
+                "learner's, but algorithm.importance is null: nothing corrects for that; leave `importance` out for "
+                "its default, truncated weights, or set generation.quantization to off"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_broadcast_has_a_fixed_group(self) -> RunSpec:
         actors = self.scaling.generation
         if self.weights.transport == "nccl" and actors.min_actors != actors.max_actors:

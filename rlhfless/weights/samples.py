@@ -17,7 +17,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from rlhfless.records import WeightSample
 from rlhfless.weights.digest import tensor_bytes
+from rlhfless.weights.quantised import Codes
 
 SAMPLED_ELEMENTS = 4096
 """Sampled elements of each tensor; 8 KiB in bfloat16, so 6 MB for the 723 tensors of a model of 70 B parameters."""
@@ -53,7 +55,21 @@ def _spread(size: int, most: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int64) * size // max(count, 1)
 
 
-def sampled_values(tensor: torch.Tensor, tokens: Collection[int], dtype: torch.dtype) -> bytes:
-    """The sampled elements of `tensor` in `dtype`, as bytes."""
-    indices = sampled_elements(tensor.shape, tokens).to(tensor.device)
-    return bytes(tensor_bytes(tensor.detach().reshape(-1)[indices].to(dtype)))
+def weight_sample(tensor: torch.Tensor, tokens: Collection[int], dtype: torch.dtype) -> WeightSample:
+    """The sampled elements of `tensor` in `dtype`, and what their rows are scaled by in 8 bits."""
+    tensor, indices = tensor.detach(), sampled_elements(tensor.shape, tokens).to(tensor.device)
+    values = bytes(tensor_bytes(tensor.reshape(-1)[indices].to(dtype)))
+    if tensor.dim() < 2 or not len(indices):
+        return WeightSample(values, b"")
+    width = tensor.shape[-1]
+    rows = tensor.reshape(-1, width)[torch.unique(indices // width)]
+    return WeightSample(values, bytes(tensor_bytes(rows.to(dtype).abs().amax(1).to(torch.float32))))
+
+
+def decoded(sample: WeightSample, dtype: torch.dtype, codes: Codes | None = None) -> torch.Tensor:
+    """The elements `[elements]` of a tensor of `dtype`; as a layer has them that holds `codes`, in float32."""
+    values = torch.frombuffer(bytearray(sample.values), dtype=dtype)
+    if codes is None:
+        return values
+    largest = torch.frombuffer(bytearray(sample.row_maxima), dtype=torch.float32)
+    return codes.as_drawn_with(values.view(len(largest), -1), largest).flatten()

@@ -14,6 +14,7 @@ GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
     f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "charts", "arguments")
 )
 SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", "verification", "drafter"))
+QUANTISED = f"{VLLM}/quantised_layers.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
@@ -95,8 +96,8 @@ VLLM_NAMES = (
                 "import a model's class without a second Python", has=("load_model_cls",)),
     PrivateName("vllm.outputs.CompletionOutput", (CORE,), "weight versions of spans of a response",
                 has=("weight_versions",)),
-    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE, SLEEPING, VERIFICATION),
-                "whether this is a CPU", has=("is_cpu",)),
+    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE, SLEEPING, VERIFICATION,
+                QUANTISED), "whether this is a CPU, and its codes for fp8", has=("is_cpu", "fp8_dtype")),
     PrivateName("vllm.v1.worker.gpu_model_runner", (GENERATORS,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
     PrivateName("vllm.v1.worker.gpu_input_batch.CachedRequestState", (GENERATORS,),
@@ -172,6 +173,28 @@ VLLM_NAMES = (
                 "load weights into a running engine"),
     PrivateName("vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase", (WEIGHT_ENGINE,),
                 "repack a tied head on CPUs", has=("process_weights_after_loading",)),
+    *(PrivateName(f"vllm.config.quantization.{name}", (QUANTISED,), "a format for all linear layers and experts")
+      for name in ("QuantSpec", "QuantizationConfigArgs")),
+    PrivateName("vllm.model_executor.layers.quantization.register_quantization_config", (QUANTISED,),
+                "formats of ours", takes=("quantization",)),
+    PrivateName("vllm.model_executor.layers.quantization.online.base.OnlineQuantizationConfig", (QUANTISED,),
+                "weights are quantised as they are loaded", takes=("args",), has=("get_supported_act_dtypes",)),
+    PrivateName("vllm.model_executor.layers.quantization.online.base._ONLINE_LINEAR_METHODS", (QUANTISED,),
+                "int8 is added to its linear layers"),
+    PrivateName("vllm.model_executor.layers.quantization.online.fp8.OnlineLinearBase", (QUANTISED,),
+                "a layer in int8", has=("create_weights",)),
+    PrivateName("vllm.model_executor.layers.quantization.online.fp8.Fp8PtpcOnlineLinearMethod", (QUANTISED,),
+                "layers in fp8 are read back"),
+    PrivateName("vllm.model_executor.layers.quantization.online.fp8._is_tp_sharded", (QUANTISED,),
+                "one scale of a row that several devices hold", takes=("layer", "reduces_output_dim")),
+    *(PrivateName(f"vllm.model_executor.layers.quantization.utils.quant_utils.{name}", (QUANTISED,),
+                  "codes and scales as vLLM has them")
+      for name in ("QuantKey", "amax_for_tp_weight_quant", "get_fp8_min_max", "kFp8StaticChannelSym",
+                   "kInt8StaticChannelSym", "weight_amax")),
+    PrivateName("vllm.model_executor.kernels.linear.init_int8_linear_kernel", (QUANTISED,), "products of int8",
+                takes=("is_channelwise", "is_static_input_scheme", "input_symmetric", "module_name")),
+    PrivateName("vllm.model_executor.utils.replace_parameter", (QUANTISED,), "codes take the place of what was loaded",
+                takes=("layer", "param_name", "new_tensor")),
     PrivateName("vllm.distributed.weight_transfer.base.WeightTransferEngine", (WEIGHT_ENGINE,),
                 "pull weights from our store",
                 has=("model", "model_config", "vllm_config", "device", "init_info_cls", "update_info_cls",

@@ -166,7 +166,12 @@ def make_supervised(model: str, rendezvous: Path, rank: int = 0, world_size: int
 
 def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> LearnerRank:
     """A learner in float32 with one thread; `changes` are specs, fields of LearnerSpec, or as below."""
-    specs = {"optimizer": AdamWSpec(learning_rate=1e-3), "algorithm": GRPOSpec(), "temperature": 0.8}
+    specs = {
+        "optimizer": AdamWSpec(learning_rate=1e-3),
+        "algorithm": GRPOSpec(),
+        "temperature": 0.8,
+        "quantization": "off",
+    }
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     dtype = changes.pop("published_dtype", "float32")
     timeout_s = changes.pop("timeout_s", 60)

@@ -12,8 +12,9 @@ from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, SpeculationSpec, TimeoutsSpec
+from rlhfless.spec.generation import Quantization
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.samples import sampled_values
+from rlhfless.weights.samples import weight_sample
 from rlhfless.weights.store import StoredWeights
 
 VOCABULARY = ["<bos>", "<eos>", "<pad>", *(chr(code) for code in range(33, 127))]  # 97: not a multiple of 64,
@@ -49,7 +50,7 @@ class TinyModel:
 
     def publish(self, stored: StoredWeights, *, samples: bool = True) -> PublishedWeights:
         """The announcement of weights that this model now computes with; with samples of them, to be read back."""
-        values = {name: sampled_values(value, PROBE_TOKENS, value.dtype) for name, value in self.tensors().items()}
+        values = {name: weight_sample(value, PROBE_TOKENS, value.dtype) for name, value in self.tensors().items()}
         probe = Probe(PROBE_TOKENS, self.logprobs(PROBE_TOKENS), values if samples else {})
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
 
@@ -105,13 +106,16 @@ async def start_tiny_engine(
     store: Path,
     shape: str | EngineSpec = "one process",
     speculation: SpeculationSpec | None = None,
+    quantization: Quantization = "off",
 ) -> VllmEngine:
     """A small CPU engine with one thread per device that reads weights from the folder `store`."""
     settings = tiny_settings(model, store, SHAPES[shape] if isinstance(shape, str) else shape)
     with pytest.MonkeyPatch.context() as patch:
         # Threads that wait for each other on a busy machine take many times as long as one.
         patch.setenv("OMP_NUM_THREADS", "1")
-        return await VllmEngine.start(replace(settings, speculation=speculation or SpeculationSpec()))
+        return await VllmEngine.start(
+            replace(settings, speculation=speculation or SpeculationSpec(), quantization=quantization)
+        )
 
 
 def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSettings:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.weights.samples import SAMPLED_COLUMNS, SAMPLED_ELEMENTS, sampled_elements, sampled_values
+from rlhfless.weights.samples import SAMPLED_COLUMNS, SAMPLED_ELEMENTS, sampled_elements, weight_sample
 
 
 def test_a_small_tensor_is_sampled_whole() -> None:
@@ -48,5 +48,5 @@ def test_elements_are_few_different_and_there(shape: list[int], tokens: list[int
 
 def test_values_are_in_the_published_dtype_wherever_the_tensor_lies() -> None:
     tensor = torch.arange(12.0).view(3, 4).t()  # not contiguous
-    values = sampled_values(tensor, tokens=(), dtype=torch.bfloat16)
-    assert torch.frombuffer(bytearray(values), dtype=torch.bfloat16).tolist() == tensor.flatten().tolist()
+    sample = weight_sample(tensor, tokens=(), dtype=torch.bfloat16)
+    assert torch.frombuffer(bytearray(sample.values), dtype=torch.bfloat16).tolist() == tensor.flatten().tolist()

@@ -15,12 +15,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import LOOPBACK, loopback_environment
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
+from rlhfless.spec.generation import Quantised
 
 TRANSFER_BACKEND = "rlhfless-store"
 """Name under which our weight engine is registered with vLLM."""
@@ -39,12 +41,17 @@ DRAFTERS = {
 NGRAMS = 3, 5
 """Fewest and most last tokens that vLLM's own n-grams have on GPUs."""
 
+QUANTIZATION: Mapping[Quantised, str] = MappingProxyType({"int8": "rlhfless-int8", "fp8": "rlhfless-fp8"})
+"""Names under which our formats are registered with vLLM (quantised_layers)."""
+
 OWN_ARGUMENTS = frozenset(
     {
         "distributed_executor_backend",
         "kv_transfer_config",
         "logprobs_mode",
         "per_request_spec_decode_metrics",
+        "quantization",
+        "quantization_config",
         "speculative_config",
         "weight_transfer_config",
         "worker_extension_cls",
@@ -85,6 +92,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             arguments["enable_sleep_mode"] = True
         if settings.kv_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.kv_bytes
+    if settings.quantization != "off":
+        arguments["quantization"] = QUANTIZATION[settings.quantization]
     if settings.speculation.on:
         arguments["speculative_config"] = _speculative(settings)
         arguments["per_request_spec_decode_metrics"] = "detailed"

@@ -20,8 +20,8 @@ from rlhfless.folders import home
 from rlhfless.functions.generation.vllm.read_back import Chart
 from rlhfless.weights.files import replacing
 
-CONTENTS = 2
-"""Raised when charts have more in them than those of earlier releases: fused experts."""
+CONTENTS = 3
+"""Raised when charts have more in them than those of earlier releases: fused experts, quantised layers."""
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def key_of(
     parts = {
         "contents": CONTENTS,
         "engine": vllm_config.compute_hash(),  # vLLM's version and the model's configuration are in it
+        "quantization": vllm_config.model_config.quantization,
         "model": type(model).__qualname__,
         "shape": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.rank],
         "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in published],

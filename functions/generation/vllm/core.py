@@ -39,7 +39,7 @@ from rlhfless.functions.generation.engine import (
     Sampled,
     SampleRequest,
 )
-from rlhfless.functions.generation.vllm import start_times
+from rlhfless.functions.generation.vllm import quantised_layers, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
@@ -67,6 +67,7 @@ class Core:
             require_no_numba()
         started = time.monotonic()
         _register_model_class(settings)
+        quantised_layers.install()
         self._kv_folder = kv_folder(settings)
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
         configured = time.monotonic()
@@ -211,7 +212,7 @@ class Core:
         compared."""
         compared: set[str] = set()
         answers: list[dict[str, tuple[int, int]]] = self._engine.collective_rpc(
-            "rlhfless_read_back", args=(dict(published.probe.samples),)
+            "rlhfless_read_back", args=({name: tuple(each) for name, each in published.probe.samples.items()},)
         )
         for worker in answers:
             check_read_back(published.version, worker)

@@ -11,9 +11,12 @@ and biases, are read where they lie.
 
 Fused experts compute from their parameters as they lie there (`experts`).
 
-Not read back: quantised layers, whose values are not the published ones, experts whose kernel wants them in an order of
-its own, tensors that a model changes while it loads them, and all tensors of a model whose loaders cannot take the
-codes, which are integers. They are counted, and the probe alone covers them.
+A quantised layer multiplies the one of a one-hot vector exactly, too: its output is a code times its scale. What they
+must be follows from the learner's value and the largest magnitude of its row (rlhfless.weights.quantised).
+
+Not read back: quantised experts, experts whose kernel wants them in an order of its own, tensors that a model changes
+while it loads them, and all tensors of a model whose loaders cannot take the codes, which are integers. They are
+counted, and the probe alone covers them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from rlhfless.functions.generation.vllm import experts
-from rlhfless.weights.samples import SAMPLED_ELEMENTS, sampled_elements
+from rlhfless.functions.generation.vllm.quantised_layers import codes_of, input_format
+from rlhfless.records import WeightSample
+from rlhfless.weights.quantised import product_error
+from rlhfless.weights.samples import SAMPLED_ELEMENTS, decoded, sampled_elements
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +99,7 @@ class Chart:
     dtypes: Mapping[str, torch.dtype]
     held: tuple[_Held, ...]
 
-    def compare(self, model: torch.nn.Module, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    def compare(self, model: torch.nn.Module, samples: Mapping[str, WeightSample]) -> dict[str, tuple[int, int]]:
         """For each tensor that can be read back: elements compared, and how many of them differ from the learner's.
 
         `samples` is `Probe.samples`.
@@ -101,9 +107,13 @@ class Chart:
         compared: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         users = _users(model)
         for held in self.held:
-            expected = torch.cat([_decoded(samples[name], self.dtypes[name])[some] for name, some in held.parts])
+            codes = codes_of(held.layer) if held.parameter == "weight" else None
+            expected = torch.cat([decoded(samples[name], self.dtypes[name], codes)[some] for name, some in held.parts])
             for values in _read(held, users):
-                wrong = ~((values.cpu().to(expected.dtype).float() - expected.float()).abs() <= _ROUNDS_TO_ZERO)
+                allowed = (
+                    _ROUNDS_TO_ZERO + (0 if codes is None else product_error(values.dtype)) * expected.float().abs()
+                )
+                wrong = ~((values.cpu().to(expected.dtype).float() - expected.float()).abs() <= allowed)
                 of_parts = wrong.split([len(some) for _, some in held.parts])
                 for (name, some), part in zip(held.parts, of_parts, strict=True):
                     count, differ = compared[name]
@@ -266,7 +276,7 @@ def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
 def _can_be_read(
     layer: torch.nn.Module, name: str, parameter: torch.Tensor, users: Mapping[int, list[torch.nn.Module]]
 ) -> bool:
-    """Whether `_read` can give values of a parameter: not of quantised layers."""
+    """Whether `_read` can give values of a parameter: not of quantised experts."""
     through = name == "weight" and any(_has_product(user) for user in users.get(id(parameter), (layer,)))
     return through or _lies_open(layer, name)
 
@@ -280,17 +290,18 @@ def _lies_open(layer: torch.nn.Module, name: str) -> bool:
 
 
 def _has_product(layer: torch.nn.Module) -> bool:
-    return isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    plain = isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    return plain or codes_of(layer) is not None
 
 
 def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[torch.Tensor]:
     """The values `[held]`, once for each way in which the worker computes with them; none if they cannot be read."""
-    parameter = getattr(held.layer, held.parameter)
+    parameter = getattr(held.layer, held.parameter, None)  # a CPU kernel for int8 has packed it, and there is no other
     if held.parameter == "weight" and len(held.shape) == 2:
-        for layer in users[id(parameter)]:
+        for layer in users.get(id(parameter), [held.layer]):
             if _has_product(layer):
                 yield _through_product(layer, held)
-    if parameter.shape == held.shape and _lies_open(held.layer, held.parameter):
+    if parameter is not None and parameter.shape == held.shape and _lies_open(held.layer, held.parameter):
         indices = experts.in_order(held.layer, held.parameter, held.shape, held.indices)
         yield parameter.data.reshape(-1)[indices.to(parameter.device)]
 
@@ -299,10 +310,6 @@ def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[t
 def _through_product(layer: Any, held: _Held) -> torch.Tensor:
     """The layer's outputs for one-hot vectors; each is a column of its matrix."""
     width = held.shape[-1]
-    one_hot = torch.nn.functional.one_hot(held.columns, width).to(layer.weight.device, layer.weight.dtype)
+    one_hot = torch.nn.functional.one_hot(held.columns, width).to(*input_format(layer))
     answers: torch.Tensor = layer.quant_method.apply(layer, one_hot)
     return answers[held.column.to(answers.device), (held.indices // width).to(answers.device)]
-
-
-def _decoded(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype)

@@ -33,7 +33,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlhfless.functions.generation.vllm import experts, generators, start_times, verification
+from rlhfless.functions.generation.vllm import experts, generators, quantised_layers, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
@@ -41,6 +41,7 @@ from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
+from rlhfless.records import WeightSample
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.errors import WeightFileError
@@ -92,9 +93,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     def start_weight_update(self) -> None:
         self._digest, self._damage, self._chart_s = Digest(), None, 0.0
-        # Named before the reload splits tied weights: they are one parameter here, and two during the reload.
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        # Named before the reload splits tied weights: they are one parameter here, and two during the reload. Scales of
+        # quantised layers are no parameters during the reload.
+        names = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
+        self._expected = names & {name for name, _ in self.model.named_parameters()}
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
         try:
@@ -120,7 +123,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         )
         loaded = load_weights(tensors)
         missing = self._expected - set(loaded or ())
-        if loaded is not None and self.model_config.quantization is None and missing:
+        if loaded is not None and missing:
             raise ValueError(
                 f"{update_info.location} holds nothing for {len(missing)} parameters of the model, such as "
                 f"{sorted(missing)[:3]}"
@@ -174,16 +177,17 @@ class StoreWorkerExtension(SleepingWorker):
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return engine.consumed
 
-    def rlhfless_read_back(self, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    def rlhfless_read_back(self, samples: Mapping[str, tuple[bytes, bytes]]) -> dict[str, tuple[int, int]]:
         """See Chart.compare."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         assert engine.chart is not None, "a version with probe tokens was loaded"
-        return engine.chart.compare(engine.model, samples)
+        return engine.chart.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
 
 
 # vLLM imports this module in every worker before the worker joins a process group; all of these need that.
 start_times.listen()
 generators.install()
 verification.install()
+quantised_layers.install()
 bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

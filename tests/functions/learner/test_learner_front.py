@@ -82,6 +82,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         optimizer=AdamWSpec(),
         algorithm=GRPOSpec(),
         temperature=1.0,
+        quantization="off",
         probe_token_ids=PROBE.token_ids,
         read_back=True,
         store=StoreHome("nowhere"),

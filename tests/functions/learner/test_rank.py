@@ -231,6 +231,31 @@ def test_probe_is_of_the_published_weights_at_temperature_one(learner, tiny_mode
     assert probe == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_probe_of_quantised_engines_is_of_codes_by_an_independent_calculation(learner, tiny_model):
+    """int8 as NumPy has it: round(x / s) s, s = max |x| / 127 of each row, for weights and for what layers take."""
+
+    def rounded(values):
+        rows = values.detach().numpy()
+        scale = np.abs(rows).max(-1, keepdims=True) / np.float32(127)
+        return torch.from_numpy(np.rint(rows / scale).astype(np.float32) * scale)
+
+    with learner(quantization="int8") as rank:
+        probe = rank.probe_logprobs(PROBE)
+        assert rank.probe_logprobs(PROBE) == probe
+    served = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for layer in served.get_decoder().layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rounded(layer.weight)
+            layer.register_forward_pre_hook(lambda _, taken: (rounded(taken[0]),))
+    with torch.no_grad():
+        logprobs = served(input_ids=torch.tensor([PROBE[:-1]])).logits[0].log_softmax(-1)
+        plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(
+            input_ids=torch.tensor([PROBE[:-1]])
+        ).logits[0].log_softmax(-1)  # fmt: skip
+    assert probe == pytest.approx([logprobs[at, token].item() for at, token in enumerate(PROBE[1:])], abs=2e-4)
+    assert probe != pytest.approx([plain[at, token].item() for at, token in enumerate(PROBE[1:])], abs=2e-4)
+
+
 def test_perturbed_moves_every_tensor_and_restores_every_bit(learner, batch):
     with learner(published_dtype="bfloat16") as rank:
         rank.learn(batch, Passes())

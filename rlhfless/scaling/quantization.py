@@ -1,0 +1,40 @@
+"""Which engines in 8 bits run on which devices. Pure."""
+
+from __future__ import annotations
+
+from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.spec import DType, RunSpec
+from rlhfless.spec.errors import Problem
+from rlhfless.spec.generation import Quantised
+
+
+def why_not(quantization: Quantised, kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str] | None:
+    """Why vLLM cannot draw so on devices of a kind, and what to do about it; None if it can. `shape` is None for a
+    model of unknown sizes."""
+    if shape is not None and shape.experts:
+        return (
+            "the model has experts, and neither what an engine has of experts in 8 bits nor what it computes with them "
+            "could be checked after a load",
+            "set it to off",
+        )
+    if kind == CPU_KIND:
+        return None
+    if dtype == "float32":
+        return f"model.dtype is float32, and the kernels of {kind} for 8 bits give 16", "set model.dtype to bfloat16"
+    sheet = load_devices().get(kind)
+    if quantization == "fp8" and sheet is not None and sheet.fp8_flops_per_s is None:
+        return f"{kind} has no products of 8 bit floats", "set it to int8 or off"
+    return None
+
+
+def quantization_problems(spec: RunSpec, kind: str, shape: ModelShape | None) -> list[Problem]:
+    """Why a run cannot draw in its format on devices of a kind."""
+    quantization = spec.generation.quantization
+    if spec.supervised or quantization == "off":
+        return []
+    refused = why_not(quantization, kind, spec.model.dtype, shape)
+    return (
+        [] if refused is None else [Problem("generation.quantization", f"{quantization}, but {refused[0]}", refused[1])]
+    )
