@@ -35,8 +35,10 @@ def refused(answer: httpx.Response) -> dict[str, Any]:
         (json.dumps(RUN).encode(), JSON | {"Idempotency-Key": ""}, "idempotency-key: '': String should have"),
     ],
 )
-def test_a_body_that_is_none(client: httpx.Client, content: bytes, headers: dict[str, str], message: str) -> None:
-    assert message in refused(client.post("/v1/runs", content=content, headers=headers))["message"]
+def test_a_body_that_is_none(
+    shared_client: httpx.Client, content: bytes, headers: dict[str, str], message: str
+) -> None:
+    assert message in refused(shared_client.post("/v1/runs", content=content, headers=headers))["message"]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,8 @@ def test_a_body_that_is_none(client: httpx.Client, content: bytes, headers: dict
         ({"seed": -TOO_LARGE - 1}, "seed"),
     ],
 )
-def test_what_no_database_keeps_is_named(client: httpx.Client, changes: dict[str, Any], param: str) -> None:
-    assert refused(client.post("/v1/runs", json=RUN | changes))["param"] == param
+def test_what_no_database_keeps_is_named(shared_client: httpx.Client, changes: dict[str, Any], param: str) -> None:
+    assert refused(shared_client.post("/v1/runs", json=RUN | changes))["param"] == param
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "169.254.169.254"])
@@ -121,8 +123,8 @@ def test_numbers_out_of_range_are_refused_with_their_value(client: httpx.Client,
         ("runs/none?x=1", "x: unknown query parameter; There are none here"),
     ],
 )
-def test_an_unknown_query_parameter_is_refused(client: httpx.Client, path: str, message: str) -> None:
-    assert message in refused(client.get(f"/v1/{path}"))["message"]
+def test_an_unknown_query_parameter_is_refused(shared_client: httpx.Client, path: str, message: str) -> None:
+    assert message in refused(shared_client.get(f"/v1/{path}"))["message"]
 
 
 def test_what_is_not_there_is_named_with_where_to_look(client: httpx.Client) -> None:
@@ -135,8 +137,8 @@ def test_what_is_not_there_is_named_with_where_to_look(client: httpx.Client) -> 
 
 
 @pytest.mark.parametrize("path", ["/v1/runs/%00", "/v1/runs?after=%00", "/v1/runs?metadata[%00]=b"])
-def test_a_nul_in_a_url_is_refused(client: httpx.Client, path: str) -> None:
-    assert "NUL" in refused(client.get(path))["message"]
+def test_a_nul_in_a_url_is_refused(shared_client: httpx.Client, path: str) -> None:
+    assert "NUL" in refused(shared_client.get(path))["message"]
 
 
 def test_runs_are_found_by_labels_of_any_characters(client: httpx.Client) -> None:
@@ -193,8 +195,8 @@ def test_a_run_that_has_reached_a_limit_is_resumed_with_a_higher_one(client: htt
 
 
 @pytest.mark.parametrize("samples", [2**31, 2**31 - 1, 10**18])
-def test_a_step_of_too_many_samples_is_refused(client: httpx.Client, samples: int) -> None:
-    error = refused(client.post("/v1/runs", json=RUN | {"samples_per_prompt": samples}))
+def test_a_step_of_too_many_samples_is_refused(shared_client: httpx.Client, samples: int) -> None:
+    error = refused(shared_client.post("/v1/runs", json=RUN | {"samples_per_prompt": samples}))
     assert error["param"] == "samples_per_prompt"
     assert (
         f"samples_per_prompt ({samples:,}) is {64 * samples:,}, above sizes.step_samples (65,536)" in error["message"]

@@ -35,3 +35,13 @@ def service(settings: ServiceSettings, drivers: NoDrivers) -> Iterator[tuple[htt
 @pytest.fixture
 def client(service: tuple[httpx.Client, Service]) -> httpx.Client:
     return service[0]
+
+
+@pytest.fixture(scope="module")
+def shared_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of one service for all tests of a module that leave it as it was; a start takes longer than they do."""
+    folders = tmp_path_factory.mktemp("shared"), tmp_path_factory.getbasetemp()
+    settings = ServiceSettings(data=str(folders[0] / "data"), port=0, roots=tuple(map(str, folders)))
+    there_is_ray(settings.folder)
+    with served(settings, NoDrivers()) as (client, _):
+        yield client

@@ -30,8 +30,8 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_plan_says_memory_time_and_cost(client: httpx.Client, spec: dict[str, Any]) -> None:
-    answer = client.post("/v1/runs:plan", json={"spec": spec}, timeout=120)
+def test_a_plan_says_memory_time_and_cost(shared_client: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = shared_client.post("/v1/runs:plan", json={"spec": spec}, timeout=120)
     assert answer.status_code == 200, answer.text
     plan = answer.json()
     assert (plan["chosen"]["kind"], plan["chosen"]["count"], plan["chosen"]["fits"]) == ("cpu-core", 2, True)
@@ -42,17 +42,17 @@ def test_a_plan_says_memory_time_and_cost(client: httpx.Client, spec: dict[str, 
     assert plan["memory"]["devices"][0]["size_bytes"] > 0
     assert plan["spec"]["placement"]["mode"] == "colocated"
     assert any("lengths_of" in text for text in plan["missing"])
-    assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
+    assert shared_client.get("/v1/runs").json()["data"] == [], "nothing was started"
 
 
 def test_the_plan_of_demonstrations_is_of_their_lengths_and_has_no_schedules(
-    client: httpx.Client, spec: dict[str, Any], tmp_path: Path
+    shared_client: httpx.Client, spec: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": "12", "response": "34"}\n' * 2 + '{"prompt": "5", "response": "6"}'
     )
     sft = {"type": "sft", "demonstrations": {"path": str(tmp_path / "rows.jsonl")}, "model": spec["model"], "steps": 10}
-    answer = client.post("/v1/runs:plan", json={"spec": sft}, timeout=120)
+    answer = shared_client.post("/v1/runs:plan", json={"spec": sft}, timeout=120)
     assert answer.status_code == 200, answer.text
     plan = answer.json()
     assert plan["lengths"] == f"3 of the 3 rows of {tmp_path / 'rows.jsonl'}"
@@ -60,7 +60,7 @@ def test_the_plan_of_demonstrations_is_of_their_lengths_and_has_no_schedules(
     predicted = plan["chosen"]["predicted"]
     assert predicted["wall_low_s"] < predicted["wall_s"] == pytest.approx(10 * predicted["step_s"])
     asked = {"spec": sft, "devices": ["8xh100", "1xl40s"]}
-    rows = client.post("/v1/runs:compare", json=asked, timeout=240).json()["rows"]
+    rows = shared_client.post("/v1/runs:compare", json=asked, timeout=240).json()["rows"]
     assert {(row["kind"], row["placement"], row["reason"]) for row in rows} == {
         ("h100", "co-located", None),
         ("l40s", "co-located", None),
@@ -68,9 +68,9 @@ def test_the_plan_of_demonstrations_is_of_their_lengths_and_has_no_schedules(
     assert {tuple(row["shares"]) for row in rows} == {("learner",)}
 
 
-def test_devices_and_placements_are_compared(client: httpx.Client, spec: dict[str, Any]) -> None:
+def test_devices_and_placements_are_compared(shared_client: httpx.Client, spec: dict[str, Any]) -> None:
     asked = {"spec": spec, "devices": ["4xh100", "1xl40s"]}
-    answer = client.post("/v1/runs:compare", json=asked, timeout=240)
+    answer = shared_client.post("/v1/runs:compare", json=asked, timeout=240)
     assert answer.status_code == 200, answer.text
     rows = answer.json()["rows"]
     assert {(row["kind"], row["count"], row["placement"]) for row in rows} == {
@@ -90,15 +90,17 @@ def test_devices_and_placements_are_compared(client: httpx.Client, spec: dict[st
         assert max(row["shares"].values()) <= 1.0
         no_worse = [each for each in best if each["wall_s"] <= cost["wall_s"] and each["cost_usd"] <= cost["cost_usd"]]
         assert no_worse, "what is not on the front is slower and dearer than one that is"
-    late = client.post("/v1/runs:compare", json=asked | {"deadline_s": best[0]["wall_s"]}, timeout=240).json()["rows"]
+    late = shared_client.post("/v1/runs:compare", json=asked | {"deadline_s": best[0]["wall_s"]}, timeout=240).json()[
+        "rows"
+    ]
     kept = [row["predicted"]["wall_s"] <= best[0]["wall_s"] for row in late]
     assert kept == sorted(kept, reverse=True), "what keeps the deadline comes first"
-    assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
+    assert shared_client.get("/v1/runs").json()["data"] == [], "nothing was started"
 
 
-def test_devices_that_refuse_the_number_format_have_no_price(client: httpx.Client, spec: dict[str, Any]) -> None:
+def test_devices_that_refuse_the_number_format_have_no_price(shared_client: httpx.Client, spec: dict[str, Any]) -> None:
     asked = {"spec": spec | {"learner": {"dtype": "float32"}}, "devices": ["2xh100"]}
-    rows = client.post("/v1/runs:compare", json=asked, timeout=120).json()["rows"]
+    rows = shared_client.post("/v1/runs:compare", json=asked, timeout=120).json()["rows"]
     for row in rows:
         assert (row["fits"], row["predicted"], row["nearest_change"]) == (False, None, None)
         assert "placement.float32_on_gpus: true" in row["problems"][0]
@@ -112,23 +114,23 @@ def test_devices_that_refuse_the_number_format_have_no_price(client: httpx.Clien
         ({"spec": {}, "device": ["8xh100"]}, "device"),
     ],
 )
-def test_a_wrong_question_is_refused(client: httpx.Client, question: dict[str, Any], param: str) -> None:
-    answer = client.post("/v1/runs:plan", json=question)
+def test_a_wrong_question_is_refused(shared_client: httpx.Client, question: dict[str, Any], param: str) -> None:
+    answer = shared_client.post("/v1/runs:plan", json=question)
     assert answer.status_code == 422
     assert param in {problem["param"] for problem in answer.json()["error"]["problems"]}
 
 
-def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[str, Any]) -> None:
+def test_devices_that_do_not_exist_are_named(shared_client: httpx.Client, spec: dict[str, Any]) -> None:
     devices = ["8xh100", "8xh1000", "/etc", f"{10**30}xh100"]
-    answer = client.post("/v1/runs:compare", json={"spec": spec, "devices": devices}, timeout=60)
+    answer = shared_client.post("/v1/runs:compare", json={"spec": spec, "devices": devices}, timeout=60)
     assert answer.status_code == 422
     problems = answer.json()["error"]["problems"]
     assert [problem["param"] for problem in problems] == ["devices.1", "devices.2", "devices.3"]
     assert "h1000" in answer.json()["error"]["message"]
 
 
-def test_a_kind_of_the_spec_that_does_not_exist_is_named(client: httpx.Client, spec: dict[str, Any]) -> None:
-    answer = client.post("/v1/runs:plan", json={"spec": spec | {"placement": {"kind": "h1000"}}}, timeout=60)
+def test_a_kind_of_the_spec_that_does_not_exist_is_named(shared_client: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = shared_client.post("/v1/runs:plan", json={"spec": spec | {"placement": {"kind": "h1000"}}}, timeout=60)
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
     assert error["param"] == "placement.kind"
@@ -136,16 +138,16 @@ def test_a_kind_of_the_spec_that_does_not_exist_is_named(client: httpx.Client, s
 
 
 def test_devices_that_were_asked_for_and_cannot_be_have_a_row_that_says_why(
-    client: httpx.Client, spec: dict[str, Any]
+    shared_client: httpx.Client, spec: dict[str, Any]
 ) -> None:
     two = spec | {"scaling": {"generation": {"min_actors": 2, "max_actors": 2}}}
     asked = {"spec": two, "devices": ["1xh100"]}
-    rows = client.post("/v1/runs:compare", json=asked, timeout=120).json()["rows"]
+    rows = shared_client.post("/v1/runs:compare", json=asked, timeout=120).json()["rows"]
     assert [(row["kind"], row["count"], row["fits"]) for row in rows] == [("h100", 1, False)]
     assert "scaling.generation.max_actors is 2" in rows[0]["problems"][0]
 
 
-def test_rewards_are_tried(client: httpx.Client) -> None:
+def test_rewards_are_tried(shared_client: httpx.Client) -> None:
     question = {
         "rewards": [{"type": "exact_match", "weight": 2.0}, {"type": "regex", "name": "digit", "pattern": r"\d"}],
         "samples": [
@@ -153,7 +155,7 @@ def test_rewards_are_tried(client: httpx.Client) -> None:
             {"prompt": "2+2=", "response": "four", "answer": "4"},
         ],
     }
-    answer = client.post("/v1/rewards:test", json=question, timeout=60)
+    answer = shared_client.post("/v1/rewards:test", json=question, timeout=60)
     assert answer.status_code == 200, answer.text
     assert [row["parts"] for row in answer.json()["data"]] == [
         {"exact_match": 1.0, "digit": 1.0},
@@ -161,20 +163,20 @@ def test_rewards_are_tried(client: httpx.Client) -> None:
     ]
     assert [row["reward"] for row in answer.json()["data"]] == [3.0, 0.0]
     code = question | {"rewards": [{"type": "python", "target": "os:system"}]}
-    refused = client.post("/v1/rewards:test", json=code)
+    refused = shared_client.post("/v1/rewards:test", json=code)
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "rewards.0.target")
 
 
-def test_no_schema_makes_the_service_ask_another_server(client: httpx.Client, listener: Any) -> None:
+def test_no_schema_makes_the_service_ask_another_server(shared_client: httpx.Client, listener: Any) -> None:
     elsewhere = {"type": "json_schema", "json_schema": {"$ref": f"{listener.url}/s.json"}}
     of_rows = {"type": "json_schema", "schema_field": "schema"}
     sample = {"prompt": "p", "response": "{}", "schema": elsewhere["json_schema"]}
     for reward, where in ((elsewhere, "rewards.0"), (of_rows, "rewards.0")):
-        answer = client.post("/v1/rewards:test", json={"rewards": [reward], "samples": [sample]}, timeout=60)
+        answer = shared_client.post("/v1/rewards:test", json={"rewards": [reward], "samples": [sample]}, timeout=60)
         assert answer.status_code == 422, answer.text
         assert "is not in the schema itself" in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"].startswith(where)
-    assert client.post("/v1/runs", json=RUN | {"rewards": [elsewhere]}).status_code == 422
+    assert shared_client.post("/v1/runs", json=RUN | {"rewards": [elsewhere]}).status_code == 422
     assert listener.connections == 0
 
 
@@ -227,13 +229,13 @@ def test_a_simulation_is_queued_and_answered(client: httpx.Client) -> None:
     ],
 )
 def test_a_simulation_that_cannot_be_is_refused_at_once(
-    client: httpx.Client, question: dict[str, Any], param: str
+    shared_client: httpx.Client, question: dict[str, Any], param: str
 ) -> None:
     """Among them files of the machine, and code, which is not imported."""
-    answer = client.post("/v1/simulations", json=question, timeout=60)
+    answer = shared_client.post("/v1/simulations", json=question, timeout=60)
     assert answer.status_code == 422, answer.text
     assert answer.json()["error"]["param"] == param
-    assert client.get("/v1/simulations").json()["data"] == []
+    assert shared_client.get("/v1/simulations").json()["data"] == []
 
 
 def _ended(client: httpx.Client, simulation: str) -> dict[str, Any] | None:

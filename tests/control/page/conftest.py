@@ -83,8 +83,10 @@ def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
 
 
 @pytest.fixture
-def shots(tmp_path: Path) -> Path:
-    """Where screenshots go: RLHFLESS_SCREENSHOTS, or the test's own folder."""
-    folder = Path(os.environ.get("RLHFLESS_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def shots() -> Path | None:
+    """Where screenshots go: RLHFLESS_SCREENSHOTS, if it is set."""
+    folder = os.environ.get("RLHFLESS_SCREENSHOTS")
+    if not folder:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
