@@ -56,6 +56,7 @@ from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
+from rlhfless.tasks import gather_or_cancel
 from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
@@ -257,8 +258,8 @@ class GenerationFunction(Function):
             await run.cancel()
 
     async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvOffer | None, ...]]:
-        """Put the KV of prefixes into the engine's cache, one after the other; returns an offer of each, if asked.
-        Raises WrongVersion."""
+        """Put the KV of prefixes into the engine's cache, in their order; returns an offer of each, if asked. Raises
+        WrongVersion."""
         self.admit(call)
         await self._require_version(request)
         start_s = time.time()
@@ -266,10 +267,13 @@ class GenerationFunction(Function):
             expected = [self._cached.add(prefix) for prefix in request.prefixes]
             offers = request.offers or (None,) * len(request.prefixes)
             transfers = [OFFER if request.offer else offer for offer in offers]
-            done = [
-                await self._prefill(prefix, request.version, transfer)
-                for prefix, transfer in zip(request.prefixes, transfers, strict=True)
-            ]
+            # At once: an engine admits requests in order, and a prefix finds those that it begins with.
+            done = await gather_or_cancel(
+                *(
+                    self._prefill(prefix, request.version, transfer)
+                    for prefix, transfer in zip(request.prefixes, transfers, strict=True)
+                )
+            )
         cached = [sampled.cached_tokens for sampled in done]
         usage = CallUsage(
             input_tokens=sum(map(len, request.prefixes)),

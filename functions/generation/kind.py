@@ -38,7 +38,7 @@ def _bounds(spec: RunSpec) -> Bounds:
     return Bounds(spec.scaling.generation.min_actors, reason)
 
 
-def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+def engine_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
     parts, kv = _engine(terms.spec, terms.shape, terms.sheet, terms.draft)
     return (MemoryPhase("generate", (*parts, MemoryPart("KV", max(kv, 0)))),)
@@ -95,5 +95,5 @@ KIND = FunctionKind(
     "rlhfless.functions.generation.deployment:GenerationFunction",
     _wanted,
     _bounds,
-    _phases,
+    engine_phases,
 )

@@ -82,14 +82,16 @@ class LiveFleet:
         moves: PrefixMoves | None = None,
         starts: EngineStarts | None = None,
     ) -> None:
-        """`pools`: the pool of the generation actors first. Every other pool has one replica."""
+        """`pools`: the pool of the generation actors first. Every other pool but that of prefill, which is scaled by
+        what waits there (rlhfless.loop.prefill) and of which policies see nothing, has one replica."""
         self._spec = spec
         self._call = call
         self._actors = pools[0]
-        self._pools = pools
+        self._pools = [pool for pool in pools if pool.kind.role is not FunctionRole.PREFILLS]
         self._unusable: frozenset[int] = frozenset()
         """Actors' slots whose devices another run has."""
-        self._slots = [(pool, number) for pool in pools for number in range(len(pool.allocations))]
+        self._prefill = [pool for pool in pools if pool.kind.role is FunctionRole.PREFILLS]
+        self._slots = [(pool, number) for pool in self._pools for number in range(len(pool.allocations))]
         self._ledger = ledger
         self._speeds = speeds
         self._max_model_len = max_model_len
@@ -128,7 +130,7 @@ class LiveFleet:
             move_s=MOVE_S,
             beat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
-            kept_usd_per_s=sum(map(self._kept_usd_per_s, self._pools)),
+            kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
             terms=self._terms(),
             prefix_token_s=float("inf") if self._moves is None else self._moves.token_s,
         )
@@ -221,7 +223,7 @@ class LiveFleet:
     def _is_kept(self, pool: ReplicaPool) -> bool:
         """Whether a release in the pool saves nothing, because there is none."""
         fixed = pool is self._actors and self._spec.scaling.generation.fixed
-        return fixed or pool.kind.role is FunctionRole.UPDATES
+        return fixed or pool.kind.role in (FunctionRole.UPDATES, FunctionRole.PREFILLS)
 
     def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
         """The cost of the pool that no release saves."""

@@ -14,11 +14,13 @@ from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.live_fleet import FleetFigures, LiveFleet
 from rlhfless.autoscaling.policy_runner import EvenSplit, PolicyRunner
+from rlhfless.autoscaling.prefill import PrefillActors
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.records import StepRecord, Work
+from rlhfless.records import FunctionRole, StepRecord, Work
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.lengths import predictor_of
 from rlhfless.scaling.plan import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policies import make_policy
@@ -61,10 +63,13 @@ class Scaler:
         ledger: FleetFigures,
         due: StepDue,
         moves: PrefixMoves | None = None,
+        prefill: PrefillActors | None = None,
     ) -> None:
         self.due = due
         self.moves = moves
         """Decides when actors get prefixes from each other."""
+        self.prefill = prefill
+        """The actors that compute prompts for the others, if the spec allows any."""
         self.runner = PolicyRunner(policy, fleet, ledger.add_decision)
         """The runner of training steps."""
         self.fleet = fleet
@@ -120,7 +125,24 @@ def scaler_of(
     fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves, starts)
     spent_usd = ledger.cost_usd(())
     due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
-    return Scaler(policy_of(spec, earlier, spent_usd), fleet, speeds, ledger, due, moves)
+    prefill = _prefill_of(spec, pools, ledger, speeds)
+    return Scaler(policy_of(spec, earlier, spent_usd), fleet, speeds, ledger, due, moves, prefill)
+
+
+def _prefill_of(
+    spec: RunSpec, pools: Sequence[ReplicaPool], ledger: FleetFigures, speeds: EngineSpeeds
+) -> PrefillActors | None:
+    """The actors that compute prompts. Before one was started a start is expected to take as long as an actor's."""
+    pool = next((pool for pool in pools if pool.kind.role is FunctionRole.PREFILLS), None)
+    if pool is None:
+        return None
+    functions = pool.function, pools[0].function
+
+    def start_s() -> float:
+        measured = (ledger.mean_start_s(function) for function in functions)
+        return next((seconds for seconds in measured if seconds is not None), START_S)
+
+    return PrefillActors(pool, speeds, start_s, spec.timeouts.sync_s)
 
 
 def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:

@@ -20,18 +20,20 @@ log = logging.getLogger(__name__)
 
 
 class ActorWeights:
-    """Loads published weights into the actors of a pool."""
+    """Loads published weights into the actors of a pool, and into those that prefill for them."""
 
-    def __init__(self, pool: ReplicaPool, spec: RunSpec) -> None:
+    def __init__(self, pool: ReplicaPool, spec: RunSpec, prefill: ReplicaPool | None = None) -> None:
         self.served: PublishedWeights | None = None
         """The version for all actors, including actors that start later, or wake; None before there is one."""
         self.perturbed: PublishedWeights
         """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._pool = pool
+        self._pools = (pool,) if prefill is None else (pool, prefill)
         self._spec = spec
         self._syncing = asyncio.Lock()
         """Held during a sync: steps that are drawn at once ask for the same version, and one load is enough."""
-        pool.opens = self.open
+        for each in self._pools:
+            each.opens = self.open
         pool.wakes = self.wake
         # A load follows each sleep; only before the first one do actors prove that loads move what they have.
         pool.tier = lambda: SleepTier.HOST if self.served is None else SleepTier.DROPPED
@@ -61,25 +63,27 @@ class ActorWeights:
         Replacements of lost actors start in the background, and are waited for only if no other actor is up; then an
         error of their start is raised. Wrong weights of a new actor are raised whenever they were found.
         """
-        if self._pool.fatal is not None:
-            raise self._pool.fatal
+        for pool in self._pools:
+            if pool.fatal is not None:
+                raise pool.fatal
         async with self._syncing:
             self.served = published
             async with self._pool.turn(call):
                 await self._sync(published, call, asked or asyncio.Event())
 
     async def _sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event) -> None:
-        self._pool.replace_missing(call)
+        for pool in self._pools:
+            pool.replace_missing(call)
         await self._pool.wait_any_up()
-        up = self._pool.up()
-        for actor in up:
+        up = [(pool, actor) for pool in self._pools for actor in pool.up()]
+        for _, actor in up:
             actor.ask(published.version)  # from here on, an actor gets no work before it has loaded this version
         asked.set()
-        await gather_or_cancel(*(self._bring(actor, call) for actor in up))
+        await gather_or_cancel(*(self._bring(pool, actor, call) for pool, actor in up))
 
-    async def _bring(self, actor: Replica, call: Call) -> None:
+    async def _bring(self, pool: ReplicaPool, actor: Replica, call: Call) -> None:
         """Load the current version into one actor. If the actor is lost meanwhile, it is replaced and the others go on.
-        Raises ReplicaLost if no other actor is up: new actors might be lost to the same weights."""
+        Raises ReplicaLost if no actor that draws is up: new actors might be lost to the same weights."""
         if actor.state is ReplicaState.SERVING:
             return
         try:
@@ -90,10 +94,10 @@ class ActorWeights:
             if not self._pool.up():
                 raise
             log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
-            self._pool.replace_missing(call)
-            self._pool.notify_missed(self._pool.slot_of(actor))
+            pool.replace_missing(call)
+            pool.notify_missed(pool.slot_of(actor))
         if actor.state is ReplicaState.SERVING:
-            self._pool.notify_joined(actor)
+            pool.notify_joined(actor)
 
     async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
         """Load a version into one actor, the only way to SERVING. Does nothing if the actor serves it already.

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.autoscaling.policy_runner import PolicyRunner
+from rlhfless.autoscaling.prefill import PrefillActors, pieces
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
@@ -60,11 +61,12 @@ class GenerationStage:
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
         moves: PrefixMoves | None = None,
+        prefill: PrefillActors | None = None,
         earlier: EarlierResponses | None = None,
     ) -> None:
         """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
         time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
-        `moves`: see Precomputation. `earlier`: what engines draft from, if they do.
+        `moves` and `prefill`: see Precomputation. `earlier`: what engines draft from, if they do.
         """
         self._pool = pool
         self.request = request
@@ -87,7 +89,12 @@ class GenerationStage:
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._called_back: set[int] = set()
-        self._precomputation = Precomputation(request, spec.timeouts.sync_s, moves, in_flight=spec.schedule.in_flight)
+        self._apart = prefill is not None
+        self._precomputation = Precomputation(
+            request, spec.timeouts.sync_s, moves, prefill=prefill, in_flight=spec.schedule.in_flight
+        )
+        self._ahead: dict[int, asyncio.Task[None]] = {}
+        """What each request waits for before its samples are drawn."""
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
         """Actors that were lost, or did not come up, since the last sample ended."""
@@ -219,7 +226,17 @@ class GenerationStage:
         for slot, numbers in ready.items():
             actor = self._pool.at(slot)
             if actor is not None and actor.state is ReplicaState.SERVING:
-                self._submit(actor, numbers)
+                for part in self._parts(numbers):
+                    self._submit(actor, part)
+
+    def _parts(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Samples by request. Where prompts are computed apart, an actor draws the first while others wait for
+        theirs."""
+        if not self._apart:
+            return [list(numbers)]
+        items = [self._table.items[sample] for sample in numbers]
+        parts = pieces(items, self._spec.generation.engine.max_batch_tokens)
+        return [[numbers[index] for index in part] for part in parts]
 
     def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:
         number, served = len(self._requests), actor.served
@@ -272,6 +289,8 @@ class GenerationStage:
             self._called_back.difference_update(samples)
 
     async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
+        for request in {self._table.on[sample] for sample in samples if sample in self._table.on} & self._ahead.keys():
+            self._ahead[request].cancel()
         keys = [self._table.items[sample].key for sample in samples]
         with contextlib.suppress(ReplicaLost):  # its streams raise that too
             await actor.call(
@@ -282,7 +301,7 @@ class GenerationStage:
 
     async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
-            await self._precomputation.before(actor, request.items, request.version)
+            await self._prepare(actor, number, request)
             events = actor.stream(
                 self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.beat_s
             )
@@ -292,6 +311,19 @@ class GenerationStage:
             self._events.put_nowait(_Message(number, lost))
         except Exception as error:
             self._events.put_nowait(error)
+
+    async def _prepare(self, actor: Replica, number: int, request: GenerateRequest) -> None:
+        """Give the actor the KV of the prompts, or of a part of them; samples that are called back do not wait for
+        it."""
+        ahead = asyncio.create_task(self._precomputation.before(actor, request.items, request.version))
+        self._ahead[number] = ahead
+        try:
+            await asyncio.wait([ahead])
+        finally:
+            ahead.cancel()
+            del self._ahead[number]
+        if not ahead.cancelled():
+            ahead.result()
 
     def _handle(self, event: _Message | Exception) -> Iterable[Group]:
         if isinstance(event, Exception):

@@ -30,7 +30,7 @@ from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_by
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
+from rlhfless.scaling.function_kinds import kinds_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
 from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
@@ -122,10 +122,10 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
     """The fewest and the most devices that a run can use, of the learner's kind."""
     kind = placement.allocation(publisher_of(spec), 0).devices[0].kind
-    actors = None if spec.supervised else name_of(spec, FunctionRole.SAMPLES)
-    fewest = placement.allocations[actors][: spec.scaling.generation.min_actors] if actors else ()
-    others = [each for name, of_function in placement.allocations.items() if name != actors for each in of_function]
-    needed = {group.name for allocation in (*fewest, *others) for group in placement.groups_of(allocation)}
+    engines = (FunctionRole.SAMPLES, FunctionRole.PREFILLS)
+    fewest = {each.name: each.bounds(spec).fewest for each in kinds_of(spec) if each.role in engines}
+    allocations = [each for name, of in placement.allocations.items() for each in of[: fewest.get(name)]]
+    needed = {group.name for allocation in allocations for group in placement.groups_of(allocation)}
     groups = [group for group in placement.groups if group.kind == kind]
     return DevicesWanted(
         kind,
@@ -167,8 +167,8 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     learner = placement.allocation(publisher_of(spec), 0).devices
     loading = loading_bytes(spec, learner[0].kind, len(_devices(placement, learner[0].kind)), prepared.max_model_len)
     ranks = Counter(device.node for device in learner)
-    sampling = () if spec.supervised else placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
-    actors = {device.node for each in sampling for device in each.devices}
+    engines = [each.name for each in kinds_of(spec) if each.role in (FunctionRole.SAMPLES, FunctionRole.PREFILLS)]
+    actors = {device.node for name in engines for each in placement.allocations[name] for device in each.devices}
     kept = {learner[0].node: stored_versions(spec)}
     return {
         node: Needed(size, kept.get(node, CACHED_VERSIONS), loading * ranks[node] // len(learner))

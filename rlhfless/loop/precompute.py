@@ -1,8 +1,9 @@
-"""Gives actors shared prefixes before the samples that begin with them.
+"""Gives actors the KV of prompts before their samples: whole prompts from actors that only prefill, where there are any
+(rlhfless.autoscaling.prefill), or the prefixes that several prompts share.
 
-The actor computes them, or gets their KV from another actor of the stage where that is possible and takes less time
-(rlhfless.autoscaling.engine_speeds). A transfer takes two calls: the actor that has the prefix offers it, and the other
-one takes it.
+The actor computes a shared prefix, or gets its KV from another actor of the stage where that is possible and takes
+less time (rlhfless.autoscaling.engine_speeds). A transfer takes two calls: the actor that has the KV offers it, and the
+other one takes it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 from collections.abc import Sequence
 
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
+from rlhfless.autoscaling.prefill import PrefillActors
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
 from rlhfless.loop.rollout_request import RolloutRequest
-from rlhfless.prefixes.precompute import to_precompute
+from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.records import Work
 
 log = logging.getLogger(__name__)
@@ -27,22 +29,29 @@ class Precomputation:
     """The prefixes that are computed ahead for one generation stage."""
 
     def __init__(
-        self, request: RolloutRequest, limit_s: float, moves: PrefixMoves | None = None, *, in_flight: bool = False
+        self,
+        request: RolloutRequest,
+        limit_s: float,
+        moves: PrefixMoves | None = None,
+        *,
+        prefill: PrefillActors | None = None,
+        in_flight: bool = False,
     ) -> None:
         """`limit_s` bounds each call to an actor. Without `moves` each actor computes its own prefixes. `in_flight`: an
         actor may load newer weights at any time."""
+        self._prefill = prefill
         self._in_flight = in_flight
         self._request = request
         self._limit_s = limit_s
         self._moves = moves
         self._asked: dict[tuple[str, str], set[Prefix]] = {}
-        """Prefixes that each actor has been asked for, by weight version."""
+        """Prefixes and prompts that each actor has been asked for, by weight version."""
         self._have: dict[tuple[str, Prefix], list[Replica]] = {}
         """Actors that have computed a prefix with a version, or got it."""
 
     async def before(self, actor: Replica, items: Sequence[SampleItem], version: str) -> None:
-        """Give an actor that serves `version` the prefixes that the prompts of these samples share, unless it has them
-        from an earlier request. An actor that joins, or takes samples over, thus gets them first.
+        """Give an actor that serves `version` the prompts of these samples, or the prefixes that they share, unless it
+        has them from an earlier request. An actor that joins, or takes samples over, thus gets them first.
 
         It only saves time, so a call that takes too long is no fault: the engine computes the prefix with the first
         sample. Raises ReplicaLost if this actor is lost, or what it raised.
@@ -51,6 +60,8 @@ class Precomputation:
             return
         prompts = list(dict.fromkeys(item.prompt_token_ids for item in items))
         asked = self._asked.setdefault((actor.name, version), set())
+        if self._prefill is not None and await self._take_prompts(self._prefill, actor, prompts, version, asked):
+            return
         prefixes = tuple(prefix for prefix in to_precompute(prompts) if prefix not in asked)
         if not prefixes:
             return
@@ -66,6 +77,29 @@ class Precomputation:
             self._moves.learn(max(map(len, prefixes)), time.monotonic() - start_s)
         for prefix in prefixes:
             self._have.setdefault((version, prefix), []).append(actor)
+
+    async def _take_prompts(
+        self,
+        prefill: PrefillActors,
+        actor: Replica,
+        prompts: Sequence[Prefix],
+        version: str,
+        asked: set[Prefix],
+    ) -> bool:
+        """Give an actor the prompts from those that prefill; False if none of these has computed them. A prompt of less
+        than a block has no KV that could be given."""
+        new = tuple(prompt for prompt in prompts if len(prompt) > CPU_BLOCK_TOKENS and prompt not in asked)
+        if not new:
+            return True
+        async with prefill.offers(self._request.call, new, version) as offers:
+            if not offers:
+                return False
+            asked.update(new)
+            try:
+                await self._call(actor, new, version, offers)
+            except CallTimeout as error:
+                log.warning("%s; the samples are drawn without that", error)
+        return True
 
     async def _offer(self, actor: Replica, prefix: Prefix, version: str) -> KvOffer | None:
         """The offer of an actor that has the prefix; None if to compute it takes less time."""

@@ -96,6 +96,11 @@ class Run(TrainedRun):
         (pool,) = self.with_role(FunctionRole.SAMPLES)
         return pool
 
+    @property
+    def prefill(self) -> ReplicaPool | None:
+        """The actors that compute prompts for them, if the spec allows any."""
+        return next(iter(self.with_role(FunctionRole.PREFILLS)), None)
+
     # -- weights
 
     @property
@@ -159,6 +164,7 @@ class Run(TrainedRun):
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             moves=self.scaler.moves,
+            prefill=self.scaler.prefill,
             earlier=self.earlier,
         )
         self.generation.watch(stage)

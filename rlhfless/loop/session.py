@@ -34,7 +34,7 @@ from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.mixture import order_of
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.records import FunctionRole
+from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.run_folder import TRACE_FOLDER
@@ -208,7 +208,7 @@ def _run_of(
     call = Call(session.run_id, journal.attempt, 0)
     return Run(
         **common,
-        weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec),
+        weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL)),
         scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, earlier),
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit, spec.generation.quantization),
         earlier=_earlier_responses(session),
@@ -270,11 +270,13 @@ async def start_functions(run: Run, actors: int) -> None:
     it starts."""
     others = (*run.helpers, *run.keepers.pools)
     ready = [pool.ready(run.call(0)) for pool in others]
-    if _on_one_gpu(run.generation, others):
+    engines = [(run.generation, actors)]
+    if run.prefill is not None:
+        engines.append((run.prefill, run.prefill.bounds.fewest))
+    if any(_on_one_gpu(pool, others) for pool, _ in engines):
         await gather_or_cancel(*ready)
-        await run.generation.fill(actors)
-    else:
-        await gather_or_cancel(run.generation.fill(actors), *ready)
+        ready = []
+    await gather_or_cancel(*(pool.fill(fewest) for pool, fewest in engines), *ready)
 
 
 def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
@@ -315,7 +317,8 @@ async def _start_drawing(session: Session, run: Run) -> int:
                 f"{newest.location} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
+        engines = [*run.generation.up(), *(run.prefill.up() if run.prefill else ())]
         async with run.generation.turn(run.call(step)):
-            await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
+            await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in engines))
         await run.weights.sync(run.published, run.call(step))
     return step

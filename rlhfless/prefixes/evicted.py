@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class CachedBlocks:
@@ -17,18 +17,29 @@ class CachedBlocks:
         self._known: set[tuple[int, tuple[int, ...]]] = set()
         """(hash of the block before it, tokens)."""
 
-    def add(self, token_ids: Sequence[int]) -> int:
-        """Add the prompt of a request. Returns the number of its tokens that earlier requests have computed, in whole
-        blocks; the last token of a prompt is never found in a cache."""
-        size, parent, shared = self._block_tokens, 0, True
+    def held(self, token_ids: Sequence[int]) -> int:
+        """The number of a prompt's tokens that earlier requests have computed, in whole blocks; the last token of a
+        prompt is never found in a cache."""
         cached_tokens = 0
-        for start in range(0, len(token_ids) - size + 1, size):
-            block = (parent, tuple(token_ids[start : start + size]))
-            shared = shared and block in self._known
-            cached_tokens += size if shared and start + size < len(token_ids) else 0
-            self._known.add(block)
-            parent = hash(block)
+        for block, end in self._blocks(token_ids):
+            if block not in self._known or end == len(token_ids):
+                break
+            cached_tokens = end
         return cached_tokens
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Add the prompt of a request. Returns what of it was `held` before."""
+        cached_tokens = self.held(token_ids)
+        self._known.update(block for block, _ in self._blocks(token_ids))
+        return cached_tokens
+
+    def _blocks(self, token_ids: Sequence[int]) -> Iterator[tuple[tuple[int, tuple[int, ...]], int]]:
+        """The whole blocks of a prompt, each with the number of tokens up to its end."""
+        size, parent = self._block_tokens, 0
+        for end in range(size, len(token_ids) + 1, size):
+            block = (parent, tuple(token_ids[end - size : end]))
+            yield block, end
+            parent = hash(block)
 
     def clear(self) -> None:
         """Forget all blocks: the engine's cache was emptied."""

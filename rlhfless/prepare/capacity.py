@@ -22,6 +22,7 @@ def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
     kv_gib = spec.generation.engine.kv_cache_gib or CPU_KV_GIB
     asked = (
         ("scaling.generation.max_actors", spec.scaling.generation.most_actors, kv_gib, "for its KV cache"),
+        ("scaling.prefill.max_actors", spec.scaling.prefill.max_actors, kv_gib, "for its KV cache"),
         ("scoring.workers", spec.scoring.workers, WORKER_GIB, "for its process"),
     )
     return [

@@ -13,6 +13,8 @@ class FunctionName(StrEnum):
     functions of its user beside them, so records hold a name as text."""
 
     GENERATION = "generation"
+    PREFILL = "prefill"
+    """Engines that compute prompts for the engines of generation."""
     SCORING = "scoring"
     REWARD_MODEL = "reward_model"
     """The part of scoring that runs a network."""
@@ -33,6 +35,8 @@ class FunctionRole(StrEnum):
     SAMPLES = "samples"
     """Draws samples. The plan of a step says how many replicas work; any of them can leave during its work, and its
     samples continue on another."""
+    PREFILLS = "prefills"
+    """Computes the KV of prompts for the replicas that draw from them."""
     SCORES = "scores"
     """Adds its part of the score to the samples of complete groups."""
     COLUMN = "column"

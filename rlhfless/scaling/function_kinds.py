@@ -27,7 +27,7 @@ from rlhfless.spec.imports import load_target
 
 DECLARED = tuple(
     f"rlhfless.functions.{name}.kind:KIND"
-    for name in ("generation", "scoring", "reward_model", "reference", "critic", "learner")
+    for name in ("generation", "prefill", "scoring", "reward_model", "reference", "critic", "learner")
 )
 """The functions that come with the package, in the order in which they are placed, shown, and updated."""
 

@@ -140,7 +140,7 @@ class Site(StrEnum):
     """Where a function's replicas are."""
 
     WINDOWS = "windows"
-    """Each replica on neighbouring devices of one node: generation actors."""
+    """Each replica on neighbouring devices of one node, and with devices of its own where there are enough: engines."""
     SIDE = "side"
     """One replica on all devices of the learner's side."""
     BESIDE = "beside"

@@ -5,6 +5,7 @@ Free devices come first, node by node; the learner's side is on one node if it f
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,14 +41,15 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
     has not so many and cannot grow, because it is private.
     """
-    actors = next((wanted for wanted in functions if wanted.site is Site.WINDOWS), None)
-    kind, per_actor = device_kind(spec, nodes), 1 if actors is None else actors.devices
+    engines = [wanted for wanted in functions if wanted.site is Site.WINDOWS]
+    kind, per_actor = device_kind(spec, nodes), max((wanted.devices for wanted in engines), default=1)
     by_node = _by_node(spec, nodes, kind, per_actor)
-    generation, learning = (by_node, by_node) if actors is None else _sides(spec, by_node, per_actor)
-    windows = [] if actors is None else _windows(spec, generation, per_actor, actors.replicas, kind)
+    generation, learning = _sides(spec, by_node, per_actor) if engines else (by_node, by_node)
+    actors = sum(wanted.replicas for wanted in engines)
+    windows = _windows(spec, generation, per_actor, engines, kind) if engines else []
     learner = [device for node in learning for device in node.devices]
-    used = windows[: actors.replicas] if actors is not None and spec.mode == "disaggregated" else []
-    name = "" if actors is None else actors.function
+    used = windows[:actors] if spec.mode == "disaggregated" else []
+    name = engines[0].function if engines else ""
     chosen = _chosen(functions, windows, learner, kind, nodes)
     groups = [
         *(DeviceGroup(f"{name}-{i}", window.devices, window.name) for i, window in enumerate(used)),
@@ -73,10 +75,10 @@ def _chosen(
 ) -> dict[str, list[tuple[Device, ...]]]:
     """The devices of each replica of each function."""
     chosen: dict[str, list[tuple[Device, ...]]] = {}
-    taken = 0
+    taken, next_window = 0, itertools.cycle(windows)
     for wanted in functions:
         if wanted.site is Site.WINDOWS:
-            chosen[wanted.function] = [windows[i % len(windows)].devices for i in range(wanted.replicas)]
+            chosen[wanted.function] = [next(next_window).devices for _ in range(wanted.replicas)]
         elif wanted.site is Site.SIDE:
             chosen[wanted.function] = [tuple(learner)]
         elif _has_own_cores(wanted, kind):
@@ -166,7 +168,7 @@ def _sides(
 
 
 def _windows(
-    spec: PlacementSpec, by_node: Sequence[_NodeDevices], size: int, actors: int, kind: str
+    spec: PlacementSpec, by_node: Sequence[_NodeDevices], size: int, engines: Sequence[Wanted], kind: str
 ) -> list[_NodeDevices]:
     """Where actors may sit: neighbours on one node, and no device twice."""
     windows = [
@@ -186,9 +188,10 @@ def _windows(
             f"generation.engine.tensor_parallel_size is {size}, but generation has {count} device(s){on_one}; lower "
             "it, or raise placement.devices"
         )
-    if actors > len(windows) and kind != CPU_KIND:
+    if sum(wanted.replicas for wanted in engines) > len(windows) and kind != CPU_KIND:
+        asked = " and ".join(f"scaling.{wanted.function}.max_actors is {wanted.replicas}" for wanted in engines)
         raise PlacementError(
-            f"scaling.generation.max_actors is {actors}, with {size} device(s) each, but generation has {count} "
+            f"{asked}, with {size} device(s) each, but generation has {count} "
             f"device(s) of kind {kind}, enough for {len(windows)} actor(s); lower it, or raise placement.devices"
         )
     return windows

@@ -86,6 +86,28 @@ class GenerationScalingSpec(SpecModel):
         return self.min_actors == self.most_actors
 
 
+class PrefillScalingSpec(SpecModel):
+    """Bounds on the number of actors that compute prompts for the generation actors, which then only decode
+    (docs/prefill.md). Needs `generation.engine.kv_connector`."""
+
+    min_actors: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 0
+    """Actors that are never released. Others start when prompts wait for longer than a start takes, and are released
+    when no prompt waits."""
+    max_actors: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 0
+    """0: generation actors compute the prompts themselves."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PrefillScalingSpec:
+        if self.max_actors < self.min_actors:
+            raise ValueError(f"max_actors ({self.max_actors}) is below min_actors ({self.min_actors})")
+        return self
+
+    @property
+    def on(self) -> bool:
+        """Whether prompts may be computed apart."""
+        return self.max_actors > 0
+
+
 Hold = Literal["auto", "always", "never"]
 """What happens between two uses: the replica stays warm, it is released, or the scaling policy decides."""
 
@@ -146,6 +168,7 @@ class ScalingSpec(SpecModel):
     Policies other than `cost_aware` ignore the contract."""
 
     generation: GenerationScalingSpec = GenerationScalingSpec()
+    prefill: PrefillScalingSpec = PrefillScalingSpec()
     hold_scoring: Hold = "auto"
     """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
     hold_reference: Hold = "auto"

@@ -401,6 +401,30 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _prefilled_kv_reaches_the_actors(self) -> RunSpec:
+        if not self.scaling.prefill.on:
+            return self
+        apart = f"scaling.prefill.max_actors is {self.scaling.prefill.max_actors}"
+        if self.supervised:
+            raise ValueError(f"{apart}, but the run draws no samples; leave scaling.prefill out")
+        if self.generation.engine.kv_connector is None:
+            raise ValueError(
+                f"{apart}, but generation.engine.kv_connector is not set: nothing brings the KV of a prompt to the "
+                "actor that draws from it; set it to folder (actors of one node) or nixl (GPUs), or max_actors to 0"
+            )
+        if self.placement.in_turns:
+            raise ValueError(
+                f"{apart}, but functions take turns on their devices (placement.turns, placement.tenants): engines "
+                "that give KV and engines that take it are awake together; set max_actors to 0, or turns to false"
+            )
+        if self.weights.transport in ("nccl", "cuda_ipc"):
+            raise ValueError(
+                f"{apart}, but weights.transport is {self.weights.transport}, which reaches generation actors only; "
+                "set it to auto, or max_actors to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _drafts_outlive_a_sleep(self) -> RunSpec:
         method = self.generation.speculation.method
         if self.generation.speculation.has_weights and self.placement.in_turns:

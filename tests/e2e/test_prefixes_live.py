@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fakes.live_runs import spec_values
+from fakes.live_runs import spec_values, write_prompts
 from rlhfless.autoscaling import scaler
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
-from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.driver import execute
 from rlhfless.loop.session import Session
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
@@ -33,10 +31,6 @@ from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
-
-EXAMPLES = 40
-"""Problems before each prompt, of seven tokens."""
-
 
 STEPS, MOVED = 5, 3
 """Steps, and how many of them move a tail."""
@@ -103,11 +97,3 @@ def test_a_tail_gets_its_prefix_and_the_replay_knows_it(
     # them, or each by itself.
     reference = found[FunctionName.REFERENCE]
     assert all(1 <= times < 16 for times in (reference.predicted, reference.measured))
-
-
-def write_prompts(path: Path) -> None:
-    """Sixteen problems behind the same forty."""
-    problems = draw_problems(TaskRecipe(), np.random.default_rng(1), EXAMPLES + 16, held_out=False)
-    before = "".join(example.prompt for example in problems[:EXAMPLES])
-    rows = [{"id": problem.id, "prompt": before + problem.prompt} for problem in problems[EXAMPLES:]]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

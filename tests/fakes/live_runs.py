@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
+from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
 from rlhfless.loop.step import rollout, train
@@ -42,6 +46,18 @@ def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
         "output": str(assets / "runs"),
     }
     return values | changes
+
+
+EXAMPLES = 40
+"""Problems before each prompt of `write_prompts`, of seven tokens."""
+
+
+def write_prompts(path: Path) -> None:
+    """Sixteen problems behind the same forty."""
+    problems = draw_problems(TaskRecipe(), np.random.default_rng(1), EXAMPLES + 16, held_out=False)
+    before = "".join(example.prompt for example in problems[:EXAMPLES])
+    rows = [{"id": problem.id, "prompt": before + problem.prompt} for problem in problems[EXAMPLES:]]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 async def train_step(run: Run, step: int) -> StepRecord:

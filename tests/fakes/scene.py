@@ -162,6 +162,7 @@ class Scene:
 
         return SimpleNamespace(
             moves=None,
+            prefill=None,
             runner_of=lambda step, work: self.policy,
             runner=self.policy,
             idle=lambda function, step: None,

@@ -39,7 +39,11 @@ async def test_engines_start_after_what_is_on_their_gpu(kind: str, apart: bool, 
     learner = Started("learner", said, gpus[1 if apart else 0])
     engines = Started("engines", said, gpus[0])
     run = SimpleNamespace(
-        generation=engines, helpers=(scoring,), keepers=SimpleNamespace(pools=(learner,)), call=lambda step: step
+        generation=engines,
+        prefill=None,
+        helpers=(scoring,),
+        keepers=SimpleNamespace(pools=(learner,)),
+        call=lambda step: step,
     )
     await start_functions(run, 1)  # type: ignore[arg-type]
     assert (said.index("engines begins") > said.index("learner is up")) == engines_last

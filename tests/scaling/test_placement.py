@@ -53,6 +53,24 @@ def test_colocated_functions_share_the_devices() -> None:
     assert [len(group.devices) for group in placement.groups] == [2]
 
 
+def test_engines_that_prefill_have_devices_of_their_own() -> None:
+    engines = [
+        Wanted(FunctionName.GENERATION, Site.WINDOWS, 2, 2),
+        Wanted(FunctionName.PREFILL, Site.WINDOWS, 1, 2),
+        Wanted(FunctionName.LEARNER, Site.SIDE),
+    ]
+    apart = place(PlacementSpec(mode="disaggregated", learner_devices=2), [gpus("n", 8)], engines)
+    assert names(apart, FunctionName.GENERATION) == [["gpu-0", "gpu-1"], ["gpu-2", "gpu-3"]]
+    assert names(apart, FunctionName.PREFILL) == [["gpu-4", "gpu-5"]]
+    assert [group.name for group in apart.groups] == ["generation-0", "generation-1", "generation-2", "learner-0"]
+    with pytest.raises(
+        PlacementError, match=r"generation.max_actors is 2 and scaling.prefill.max_actors is 1, .*for 2"
+    ):
+        place(PlacementSpec(), [gpus("n", 4)], engines)
+    shared = place(PlacementSpec(), [cpus(4)], engines)
+    assert names(shared, FunctionName.PREFILL) == [["cpu-0", "cpu-1"]]
+
+
 def test_on_devices_that_runs_share_what_is_awake_pays_for_all_of_a_device_and_what_sleeps_for_nothing() -> None:
     spec = PlacementSpec(mode="disaggregated", devices=2, tenants=2)
     allocations = placed(spec, cpus(2)).allocations
@@ -279,9 +297,12 @@ def test_functions_are_those_that_the_spec_needs() -> None:
     plain = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}]})
     assert [kind.name for kind in kinds_of(plain)] == ["generation", "scoring", "learner"]
     full = RunSpec.model_validate({**needed, "rewards": [judge], "algorithm": {"kl": {"coefficient": 0.1}}})
-    without_critic = [name for name in FunctionName if name != FunctionName.CRITIC]
-    assert [kind.name for kind in kinds_of(full)] == without_critic
+    together = [name for name in FunctionName if name != FunctionName.PREFILL]
+    assert [kind.name for kind in kinds_of(full)] == [name for name in together if name != FunctionName.CRITIC]
     ppo = RunSpec.model_validate(
         {**needed, "rewards": [judge], "critic": {}, "algorithm": {"type": "ppo", "kl": {"coefficient": 0.1}}}
     )
-    assert [kind.name for kind in kinds_of(ppo)] == list(FunctionName)
+    assert [kind.name for kind in kinds_of(ppo)] == together
+    apart = {"scaling": {"prefill": {"max_actors": 1}}, "generation": {"engine": {"kv_connector": "nixl"}}}
+    run = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}], **apart})
+    assert [kind.name for kind in kinds_of(run)] == ["generation", "prefill", "scoring", "learner"]

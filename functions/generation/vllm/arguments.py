@@ -108,9 +108,16 @@ def kv_folder(settings: EngineSettings) -> Path:
 
 
 def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
-    """`kv_transfer_config` of vLLM. Raises ValueError for a folder that other engines do not see."""
+    """`kv_transfer_config` of vLLM; KV that does not come is computed. Raises ValueError for a folder that other
+    engines do not see, and for NIXL where it is not installed."""
+    either_way = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     if settings.engine.kv_connector == "nixl":
-        return {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        if importlib.util.find_spec("nixl") is None:
+            raise ValueError(
+                "generation.engine.kv_connector is nixl, but the package nixl is not installed beside this engine; "
+                "install it on every node, or set kv_connector to folder (engines of one node)"
+            )
+        return {"kv_connector": "NixlConnector", **either_way}
     if settings.store.token:
         raise ValueError(
             f"generation.engine.kv_connector is folder, but weights come by {settings.store.transport}: engines do not "
@@ -119,7 +126,7 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
     return {
         "kv_connector": "KvFiles",
         "kv_connector_module_path": "rlhfless.functions.generation.vllm.kv_files",
-        "kv_role": "kv_both",
+        **either_way,
         "kv_connector_extra_config": {"folder": str(kv_folder(settings))},
     }
 

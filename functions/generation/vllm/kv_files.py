@@ -5,8 +5,8 @@ protocol of two requests (`kv_transfer_params`), which NixlConnector speaks on G
 is prefilled and its output has the parameters under which its KV can be had; a request with these parameters, in which
 `do_remote_prefill` is set, gets it. All other requests are left alone.
 
-Each engine writes into a folder of its own, and empties it when it loads weights. Files have a random name, and the
-parameters carry the cache salt: KV of other weights is not taken.
+Each engine writes into a folder of its own, and empties it when it loads weights. A file is read once, and removed by
+its reader. Files have a random name, and the parameters carry the cache salt: KV of other weights is not taken.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class KvFiles(KVConnectorBase_V1):
         self._matched: dict[str, tuple[str, int]] = {}
         """(files, first block) of the requests that get KV."""
         self._jobs = _Jobs()
+        self._missing: set[int] = set()
+        """Blocks whose file was gone, with a worker."""
         self._caches: dict[str, torch.Tensor] = {}
 
     # -- with the scheduler
@@ -132,10 +134,20 @@ class KvFiles(KVConnectorBase_V1):
         jobs = self._get_connector_metadata()
         assert isinstance(jobs, _Jobs)
         for job in jobs.load:
-            held = load_file(self._file(job.name, get_tensor_model_parallel_rank()))
+            path = self._file(job.name, get_tensor_model_parallel_rank())
+            try:
+                held = load_file(path)
+            except FileNotFoundError:  # the engine that wrote it has ended since the scheduler looked
+                self._missing.update(job.block_ids)
+                continue
+            path.unlink(missing_ok=True)  # an offer is taken once
             for layer, cache in self._caches.items():
                 part = held[layer][job.first : job.first + len(job.block_ids)]
                 self._by_block(cache)[job.block_ids] = part.to(cache.device)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        missing, self._missing = self._missing, set()
+        return missing
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 

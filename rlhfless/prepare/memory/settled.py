@@ -180,7 +180,7 @@ def _filled(asked: Question, spec: RunSpec) -> RunSpec:
         return spec
     side = asked.count if spec.placement.mode == "colocated" else asked.count - spec.placement.learner_devices
     room = side // spec.generation.engine.tensor_parallel_size
-    return edited(spec, {MOST: max(room, spec.scaling.generation.min_actors)})
+    return edited(spec, {MOST: max(room - spec.scaling.prefill.max_actors, spec.scaling.generation.min_actors)})
 
 
 def _with_fewest(spec: RunSpec) -> RunSpec:
@@ -237,9 +237,10 @@ def _last_resort(asked: Question) -> RunSpec:
 
 
 def _apart(asked: Question) -> int:
-    """The most devices that the learner can have beside `min_actors`."""
+    """The most devices that the learner can have beside the fewest actors that draw, and those that prefill."""
     spec = asked.spec
-    return asked.count - spec.scaling.generation.min_actors * spec.generation.engine.tensor_parallel_size
+    engines = spec.scaling.generation.min_actors + spec.scaling.prefill.max_actors
+    return asked.count - engines * spec.generation.engine.tensor_parallel_size
 
 
 def _placements(asked: Question) -> Iterator[RunSpec]:

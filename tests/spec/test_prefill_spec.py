@@ -1,0 +1,46 @@
+"""The section `scaling.prefill`: what cannot work is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhfless.spec import RunSpec
+
+SMALL: dict[str, Any] = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+
+
+def spec(prefill: dict[str, Any], connector: str | None = "nixl", **changes: Any) -> RunSpec:
+    generation = {"engine": {"kv_connector": connector}}
+    return RunSpec.model_validate(SMALL | {"scaling": {"prefill": prefill}, "generation": generation} | changes)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "changes", "parts"),
+    [
+        ({"max_actors": -1}, {}, ["scaling.prefill.max_actors"]),
+        ({"min_actors": 2, "max_actors": 1}, {}, ["max_actors (1) is below min_actors (2)"]),
+        ({"most": 1}, {}, ["scaling.prefill.most"]),
+        ({"max_actors": 1}, {"connector": None}, ["kv_connector is not set", "set it to folder"]),
+        ({"max_actors": 1}, {"placement": {"mode": "colocated", "turns": True}}, ["take turns", "turns to false"]),
+        ({"max_actors": 1}, {"placement": {"tenants": 2}}, ["take turns", "placement.tenants"]),
+        ({"max_actors": 2}, {"weights": {"transport": "cuda_ipc"}}, ["max_actors is 2", "transport is cuda_ipc"]),
+        (
+            {"max_actors": 1},
+            {"schedule": {"type": "async"}},
+            ["schedule.in_flight to false"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(prefill: dict[str, Any], changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        spec(prefill, **changes)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_what_can() -> None:
+    assert not RunSpec.model_validate(SMALL).scaling.prefill.on
+    assert spec({"max_actors": 1}).scaling.prefill.on
+    assert spec({"min_actors": 2, "max_actors": 2}, "folder").scaling.prefill.min_actors == 2
