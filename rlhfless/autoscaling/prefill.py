@@ -24,12 +24,9 @@ from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, S
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.records import Work
+from rlhfless.scaling.plan.prefill_apart import PIECES
 
 log = logging.getLogger(__name__)
-
-PIECES = 8
-"""Parts of an actor's prompts that are handed over one after the other: it decodes the first while the others are
-computed. Each is a call of two actors, and a request of the driver's."""
 
 Prompt = tuple[int, ...]
 Offers = tuple[KvOffer | None, ...]

@@ -96,14 +96,18 @@ def plan(
     planner = Planner(asked.spec, trace, latency)
     if as_json:
         found = planner.row(asked)
+        prefill = planner.prefill(asked)
         cost = {key: found[key] for key in ("predicted", "costs_usd", "reason")}
         cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, fits=not problems)
+        cost["prefill"] = None if prefill is None else asdict(prefill)
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
         _show(asked, planned, problems, change)
         if not problems:
             hint = "" if trace else "; --lengths-of takes them from a recorded run"
             _show_cost(planner.row(asked), planner.schedules(asked, fits=True), planner.lengths.source, hint)
+            if (prefill := planner.prefill(asked)) is not None:
+                typer.echo(prefill.text)
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
 

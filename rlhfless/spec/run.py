@@ -405,8 +405,6 @@ class RunSpec(SpecModel):
         if not self.scaling.prefill.on:
             return self
         apart = f"scaling.prefill.max_actors is {self.scaling.prefill.max_actors}"
-        if self.supervised:
-            raise ValueError(f"{apart}, but the run draws no samples; leave scaling.prefill out")
         if self.generation.engine.kv_connector is None:
             raise ValueError(
                 f"{apart}, but generation.engine.kv_connector is not set: nothing brings the KV of a prompt to the "

@@ -68,6 +68,7 @@ _OF_RLHF = (
     "scaling.policy",
     "scaling.contract",
     "scaling.generation",
+    "scaling.prefill",
     "scaling.hold_scoring",
 )
 _OF_REFERENCE = ("reference", "scaling.hold_reference")

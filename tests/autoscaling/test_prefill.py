@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from fakes.cluster import CALL, FakeCluster, pool_of
 from fakes.stage import until
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
-from rlhfless.autoscaling.prefill import PIECES, Offers, PrefillActors, pieces
+from rlhfless.autoscaling.prefill import Offers, PrefillActors, pieces
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.records import FunctionName, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.latency.fitted import LinearEngine
+from rlhfless.scaling.plan.prefill_apart import PIECES
 
 V2 = WeightVersion("run", 1, 2, "d")
 LONG, OTHER = tuple(range(640)), tuple(range(1000, 1640))

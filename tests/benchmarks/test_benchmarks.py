@@ -108,6 +108,13 @@ LIVE = (
     Smoke("schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "streaming", "async"))),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
     Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),
+    Smoke(
+        "prefill",
+        tuple(
+            rf"{ratio}, .*: one / apart {NUMBER}; plan {NUMBER} .* {NUMBER} by .*; identical 1\.000000 of \d+ tokens"
+            for ratio in ("8 : 1", "1 : 8")
+        ),
+    ),
     Smoke("sleep", (rf"learner: given back {NUMBER}", rf"actor: given back {NUMBER}", rf"wake / start {NUMBER}")),
     Smoke(
         "weights",

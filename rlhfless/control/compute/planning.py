@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
+from rlhfless.control.compute.prefill import PlannedPrefill, planned_prefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.compute.schedules import NO_SCHEDULES, schedules_of
 from rlhfless.control.compute.sensitivity import costs_usd
@@ -107,6 +108,11 @@ class Planner:
     def schedules(self, asked: Question, *, fits: bool) -> dict[str, Any]:
         """`schedules` and `schedule_reason` of PlanObject, for a run that `fits`."""
         return schedules_of(asked, self.quick().predicted) if fits else NO_SCHEDULES
+
+    def prefill(self, asked: Question) -> PlannedPrefill | None:
+        """Whether to compute prompts apart pays; None where it cannot be."""
+        latency = self.measured if self.measured is not None else self._latency_of(asked)
+        return planned_prefill(asked, self.lengths, None if latency is None else latency.engine)
 
     def _latency_of(self, asked: Question) -> LatencyFile | None:
         """Of the earlier run, if it was recorded with this model on these devices."""

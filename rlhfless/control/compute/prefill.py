@@ -1,0 +1,69 @@
+"""Whether a run's prompts should be computed apart, by the engine model of its devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfless.autoscaling.engine_speeds import BYTES_PER_S, CALLS_S, prior_of
+from rlhfless.control.compute.prediction import Lengths
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.plan.prefill_apart import AlikeEngines, PoolComparison, StepShape, compare
+from rlhfless.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPrefill:
+    """A step's generation in one pool and with prompts computed apart, on the same number of engines."""
+
+    engines: int
+    prefill_actors: int
+    """The best number of them for the prompts."""
+    together_s: float
+    apart_s: float
+    pays: bool
+    connector: str
+    """The KV connector that was assumed."""
+
+    @property
+    def text(self) -> str:
+        """One line of a plan."""
+        verdict = "pays" if self.pays else "does not pay"
+        return (
+            f"prompts computed apart ({self.prefill_actors} of {self.engines} actors, kv_connector {self.connector}): "
+            f"generation of {self.apart_s:.3g} s against {self.together_s:.3g} s in one pool, {verdict}"
+        )
+
+
+def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None = None) -> PlannedPrefill | None:
+    """The comparison for a run's own engines; None of a run with one engine, or without any. `model`: of an engine that
+    was measured; by default that of the device's data sheet."""
+    spec, kind = asked.spec, asked.sheet.kind
+    if spec.supervised:
+        return None
+    count = spec.scaling.generation.most_actors + spec.scaling.prefill.max_actors
+    connector = spec.generation.engine.kv_connector or ("folder" if kind == CPU_KIND else "nixl")
+    engine = spec.generation.engine
+    engines = AlikeEngines(
+        model or prior_of(kind, asked.shape, engine.tensor_parallel_size),
+        count,
+        engine.max_sequences,
+        asked.shape.kv_bytes / engine.tensor_parallel_size / BYTES_PER_S[connector],
+        CALLS_S,
+    )
+    found: PoolComparison = compare(_step(spec, lengths), engines)
+    if not found.prefill:
+        return None
+    return PlannedPrefill(count, found.prefill, found.together_s, found.apart_s, found.pays, connector)
+
+
+def _step(spec: RunSpec, lengths: Lengths) -> StepShape:
+    return StepShape.of(
+        spec.prompts_per_step,
+        spec.samples_per_prompt,
+        lengths.prompt_tokens,
+        lengths.median_tokens,
+        lengths.spread,
+        spec.generation.max_tokens,
+    )

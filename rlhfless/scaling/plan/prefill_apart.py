@@ -1,0 +1,148 @@
+"""The time of a step's generation with prompts computed apart, against the same engines in one pool.
+
+In one pool each of N engines computes its share of the prompts, and then draws from them:
+
+    T = (G / N) prefill(p) + decode(G n / N sequences)
+
+Apart, P engines compute all prompts in K pieces, those with the longest responses first, and D = N - P engines draw
+from each piece as it comes: after k (G / K P) prefill(p) + the move of its KV, and each draws G n / D sequences, at
+most as many at a time as it admits. G prompts of p tokens have n responses each, of K lengths.
+
+With equal lengths, and sequences that an engine admits at once, one pool is never slower: the last piece comes after
+(G / P) prefill(p), which is more than (G / N), and has its whole response before it, in a larger batch. Apart wins by
+the tail of unequal lengths: the longest responses begin after the first piece, and not after all prompts of an engine.
+It needs engines whose iterations cost nearly the same in a larger batch, prompts whose time counts beside the
+responses', and forecasts that know the longest; here they do, so the gain is a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist
+
+from rlhfless.scaling.engine_model import EngineModel, decode_s
+
+PIECES = 8
+"""Parts in which prompts are handed over: the engine that draws begins with the first. Each is a call of two actors."""
+
+LEAST_GAIN = 0.05
+"""Apart has to be faster by this share: of one pool, actors can be released one by one, and nothing is moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The samples of a step."""
+
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+    """[PIECES]: of as many parts of the samples of one size, the longest first."""
+
+    @classmethod
+    def of(
+        cls, prompts: int, samples: int, prompt_tokens: float, median_tokens: float, spread: float, max_tokens: int
+    ) -> StepShape:
+        """Of responses whose lengths are lognormal with this median and standard deviation of the logarithm."""
+        normal = NormalDist(math.log(max(median_tokens, 1.0)), spread) if spread else None
+        middles = [(PIECES - part - 0.5) / PIECES for part in range(PIECES)]
+        lengths = [math.exp(normal.inv_cdf(q)) if normal else median_tokens for q in middles]
+        whole = tuple(max(min(round(length), max_tokens), 1) for length in lengths)
+        return cls(prompts, samples, max(round(prompt_tokens), 1), whole)
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeEngines:
+    """The engines of a run, which are all alike."""
+
+    model: EngineModel
+    count: int
+    max_sequences: int
+    kv_token_s: float
+    """Seconds to move the KV of one token; infinite without a connector."""
+    move_s: float
+    """Seconds of a move's calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolComparison:
+    """Generation in one pool and apart."""
+
+    together_s: float
+    apart_s: float
+    """With the best number of engines that prefill; infinite where there is one engine, or no connector."""
+    prefill: int
+    """That number."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether to compute prompts apart is faster."""
+        return self.apart_s < (1 - LEAST_GAIN) * self.together_s
+
+
+def compare(step: StepShape, engines: AlikeEngines) -> PoolComparison:
+    """Both, for the same number of engines."""
+    together_s = one_pool_s(step, engines)
+    splits = [(apart_s(step, engines, prefill), prefill) for prefill in range(1, engines.count)]
+    best_s, prefill = min(splits, default=(math.inf, 0))
+    return PoolComparison(together_s, best_s, prefill if math.isfinite(best_s) else 0)
+
+
+def one_pool_s(step: StepShape, engines: AlikeEngines) -> float:
+    """Seconds until the engine with the most prompts has drawn all of its samples."""
+    prompts = math.ceil(step.prompts / engines.count)
+    prefilled_s = prompts * engines.model.prefill_s(step.prompt_tokens)
+    return drawn_s([(prefilled_s, *part) for part in _parts(step, prompts)], step.prompt_tokens, engines)
+
+
+def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
+    """Seconds with `prefill` of the engines for the prompts."""
+    if not math.isfinite(engines.kv_token_s):
+        return math.inf
+    prompts = math.ceil(step.prompts / (engines.count - prefill))
+    prefilled_s = step.prompts / prefill * engines.model.prefill_s(step.prompt_tokens) / PIECES
+    moved_s = prompts / PIECES * step.prompt_tokens * engines.kv_token_s
+    arrivals = [
+        ((piece + 1) * prefilled_s + engines.move_s + moved_s, *part)
+        for piece, part in enumerate(_parts(step, prompts))
+    ]
+    # An engine reads the KV of the other pieces while it draws from the first.
+    return drawn_s(arrivals, step.prompt_tokens, engines) + (PIECES - 1) * moved_s
+
+
+def _parts(step: StepShape, prompts: int) -> list[tuple[int, int]]:
+    """(sequences, tokens of each) of each part of so many prompts. With fewer prompts than PIECES some parts have none,
+    but never the longest, for which a step waits."""
+    ends = [math.ceil(prompts * part / PIECES) for part in range(PIECES + 1)]
+    sizes = [end - begin for begin, end in pairwise(ends)]
+    return [(size * step.samples, tokens) for size, tokens in zip(sizes, step.response_tokens, strict=True)]
+
+
+def drawn_s(arrivals: Sequence[tuple[float, int, int]], prompt_tokens: int, engines: AlikeEngines) -> float:
+    """Seconds until an engine has drawn all responses. `arrivals`: when so many sequences of so many tokens come, in
+    order of time. From one event to the next, which is an arrival or an end, the batch is constant."""
+    waiting, running = deque(part for part in arrivals if part[1]), list[tuple[int, int, int]]()
+    model, now_s = engines.model, 0.0
+    while waiting or running:
+        batch = sum(sequences for sequences, _, _ in running)
+        if waiting and (waiting[0][0] <= now_s or not running) and batch < engines.max_sequences:
+            at_s, sequences, tokens = waiting.popleft()
+            now_s, admitted = max(now_s, at_s), min(sequences, engines.max_sequences - batch)
+            running.append((admitted, 0, tokens))
+            if sequences > admitted:
+                waiting.appendleft((at_s, sequences - admitted, tokens))
+            continue
+        context = sum(sequences * (prompt_tokens + drawn) for sequences, drawn, _ in running)
+        iterations = min(tokens - drawn for _, drawn, tokens in running)
+        if waiting and waiting[0][0] > now_s:
+            each_s = model.iteration_s(batch) + model.context_s * context
+            iterations = min(iterations, math.ceil((waiting[0][0] - now_s) / each_s)) if each_s else iterations
+        now_s += decode_s(model, batch, context, iterations)
+        drawn_on = ((sequences, drawn + iterations, tokens) for sequences, drawn, tokens in running)
+        running = [part for part in drawn_on if part[1] < part[2]]
+    return now_s
