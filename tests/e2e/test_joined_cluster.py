@@ -121,6 +121,7 @@ def test_a_killed_driver_leaves_nothing_behind_after_the_lease(cluster: str, ass
         time.sleep(0.5)
 
 
+@pytest.mark.seldom
 def test_a_signal_stops_the_runs_own_functions_and_no_other(cluster: str, assets: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(write_spec(assets, tmp_path, steps=50, placement={"ray_address": cluster}), log)

@@ -13,16 +13,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from fakes import saboteur
-from fakes.live_runs import check_one_awake, fault_opening, tokens_of
+from fakes.live_runs import PausesAfter, check_one_awake, fault_opening, tokens_of
 from rlhfless.loop.driver import execute
-from rlhfless.loop.host import Host, RunPaused, StopCause, Verdict
+from rlhfless.loop.host import RunPaused
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 STEPS, WARM_UP = 4, 1
 PPO: dict[str, Any] = {
@@ -51,16 +51,6 @@ def ppo(assets: Path) -> dict[str, Any]:
     mixture = [{"name": "many", "path": train, "weight": 3}, {"name": "few", "path": train}]
     sets = [{"name": "test", "path": held_out, "max_prompts": 4}]
     return PPO | {"prompts": {"mixture": mixture, "draw_less": {}}, "evaluation": PPO["evaluation"] | {"sets": sets}}
-
-
-class PausesAfter(Host):
-    """Stops the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def after_step(self, run: Run, step: int) -> Verdict:
-        return Verdict(stop=StopCause.PAUSE if step == self._step else None)
 
 
 def weights_of(start: Session) -> dict[str, np.ndarray]:
@@ -120,7 +110,6 @@ def kill_the_critic_at_random(step: int) -> saboteur.Sabotage:
     return kill
 
 
-@pytest.mark.long
 def test_a_run_that_loses_its_critic_and_is_resumed_ends_with_the_same_bits(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:
@@ -138,7 +127,6 @@ def test_a_run_that_loses_its_critic_and_is_resumed_ends_with_the_same_bits(
     assert all(np.array_equal(expected[name], value) for name, value in ours.items())
 
 
-@pytest.mark.long
 @pytest.mark.seldom
 def test_functions_that_take_turns_learn_what_they_learned_side_by_side(
     assets: Path, uninterrupted: Session, tmp_path: Path

@@ -15,15 +15,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from fakes import saboteur
-from fakes.live_runs import fault_opening
+from fakes.live_runs import PausesAfter, fault_opening
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.loop.driver import Outcome, drive_steps, execute
-from rlhfless.loop.host import Host, RunPaused, StopCause, Verdict
+from rlhfless.loop.host import Host, RunPaused
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
-from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.prepare.preflight import preflight
 from rlhfless.records import Experience, FinishReason, FunctionName, Work
 from rlhfless.records.traces import read_trace
@@ -34,7 +33,7 @@ from rlhfless.spec.supervised import DATA
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS, TRAIN, HELD_OUT = 12, 192, 64
 
@@ -87,14 +86,6 @@ def assert_same(start: Session, other: Session) -> None:
     assert all(np.array_equal(expected[name], value) for name, value in ours.items())
 
 
-class PausesAfter(Host):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def after_step(self, run: TrainedRun, step: int) -> Verdict:
-        return Verdict(stop=StopCause.PAUSE if step == self._step else None)
-
-
 def test_sft_learns_demonstrations_and_a_killed_learner_changes_nothing(
     assets: Path, written: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +119,7 @@ def test_sft_learns_demonstrations_and_a_killed_learner_changes_nothing(
     assert_same(start, broken)
 
 
-@pytest.mark.long
+@pytest.mark.seldom
 def test_dpo_prefers_what_was_chosen_and_goes_on_bit_for_bit(assets: Path, written: Path, tmp_path: Path) -> None:
     start = opening("dpo", assets, written, tmp_path / "whole", dpo={"beta": 0.5})
     outcome = asyncio.run(execute(start))
@@ -159,7 +150,6 @@ class Reads(Host):
         self.drawn_.append(experience)
 
 
-@pytest.mark.long
 def test_preferences_become_a_reward_model_that_scores_a_ppo_run(assets: Path, written: Path, tmp_path: Path) -> None:
     judge = opening("reward_model", assets, written, tmp_path / "judge")
     outcome: Outcome = asyncio.run(execute(judge))

@@ -18,7 +18,7 @@ from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
 HEADROOM_BYTES = 6 << 30
 """What Ray and a run of two actors may use, with slot to spare, before Ray begins to kill."""

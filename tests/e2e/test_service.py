@@ -129,6 +129,7 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
     assert newest.notes.digest == whole.digest
 
 
+@pytest.mark.long
 def test_runs_that_learn_from_pairs_end_with_the_figures_and_the_bill_of_their_type(up: Up, assets: Path) -> None:
     """A DPO run and a reward model's, side by side: no generation is held, drawn or shown."""
     problems = draw_problems(TaskRecipe(), np.random.default_rng(0), 64, held_out=False)

@@ -16,7 +16,7 @@ from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
 
 def test_a_run_that_is_terminated_is_resumed_with_the_same_samples(whole: Whole, assets: Path, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from uuid import uuid4
 import numpy as np
 
 from rlhfless.bundled.task import TaskRecipe, draw_problems
+from rlhfless.loop.host import Host, StopCause, Verdict
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
 from rlhfless.loop.step import rollout, train
+from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.prepare.preflight import preflight
-from rlhfless.records import FunctionName, ReplicaState, StepRecord
+from rlhfless.records import FunctionName, ReplicaState, StepRecord, WeightVersion
 from rlhfless.records.traces import Trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
@@ -74,6 +76,16 @@ class Live:
     folder: Path
 
 
+class PausesAfter(Host):
+    """Stops a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_step(self, run: TrainedRun, step: int) -> Verdict:
+        return Verdict(stop=StopCause.PAUSE if step == self._step else None)
+
+
 FAULT_STEPS = 8
 
 
@@ -103,6 +115,12 @@ class Whole:
     trace: Trace
     digest: str
     """Of its last weights."""
+
+    def digest_after(self, step: int) -> str:
+        """Of the weights with which the step after it was drawn: for runs that end sooner."""
+        rows = [row for row in self.trace.rollouts if row.step == step + 1]
+        (label,) = {span.version for row in rows for span in row.version_spans}
+        return WeightVersion.parse(label).digest
 
 
 def tokens_of(trace: Trace) -> dict[tuple[int, str, int], Any]:

@@ -132,6 +132,7 @@ async def test_a_node_that_joins_is_used_and_one_that_dies_is_missed(
     await until_free({A: 3, B: 2})
 
 
+@pytest.mark.seldom
 async def test_devices_whose_only_node_has_died_are_waited_for(ray_nodes: RayNodes) -> None:
     doomed = add(ray_nodes, C, 4)
     spec = PlacementSpec(mode="disaggregated", learner_devices=2, devices=6, ray_address=JOINED)
@@ -200,7 +201,7 @@ async def test_a_node_that_is_drained_is_left_and_its_ray_ends(ray_nodes: RayNod
     await until_free({A: 3, B: 2})
 
 
-@pytest.mark.parametrize("holds", [False, True], ids=["idle", "held"])
+@pytest.mark.parametrize("holds", [pytest.param(False, marks=pytest.mark.seldom), True], ids=["idle", "held"])
 async def test_the_hook_of_a_pod_that_ends(ray_nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, holds: bool) -> None:
     """It drains its own node alone, waits no longer than it must, and leaves no Ray behind."""
     monkeypatch.setenv(INSTANCE, "pod-1")

@@ -14,7 +14,7 @@ from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.spec import EngineSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.asyncio]
 
 PROMPT_TOKENS = 900
 FOUND_TOKENS = PROMPT_TOKENS // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS

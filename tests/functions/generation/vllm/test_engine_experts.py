@@ -13,7 +13,7 @@ from rlhfless.weights.check import PROBE_TOLERANCE, check_moved, largest_differe
 from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def make_experts(folder: Path) -> TinyModel:

@@ -77,16 +77,24 @@ class Case:
         return 32 if self.plain else 256
 
 
+TWO_DEVICES = ("untied", "two devices")
 CASES = [
     ("tied", "one process"),
     pytest.param(("tied", "core apart"), marks=[pytest.mark.long, pytest.mark.seldom]),
-    pytest.param(("untied", "two devices"), marks=pytest.mark.long),
+    pytest.param(TWO_DEVICES, marks=[pytest.mark.long, pytest.mark.seldom]),
 ]
 PLAIN = ("tied", "plain loop")
 """An engine that is not vLLM: tests/extending/own/plain_engine.py."""
 
 contract = pytest.mark.parametrize("case", [*CASES, PLAIN], indirect=True, ids=", ".join, scope="module")
 """What every engine promises (rlhfless/functions/generation/engine.py)."""
+
+contract_of_weights = pytest.mark.parametrize(
+    "case",
+    [*CASES[:-1], pytest.param(TWO_DEVICES, marks=pytest.mark.long), PLAIN],
+    indirect=True, ids=", ".join, scope="module",
+)  # fmt: skip
+"""`contract` about what is split over devices, which CI looks at with two of them as well."""
 
 of_vllm = pytest.mark.parametrize("case", CASES, indirect=True, ids=", ".join, scope="module")
 
@@ -130,7 +138,7 @@ async def test_a_continued_response_is_the_one_drawn_in_one_go(case: Case, drawn
     assert (await case.engine.sample(rest)).token_ids == expected[drawn_tokens:]
 
 
-@contract
+@contract_of_weights
 async def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(case: Case) -> None:
     sampled = await case.engine.sample(_request("greedy", temperature=0.0, seed=None))
     prompt = _request("greedy").token_ids
@@ -272,7 +280,7 @@ async def test_the_start_has_the_phases_that_vllm_reports_and_no_others(case: Ca
     assert min(case.engine.start_seconds.values()) > 0  # type: ignore[attr-defined]
 
 
-@contract
+@contract_of_weights
 async def test_other_weights_are_really_served(case: Case) -> None:
     """The check `moved`, the version label, and no KV of the old weights."""
     prompt = tuple(range(5, 5 + 70))
@@ -300,7 +308,7 @@ async def test_other_weights_are_really_served(case: Case) -> None:
     assert largest_difference(sampled.logprobs, logprobs) < TOLERANCE
 
 
-@contract
+@contract_of_weights
 async def test_versions_follow_each_other(case: Case) -> None:
     for step in range(2, 6):
         tensors = perturbed(case.model.tensors(), seed=step)
@@ -330,7 +338,7 @@ async def test_it_wakes_with_the_weights_with_which_it_fell_asleep(case: Case) -
     assert (after.token_ids, after.cached_tokens, case.engine.loaded) == (before.token_ids, 0, version)
 
 
-@contract
+@contract_of_weights
 async def test_what_was_dropped_serves_after_the_next_load(case: Case) -> None:
     for step in (6, 7):
         tensors = perturbed(case.model.tensors(), seed=step)
@@ -423,7 +431,7 @@ async def test_samples_go_on_with_weights_that_are_loaded_in_flight(case: Case) 
     assert case.engine.loaded == new.version
 
 
-@contract
+@contract_of_weights
 async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
     """Tied: the bytes of the version before, one tiny step away. Untied: one tensor is missing."""
     old = {name: tensor.detach().bfloat16() for name, tensor in case.model.tensors().items()}

@@ -13,6 +13,8 @@ from rlhfless.weights.store import FolderStore
 
 
 @pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.seldom
 async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

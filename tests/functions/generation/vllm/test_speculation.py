@@ -22,7 +22,7 @@ from rlhfless.weights.check import PROBE_TOLERANCE, largest_difference
 from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 TOLERANCE = PROBE_TOLERANCE["float32"]
 DEPTH = 4
@@ -85,10 +85,10 @@ every = pytest.mark.parametrize(
     "case",
     [
         "suffix",
-        pytest.param("auto", marks=pytest.mark.long),
-        pytest.param("draft_model", marks=pytest.mark.long),
-        pytest.param("ngram", marks=pytest.mark.long),
-        pytest.param("suffix, core apart", marks=pytest.mark.long),
+        pytest.param("auto", marks=pytest.mark.seldom),
+        pytest.param("draft_model", marks=pytest.mark.seldom),
+        pytest.param("ngram", marks=pytest.mark.seldom),
+        pytest.param("suffix, core apart", marks=pytest.mark.seldom),
     ],
     indirect=True,
     scope="module",
