@@ -27,9 +27,10 @@ from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_device
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.rows import MILLION
-from rlhfless.spec import RunSpec
+from rlhfless.spec import PlacementSpec, RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
+from rlhfless.spec.streaming import waits_for
 
 COUNTS = (1, 8, 16, 64)
 """Numbers of devices of each kind of the price book that are tried: one, a node, two nodes, eight."""
@@ -37,13 +38,16 @@ COUNTS = (1, 8, 16, 64)
 LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
-TURNS, SCHEDULE = "placement.turns", "schedule.type"
+TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
 """The predictions of choices by a factor of the response lengths."""
 
 OnChoice = Callable[[int, int], None]
 """Called with the number of choices that are done, and of all."""
+
+CHUNK = 4
+"""Choices that a process takes at once, where there are many."""
 
 JOULES_PER_KWH = 3.6e6
 
@@ -104,7 +108,8 @@ def compared(
     choices = [replace(each, rollouts=one) for each in choices_of(planner.spec, devices) for one in rollouts]
     tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
     best = front(tried)
-    return [try_choice(planner, each.choice) if each in best else each for each in tried]
+    again = iter(_each(planner, [each.choice for each in tried if each in best], jobs, lambda *_: None))
+    return [next(again) if each in best else each for each in tried]
 
 
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
@@ -125,9 +130,11 @@ def _placements(spec: RunSpec, kind: str, count: int) -> Iterator[dict[str, Any]
         yield {"placement.mode": "colocated"}
         return
     yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
+    apart = spec.model_copy(update={"placement": PlacementSpec(mode="disaggregated")})
+    streams = () if waits_for(apart) else ({SCHEDULE: "sync", STREAMING: True},)
     for learner in sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ():
-        for schedule in ("sync", "one_step_off"):
-            yield {"placement.mode": "disaggregated", "placement.learner_devices": learner, SCHEDULE: schedule}
+        for schedule in ({SCHEDULE: "sync"}, *streams, {SCHEDULE: "one_step_off"}):
+            yield {"placement.mode": "disaggregated", "placement.learner_devices": learner, **schedule}
 
 
 def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
@@ -138,7 +145,9 @@ def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnC
             on_choice(number, len(choices))
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:  # a fork would copy this process without its threads
-        for number, tried in enumerate(pool.map(try_choice, [planner] * len(choices), choices, chunksize=4), start=1):
+        chunk = CHUNK if len(choices) > CHUNK * jobs else 1
+        found = pool.map(try_choice, [planner] * len(choices), choices, chunksize=chunk)
+        for number, tried in enumerate(found, start=1):
             yield tried
             on_choice(number, len(choices))
 
@@ -193,7 +202,8 @@ def placement_of(choice: Choice) -> str:
         return "in turns"
     if choice.changes.get("placement.mode") == "disaggregated":
         ahead = ", 1 ahead" if choice.changes[SCHEDULE] == "one_step_off" else ""
-        return f"{choice.changes['placement.learner_devices']} learn{ahead}"
+        streaming = ", streaming" if choice.changes.get(STREAMING) else ""
+        return f"{choice.changes['placement.learner_devices']} learn{ahead}{streaming}"
     return "co-located"
 
 

@@ -104,11 +104,20 @@ def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
 
 
 def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:
-    shared = (None, "sync")
+    shared = (None, "sync", False)
     for text, apart in {"1xh100": [], "2xh100": [1], "8xh100": [2, 4], "4xcpu-core": []}.items():
         tries = [choice.changes for choice in choices_of(SPEC, [text])]
-        found = [(changes.get("placement.learner_devices"), changes["schedule.type"]) for changes in tries]
-        assert found == [shared, *((each, schedule) for each in apart for schedule in ("sync", "one_step_off"))]
+        keys = ("placement.learner_devices", "schedule.type")
+        found = [(*map(changes.get, keys), changes.get("schedule.streaming", False)) for changes in tries]
+        schedules = (("sync", False), ("sync", True), ("one_step_off", False))
+        assert found == [shared, *((each, *schedule) for each in apart for schedule in schedules)]
+
+
+def test_streaming_is_not_tried_where_the_learner_would_wait() -> None:
+    two_updates = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | {"mini_batches": 2})
+    tries = [choice.changes for choice in choices_of(two_updates, ["8xh100"])]
+    assert len(tries) == 5
+    assert not any("schedule.streaming" in changes for changes in tries)
 
 
 def test_a_choice_changes_the_spec_and_leaves_open_what_was() -> None:
