@@ -1,6 +1,6 @@
 """Generation with drafts, against the same engine without.
 
-    python benchmarks/speculation.py [--rounds 7] [--sequences 1,4,16,32] [--depth 4] [--method auto]
+    python benchmarks/speculation.py [--rounds 7] [--sequences 1,4,16,32] [--depth auto] [--method auto]
         [--policy FOLDER] [--smoke]
 
 Two engines on one CPU core, of which one speculates, draw the same requests in turn, the order changing from
@@ -11,6 +11,7 @@ repeats      the bundled policy, trained to count, at temperature 1: responses t
 misses       a random model at temperature 1: responses do not resemble each other, and few drafts are found
 
 off / on     seconds without drafts over seconds with, median of neighbouring rounds: above 1 is faster
+processor    the same of the seconds in which the engine's process ran: a busy machine changes them less
 identical    share of the tokens of the engine without drafts that the other drew as well: anything but 1 is a fault
 accepted     drafts that were accepted, of those that were verified
 """
@@ -52,6 +53,8 @@ class Figures:
 
     off_s: list[float] = field(default_factory=list)
     on_s: list[float] = field(default_factory=list)
+    off_ran_s: list[float] = field(default_factory=list)
+    on_ran_s: list[float] = field(default_factory=list)
     tokens: int = 0
     identical: int = 0
     drafted: tuple[int, ...] = ()
@@ -78,11 +81,17 @@ async def started(model: Path, speculation: SpeculationSpec) -> VllmEngine:
     )
 
 
-async def drawn(engine: VllmEngine, requests: Sequence[SampleRequest]) -> tuple[float, list[Sampled]]:
-    """Seconds and responses."""
-    began = time.perf_counter()
+async def drawn(engine: VllmEngine, requests: Sequence[SampleRequest]) -> tuple[float, float, list[Sampled]]:
+    """Seconds, seconds in which the engine ran, and responses."""
+    began, ran = time.perf_counter(), ran_s(engine)
     sampled = await asyncio.gather(*map(engine.sample, requests))
-    return time.perf_counter() - began, sampled
+    return time.perf_counter() - began, ran_s(engine) - ran, sampled
+
+
+def ran_s(engine: VllmEngine) -> float:
+    """Processor seconds of the engine's process so far, of all its threads."""
+    threads = Path(f"/proc/{engine._process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, speculation: SpeculationSpec) -> None:
@@ -104,13 +113,15 @@ async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, spe
             ]
             sides = [(off, requests), (on, informed)]
             results = [await drawn(*side) for side in (sides if round_ % 2 else sides[::-1])]
-            (off_s, plain), (on_s, drafted) = results if round_ % 2 else results[::-1]
+            (off_s, off_ran_s, plain), (on_s, on_ran_s, drafted) = results if round_ % 2 else results[::-1]
             for i, sampled in enumerate(drafted):
                 history[i // SIBLINGS] += (sampled.token_ids,)
             if round_ == 0:  # it warms both up, and has no history
                 continue
             figures.off_s.append(off_s)
             figures.on_s.append(on_s)
+            figures.off_ran_s.append(off_ran_s)
+            figures.on_ran_s.append(on_ran_s)
             figures.take(plain, drafted)
         show(task, sequences, figures)
     await asyncio.gather(off.stop(), on.stop())
@@ -119,6 +130,7 @@ async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, spe
 def show(task: str, sequences: int, figures: Figures) -> None:
     drafted, accepted = sum(figures.drafted), sum(figures.accepted)
     print(f"{task:8} {sequences:3} sequences: off / on {median_ratio(figures.off_s, figures.on_s):.3f}", end="")
+    print(f", processor {median_ratio(figures.off_ran_s, figures.on_ran_s):.3f}", end="")
     print(f"; identical {figures.identical / figures.tokens:.6f} of {figures.tokens:,} tokens", end="")
     print(f"; accepted {accepted / max(drafted, 1):.2f} of {drafted:,} drafts")
     print(f"         off {spread(figures.off_s)} s, on {spread(figures.on_s)} s")
@@ -134,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sequences", default="1,4,16,32")
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--depth", default="auto", type=lambda depth: depth if depth == "auto" else int(depth))
     parser.add_argument("--method", default="auto")
     parser.add_argument("--policy", type=Path)
     parser.add_argument("--tasks", default="repeats,misses")

@@ -34,20 +34,23 @@ class PromptSuffixes:
         self._begin = self._prompt[-ORDER:]
         self._responses: dict[Hashable, list[int]] = {}
         self._places: dict[tuple[int, ...], deque[tuple[list[int], int]]] = {}
+        self._new: list[tuple[list[int], range]] = []
+        """Sequences with their ends that are not in `_places` yet."""
         self.tokens = 0
         self._add_prompt()
 
     def add(self, name: Hashable, tokens: Iterable[int]) -> None:
-        """More tokens of the response `name`, a new one or one that is there."""
+        """More tokens of the response `name`, a new one or one that is there. Their ends are looked at by the next
+        `draft`: while nothing is drafted, they cost nothing."""
         response = self._responses.get(name)
+        first = 0 if response is None else len(response) + 1
         if response is None:
             self._fade()
             response = self._responses[name] = list(self._begin)
-            self._mark(response, len(response))
-        for token in tokens:
-            response.append(token)
-            self._mark(response, len(response))
-            self.tokens += 1
+        self.tokens -= len(response)
+        response.extend(tokens)
+        self.tokens += len(response)
+        self._new.append((response, range(max(first, ORDER), len(response) + 1)))
 
     def length(self, name: Hashable) -> int:
         """Tokens of a response; 0 if it is not there."""
@@ -55,6 +58,7 @@ class PromptSuffixes:
 
     def draft(self, name: Hashable, depth: int) -> list[int]:
         """At most `depth` tokens that may come next in the response `name`; none if its end is nowhere else."""
+        self._mark()
         own = self._responses[name]
         places = [
             (response, place)
@@ -72,13 +76,17 @@ class PromptSuffixes:
 
     def _add_prompt(self) -> None:
         self.tokens = len(self._prompt)
-        for end in range(ORDER, len(self._prompt)):
-            self._mark(self._prompt, end)
+        self._new = [(self._prompt, range(ORDER, len(self._prompt)))]
 
-    def _mark(self, tokens: list[int], end: int) -> None:
-        if end >= ORDER:
-            places = self._places.setdefault(tuple(tokens[end - ORDER : end]), deque(maxlen=MOST_PLACES))
-            places.append((tokens, end))
+    def _mark(self) -> None:
+        """Find the places of all ends that are new, in the order in which they came."""
+        for tokens, ends in self._new:
+            for end in ends:
+                key = tuple(tokens[end - ORDER : end])
+                if key not in self._places:
+                    self._places[key] = deque(maxlen=MOST_PLACES)
+                self._places[key].append((tokens, end))
+        self._new.clear()
 
     def _fade(self) -> None:
         """Forget the older half of too many responses."""

@@ -86,6 +86,10 @@ Quantization = Literal["off"] | Quantised
 MOST_DRAFTS = 32
 """vLLM verifies up to 128 drafts of a request at once; published acceptance is gone long before 32."""
 
+DEEPEST, USUAL_DEPTH = 8, 4
+"""Most drafts with depth `auto`: of responses that repeat others, and of models, whose published acceptance is low
+beyond."""
+
 DRAFTERS = ("draft_model", "eagle3")
 """Methods that need a model of their own."""
 
@@ -95,14 +99,16 @@ class SpeculationSpec(SpecModel):
     without them (docs/speculation.md)."""
 
     method: Literal["off", "auto", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = "off"
-    """`auto`: `suffix` where that saves time, which each engine measures. `ngram`: what followed the same last tokens
-    earlier in the prompt or the response. `suffix`: what followed the longest equal end in other responses to the
-    prompt, those of earlier steps too. `draft_model`: a smaller model with the same tokenizer. `eagle3`: a head that
-    reads the model's hidden states. `mtp`: the heads that the model itself has for that. On GPUs `suffix` and `auto`
-    take vLLM's older model runner, without asynchronous scheduling."""
+    """`auto`: `suffix`, and with a number as `depth`, too, only where that saves time. `ngram`: what followed the same
+    last tokens earlier in the prompt or the response. `suffix`: what followed the longest equal end in other responses
+    to the prompt, those of earlier steps too. `draft_model`: a smaller model with the same tokenizer. `eagle3`: a head
+    that reads the model's hidden states. `mtp`: the heads that the model itself has for that. On GPUs `suffix` and
+    `auto` take vLLM's older model runner, without asynchronous scheduling."""
 
-    depth: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] = 4
-    """Most drafts of a response in one pass. `suffix` takes fewer where they are rejected."""
+    depth: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
+    """Most drafts of a response in one pass; `suffix` takes fewer where they are rejected. `auto`: as many as save
+    time, or none, which each engine measures for each number of responses side by side. On GPUs only `suffix` and
+    `auto` measure it, and the other methods draft 4."""
 
     model: Annotated[HubPath, Field(min_length=1)] | None = None
     """Folder or hub name of the draft model or of the head."""
@@ -124,7 +130,16 @@ class SpeculationSpec(SpecModel):
     @property
     def most(self) -> int:
         """Most drafts of a response in one pass."""
-        return self.depth if self.on else 0
+        if not self.on:
+            return 0
+        if self.depth == "auto":
+            return DEEPEST if self.remembers else USUAL_DEPTH
+        return self.depth
+
+    @property
+    def measured(self) -> bool:
+        """Whether engines draft only as deep as they have measured to save time."""
+        return "auto" in (self.method, self.depth)
 
     @property
     def remembers(self) -> bool:

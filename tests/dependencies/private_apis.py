@@ -15,6 +15,7 @@ GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
 )
 SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", "verification", "drafter"))
 QUANTISED = f"{VLLM}/quantised_layers.py"
+PASSES = f"{VLLM}/passes.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
@@ -100,6 +101,17 @@ VLLM_NAMES = (
                 QUANTISED), "whether this is a CPU, and its codes for fp8", has=("is_cpu", "fp8_dtype")),
     PrivateName("vllm.v1.worker.gpu_model_runner", (GENERATORS,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner", (WEIGHT_ENGINE, PASSES), "what a pass verifies",
+                has=("execute_model", "sample_tokens", "speculative_config", "model_config", "drafter",
+                     "use_async_scheduling", "_draft_token_ids", "_draft_token_req_ids")),
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.sample_tokens", (PASSES,), "the second half of a pass",
+                takes=("grammar_output",)),
+    PrivateName("vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model", (PASSES,), "the first half of a pass",
+                takes=("scheduler_output",)),
+    PrivateName("vllm.v1.core.sched.output.SchedulerOutput", (PASSES,), "the drafts of a pass, and how many come next",
+                has=("scheduled_spec_decode_tokens", "finished_req_ids", "num_spec_tokens_to_schedule")),
+    PrivateName("vllm.v1.outputs.ModelRunnerOutput", (PASSES,), "what a pass has drawn",
+                has=("req_ids", "req_id_to_index", "sampled_token_ids")),
     PrivateName("vllm.v1.worker.gpu_input_batch.CachedRequestState", (GENERATORS,),
                 "continue a request's random numbers", has=("sampling_params", "generator", "output_token_ids")),
     PrivateName("vllm.v1.sample.rejection_sampler.RejectionSampler", (VERIFICATION,), "drafts are verified by drawing",
@@ -313,6 +325,12 @@ TEXTS = (
                "the runner makes request states by the name that we replace"),
     SourceText('"Graph capturing finished in %.0f', "vllm/v1/worker/gpu_model_runner.py", (STARTS,), "a start"),
     SourceText("Loading weights took", "vllm/model_executor/model_loader/default_loader.py", (STARTS,), "the same"),
+    SourceText("use_spec_decode = self.speculative_config is not None\n        if not use_spec_decode:",
+               "vllm/v1/worker/gpu_model_runner.py", (PASSES,), "a runner without this setting takes the plain path"),
+    SourceText("self._draft_token_req_ids = self.input_batch.req_ids.copy()", "vllm/v1/worker/gpu_model_runner.py",
+               (PASSES,), "whose drafts the scheduler gets"),
+    SourceText("if self.num_speculative_tokens == 0:", "vllm/v1/spec_decode/llm_base_proposer.py", (PASSES,),
+               "a draft model that is asked for no drafts reads what was drawn"),
     SourceText("cast(Any, self.drafter).propose(\n                sampled_token_ids,\n                "
                "self.input_batch.num_tokens_no_spec,", "vllm/v1/worker/gpu_model_runner.py", (DRAFTER,),
                "how a drafter of our own is asked, once the tokens are in the request's state"),

@@ -25,6 +25,7 @@ def spec(speculation: dict[str, Any], engine: dict[str, Any] | None = None, **ch
         ({"method": "fast"}, {}, ["speculation.method", "'suffix'"]),
         ({"method": "suffix", "depth": 0}, {}, ["speculation.depth"]),
         ({"method": "suffix", "depth": 33}, {}, ["speculation.depth"]),
+        ({"method": "suffix", "depth": "deep"}, {}, ["speculation.depth", "'auto'"]),
         ({"method": "suffix", "deep": 3}, {}, ["speculation.deep"]),
         ({"method": "draft_model"}, {}, ["method draft_model needs a model"]),
         ({"method": "eagle3"}, {}, ["method eagle3 needs a model"]),
@@ -48,8 +49,23 @@ def test_what_cannot_work_is_refused(speculation: dict[str, Any], changes: dict[
 def test_what_can() -> None:
     assert not RunSpec.model_validate(SMALL).generation.speculation.on
     assert spec({"method": "suffix"}, placement={"mode": "colocated", "turns": True}).generation.speculation.on
-    assert spec({"method": "suffix"}, engine={"kv_connector": "nixl"}).generation.speculation.depth == 4
+    assert spec({"method": "suffix"}, engine={"kv_connector": "nixl"}).generation.speculation.most == 8
     assert spec({"method": "eagle3", "model": "d", "depth": 3}).generation.speculation.has_weights
+
+
+def test_auto_is_a_method_and_a_depth() -> None:
+    """`most` is what memory is planned for."""
+    auto, deep, fixed, head = (
+        spec(values).generation.speculation
+        for values in (
+            {"method": "auto", "depth": 3},
+            {"method": "suffix", "depth": "auto"},
+            {"method": "suffix", "depth": 3},
+            {"method": "mtp"},
+        )
+    )
+    assert [each.measured for each in (auto, deep, fixed, head)] == [True, True, False, True]
+    assert [each.most for each in (auto, deep, fixed, head)] == [3, 8, 3, 4]
 
 
 def test_a_draft_model_is_a_path() -> None:

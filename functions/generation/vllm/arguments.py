@@ -32,7 +32,7 @@ WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorker
 
 _DRAFTER_MODULE = "rlhfless.functions.generation.vllm.drafter"
 DRAFTERS = {
-    "auto": f"{_DRAFTER_MODULE}.MeasuringDrafter",
+    "auto": f"{_DRAFTER_MODULE}.SuffixDrafter",
     "suffix": f"{_DRAFTER_MODULE}.SuffixDrafter",
     "ngram": f"{_DRAFTER_MODULE}.NgramDrafter",
 }
@@ -135,7 +135,7 @@ def _speculative(settings: EngineSettings) -> dict[str, Any]:
     """`speculative_config` of vLLM. Suffixes are drafted by our own class: vLLM's need a package that is built from
     source, and remember no earlier steps."""
     method, model = settings.speculation.method, settings.speculation.model
-    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": settings.speculation.depth}
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": settings.speculation.most}
     if method == "ngram" and settings.device != "cpu":
         return drafts | {"method": "ngram_gpu", "prompt_lookup_min": NGRAMS[0], "prompt_lookup_max": NGRAMS[1]}
     if method in DRAFTERS:

@@ -77,7 +77,9 @@ class Core:
             threading.Thread(target=self._end_with_core, name="core-watch", daemon=True).start()
         address = {"address": asdict(settings.store)}
         self._engine.collective_rpc("init_weight_transfer_engine", args=(address,))
-        of_workers: list[start_times.WorkerStart] = self._engine.collective_rpc("rlhfless_start")
+        of_workers: list[start_times.WorkerStart] = self._engine.collective_rpc(
+            "rlhfless_start", args=(settings.speculation.measured,)
+        )
         size_bytes = start_times.weights_bytes(settings.model)
         built = start_times.phases(time.monotonic() - configured, of_workers, size_bytes)
         self.seconds = {str(StartPhase.CONFIGURE): configured - started} | built

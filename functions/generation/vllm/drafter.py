@@ -1,23 +1,21 @@
 """Our classes behind vLLM's `custom_class`: they draft suffixes of prompts and responses (`suffixes`).
 
-vLLM asks it after each iteration, with rows of its batch. It finds the requests of the rows in the model runner, which
-`StoreWorkerExtension` gives it, and their prompts in the requests. Responses that have ended stay for their siblings;
-responses of earlier steps come with a request (`SampleRequest.earlier`).
+`Passes` asks them after each iteration, with the requests of the batch; what these are is in the model runner.
+Responses that have ended stay for their siblings; responses of earlier steps come with a request
+(`SampleRequest.earlier`).
 
 vLLM's own n-grams are not used on CPUs: they are compiled by numba, whose threads wait for each other on a busy core.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
 
-from rlhfless.functions.generation.draft_worth import DraftWorth
 from rlhfless.functions.generation.suffixes import Pace, PromptSuffixes
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER
 
@@ -33,8 +31,6 @@ class _Drafting:
     index: Hashable
     """The key of its suffixes."""
     pace: Pace
-    drafted: int = 0
-    """In the pass that is under way."""
 
 
 class SuffixDrafter:
@@ -42,61 +38,65 @@ class SuffixDrafter:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         assert vllm_config.speculative_config is not None
-        self._depth: int = vllm_config.speculative_config.num_speculative_tokens
+        self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._longest: int = vllm_config.model_config.max_model_len
         self._suffixes: OrderedDict[Hashable, PromptSuffixes] = OrderedDict()
         self._requests: dict[str, _Drafting] = {}
         self.runner: Any = None
-        """The model runner; until it is known, nothing is drafted."""
+        """The model runner, which vLLM does not give it."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM asks for this: there is no model."""
 
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,  # noqa: ARG002
-        slot_mappings: Any = None,  # noqa: ARG002
-    ) -> list[list[int]]:
-        """By row of the batch, drafts of what comes after the tokens that were just sampled. A row without new tokens
-        is in the middle of its prefill."""
-        if self.runner is None:
-            return [[] for _ in sampled_token_ids]
-        for request_id in self._requests.keys() - self.runner.requests.keys():
-            self._end(self._requests.pop(request_id))
-        ids = self.runner.input_batch.req_ids[: len(sampled_token_ids)]
-        worth = self._is_worth_it(ids, sampled_token_ids)
+    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """vLLM asks for this, too: the drafts come from `drafts`."""
+        return [[] for _ in sampled_token_ids]
+
+    def drafts(self, ids: list[str], sampled: list[list[int]], limit: int) -> list[list[int]]:
+        """By request, at most `limit` drafts of what comes after the tokens that were just sampled. A request without
+        new tokens is in the middle of its prefill."""
+        lengths = self.runner.input_batch.num_tokens_no_spec
         return [
-            self._draft(ids[row], len(new), self._longest - int(num_tokens_no_spec[row]) if worth else 0) if new else []
-            for row, new in enumerate(sampled_token_ids)
+            self._draft(name, min(limit, self._longest - int(lengths[row]) - 1)) if sampled[row] else []
+            for row, name in enumerate(ids)
         ]
 
-    def _is_worth_it(self, ids: list[str], sampled: list[list[int]]) -> bool:  # noqa: ARG002
-        """Whether to draft in the next pass."""
-        return True
+    def saw(self, verified: Iterable[tuple[str, int, int]]) -> None:
+        """The requests that had drafts in a pass, with the numbers of drafts, and of accepted ones."""
+        for name, drafted, accepted in verified:
+            if name in self._requests:
+                self._requests[name].pace.saw(drafted, accepted)
 
-    def _draft(self, request_id: str, new: int, room: int) -> list[int]:
-        """`room`: tokens until the longest sequence; 0 for no drafts."""
-        state = self.runner.requests[request_id]
-        request = self._requests.get(request_id) or self._begin(request_id, state)
-        if request.drafted:
-            request.pace.saw(request.drafted, min(new - 1, request.drafted))
+    def end(self, names: Iterable[str]) -> None:
+        """Requests end, and are still in the runner; what they drew stays."""
+        for name in names:
+            if name in self.runner.requests:
+                self._read(name)
+            self._requests.pop(name, None)
+
+    def _draft(self, name: str, most: int) -> list[int]:
+        if most < 1:
+            return []
+        request, suffixes = self._read(name)
+        depth = min(request.pace.next(), most)
+        return suffixes.draft(name, depth) if depth else []
+
+    def _read(self, name: str) -> tuple[_Drafting, PromptSuffixes]:
+        """The request, and its suffixes with all that it has drawn."""
+        state = self.runner.requests[name]
+        request = self._requests.get(name) or self._begin(name, state)
         suffixes = self._of(request)
-        suffixes.add(request_id, _after(state, len(request.prompt), suffixes.length(request_id)))
-        depth = min(request.pace.next(), room - 1) if room > 1 else 0
-        draft = suffixes.draft(request_id, depth) if depth else []
-        request.drafted = len(draft)
-        return draft
+        suffixes.add(name, _after(state, len(request.prompt), suffixes.length(name)))
+        return request, suffixes
 
-    def _begin(self, request_id: str, state: Any) -> _Drafting:
+    def _begin(self, name: str, state: Any) -> _Drafting:
         extra = state.sampling_params.extra_args or {}
         prompt = tuple(state.prompt_token_ids[: len(state.prompt_token_ids) - extra.get(DRAWN, (0,))[0]])
-        request = _Drafting(prompt, self._index_of(request_id, prompt), Pace(self._depth))
+        request = _Drafting(prompt, self._index_of(name, prompt), Pace(self._most))
         suffixes = self._of(request)
         for response in map(tuple, extra.get(EARLIER, ())):
             suffixes.add(response, response[suffixes.length(response) :])
-        self._requests[request_id] = request
+        self._requests[name] = request
         return request
 
     def _of(self, request: _Drafting) -> PromptSuffixes:
@@ -109,41 +109,21 @@ class SuffixDrafter:
         self._suffixes.move_to_end(request.index)
         return suffixes
 
-    def _index_of(self, request_id: str, prompt: tuple[int, ...]) -> Hashable:  # noqa: ARG002
+    def _index_of(self, name: str, prompt: tuple[int, ...]) -> Hashable:  # noqa: ARG002
         return prompt
-
-    def _end(self, request: _Drafting) -> None:
-        """A request is gone; what it drew stays."""
-
-
-class MeasuringDrafter(SuffixDrafter):
-    """Drafts where that has saved time in this worker."""
-
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
-        self._worth = DraftWorth()
-        self._last: tuple[list[str], float] = [], 0.0
-        """The requests of the pass before, and when it ended."""
-
-    def _is_worth_it(self, ids: list[str], sampled: list[list[int]]) -> bool:
-        """Only passes over the same requests as the one before are measured: the engine was not idle in between, and
-        computed no prompt."""
-        (before, began_s), now_s = self._last, time.perf_counter()
-        self._last = list(ids), now_s
-        if before == ids and all(sampled):
-            drafted = any(self._requests[each].drafted for each in ids if each in self._requests)
-            self._worth.saw(len(ids), sum(map(len, sampled)), now_s - began_s, drafted=drafted)
-        return self._worth.next(len(ids))
 
 
 class NgramDrafter(SuffixDrafter):
     """Drafts from a response's own prompt and earlier part alone."""
 
-    def _index_of(self, request_id: str, prompt: tuple[int, ...]) -> Hashable:  # noqa: ARG002
-        return request_id
+    def _index_of(self, name: str, prompt: tuple[int, ...]) -> Hashable:  # noqa: ARG002
+        return name
 
-    def _end(self, request: _Drafting) -> None:
-        self._suffixes.pop(request.index, None)
+    def end(self, names: Iterable[str]) -> None:
+        """Requests end, and what they drew is forgotten."""
+        for name in names:
+            self._requests.pop(name, None)
+            self._suffixes.pop(name, None)
 
 
 def _after(state: Any, prompt_tokens: int, known: int) -> list[int]:

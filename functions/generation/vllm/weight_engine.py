@@ -32,12 +32,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlhfless.functions.generation.vllm import experts, generators, quantised_layers, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
-from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
 from rlhfless.functions.generation.vllm.messages import Consumed
+from rlhfless.functions.generation.vllm.passes import Passes
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
@@ -165,11 +166,11 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
 class StoreWorkerExtension(SleepingWorker):
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
-    def rlhfless_start(self) -> start_times.WorkerStart:
-        """See start_times.of_worker. The drafter, if it is ours, gets its runner: vLLM gives it none."""
+    def rlhfless_start(self, drafts_measured: bool) -> start_times.WorkerStart:
+        """See start_times.of_worker, and Passes for runners that can speculate."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        if isinstance(drafter := getattr(runner, "drafter", None), SuffixDrafter):
-            drafter.runner = runner
+        if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
+            Passes(runner, measured=drafts_measured)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
 
     def rlhfless_consumed(self) -> Consumed:

@@ -74,7 +74,8 @@ async def case(
     model = make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
     store = FolderStore(tmp_path_factory.mktemp("store"))
     own = {"model": str(model.folder)} if method == "draft_model" else {}
-    speculation = SpeculationSpec(method=method, depth=DEPTH, **own)
+    # A draft model of depth auto drafts up to DEPTH, too, and verifies other numbers from pass to pass.
+    speculation = SpeculationSpec(method=method, depth="auto" if own else DEPTH, **own)
     shape = SMALL_BATCHES.model_copy(update={"core_process": bool(apart)})
     engine = await start_tiny_engine(model, store.folder, shape, speculation)
     yield Speculating(method, engine, model, store, plain)

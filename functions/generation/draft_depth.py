@@ -1,0 +1,129 @@
+"""How deep to draft, learned from the passes of an engine: tried, measured, and left where drafts lose.
+
+A pass over drafts takes longer than one without, and yields more tokens. A pass over B responses, each with at most d
+drafts, has
+
+    B (1 + sum of accepted_i for i <= d) tokens  in  s(sum of drafted_i for i <= d) seconds
+
+where drafted_i and accepted_i are the drafts of a response and pass at place i, and s is the line through the medians
+of measured passes by their drafts for each response. The depth with the fewest seconds per token is taken, 0 unless
+the gain is worth it. How much a draft costs depends on B, so each doubling of it is learned by itself: drafts may pay
+in the tail of a step, and not in its bulk. Passes without drafts and passes of full depth are measured in turn at
+first, and tried again after more and more passes. Pure: times are passed in.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+MEASURED = 15
+"""Passes of each kind that are remembered. The median of so many does not follow single disturbances."""
+
+FEWEST = 6
+"""Passes without drafts, and of full depth, before a depth is chosen."""
+
+FIRST_RETRY, LAST_RETRY = 64, 1024
+"""Passes until another depth is tried again: twice as many each time, so that a loss of a fifth costs .3 % of the time
+at first, and nothing later."""
+
+MOST_TRIES = 4
+"""Passes that one retry may take: one that is disturbed is not measured."""
+
+RECKONED = 8
+"""Passes for which a choice stands."""
+
+GAIN = 0.98
+"""Drafts must take less than this share of the time without: they cost memory and power, too."""
+
+FADING = 0.98
+"""What a pass leaves of the weight of those before: drafts of the last 50 passes count."""
+
+
+class _Width:
+    """The passes of about so many responses."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._depth = most
+        self._plain_s: deque[float] = deque(maxlen=MEASURED)
+        self._drafting: defaultdict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=MEASURED))
+        """By doublings of drafts: drafts for each response, and seconds."""
+        self._measured = 0
+        """Passes of full depth, up to FEWEST."""
+        self._places = np.zeros((3, most))
+        """By place: responses that might have had a draft there, had one, and had it accepted."""
+        self._retry, self._passes = FIRST_RETRY, 0
+        self._tried, self._tries = 0, 0
+        """The depth that was tried last, and the passes that are left for it."""
+
+    def next(self) -> int:
+        if min(self._measured, len(self._plain_s)) < FEWEST:
+            return self._most if self._measured <= len(self._plain_s) else 0
+        if self._tries:
+            self._tries -= 1
+            return self._tried
+        if self._passes % RECKONED == 0:
+            before, self._depth = self._depth, self._best()
+            if bool(before) != bool(self._depth):
+                self._retry, self._passes = FIRST_RETRY, 0
+        self._passes += 1
+        if self._passes > self._retry:
+            self._retry, self._passes = min(2 * self._retry, LAST_RETRY), 0
+            others = [depth for depth in (0, self._most) if depth != self._depth]
+            self._tried = others[0] if self._tried != others[0] else others[-1]
+            self._tries = MOST_TRIES - 1
+            return self._tried
+        return self._depth
+
+    def saw(self, responses: int, seconds: float, limit: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        if limit == self._tried:
+            self._tries = 0
+        if not limit:
+            self._plain_s.append(seconds)
+            return
+        self._measured = min(self._measured + (limit == self._most), FEWEST)
+        count = sum(drafted)
+        self._drafting[count.bit_length()].append((count / responses, seconds))
+        self._places[:, :limit] *= FADING
+        self._places[0, :limit] += responses
+        for row, counts in enumerate((drafted, accepted), 1):
+            self._places[row, : len(counts)] += counts
+
+    def _best(self) -> int:
+        plain_s = statistics.median(self._plain_s)
+        medians = sorted(tuple(map(statistics.median, zip(*passes, strict=True))) for passes in self._drafting.values())
+        counts, seconds = zip(*([] if 0 in self._drafting else [(0.0, plain_s)]), *medians, strict=True)
+        drafted, accepted = np.cumsum(self._places[1:] / self._places[0], axis=1)
+        token_s = np.interp(drafted, counts, seconds) / (1 + accepted)
+        depth = int(token_s.argmin())
+        return depth + 1 if token_s[depth] < GAIN * plain_s else 0
+
+
+class DraftDepth:
+    """One engine's experience."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: the deepest drafts, 1 or more."""
+        self._most = most
+        self._widths: dict[int, _Width] = {}
+
+    def next(self, responses: int) -> int:
+        """Most drafts of a response in the next pass over so many."""
+        return self._of(responses).next()
+
+    def saw(self, responses: int, seconds: float, limit: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """The outcome of a pass over these responses alone: no prompt was computed in it.
+
+        `limit`: the most drafts that each could have. `drafted`, `accepted` [places]: how many had one at each place,
+        and how many of these were accepted.
+        """
+        self._of(responses).saw(responses, seconds, limit, drafted, accepted)
+
+    def _of(self, responses: int) -> _Width:
+        width = responses.bit_length()
+        if width not in self._widths:
+            self._widths[width] = _Width(self._most)
+        return self._widths[width]

@@ -1,0 +1,90 @@
+"""The passes of a model runner that can speculate: how deep each drafts, what it costs, and what comes of it.
+
+A pass that has nothing to verify takes the runner's plain path, as in an engine that does not speculate: vLLM would
+prepare and verify no drafts, which takes a third of a small model's pass. So being able to speculate costs nothing
+while nothing is drafted. Models with recurrent layers are left out: their states need to know of drafts that are not
+there.
+
+Our drafter is asked once a pass is over, and not by vLLM. A draft model is asked by vLLM, for as many drafts as are to
+be verified next; for none it still reads what was drawn.
+
+Not for vLLM's newer runner, nor with asynchronous scheduling: there the scheduler knows the depth, and not the worker.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlhfless.functions.generation.draft_depth import DraftDepth
+from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
+
+
+class Passes:
+    """Stands between a worker and its model runner."""
+
+    def __init__(self, runner: Any, *, measured: bool) -> None:
+        """`measured`: drafts are as deep as measurements say, instead of as deep as they may be."""
+        self._runner = runner
+        self._drafter: SuffixDrafter | None = runner.drafter if isinstance(runner.drafter, SuffixDrafter) else None
+        self._config = runner.speculative_config
+        self._limit: int = self._config.num_speculative_tokens
+        self._depth = DraftDepth(self._limit) if measured else None
+        self._before: tuple[list[str], int, float] = [], 0, 0.0
+        """Of the pass before: its requests, how deep it drafted, and when it ended."""
+        self._scheduled: Any = None
+        self._execute, self._sample = runner.execute_model, runner.sample_tokens
+        runner.execute_model, runner.sample_tokens = self.execute_model, self.sample_tokens
+        if self._drafter is not None:
+            self._drafter.runner = runner
+
+    def execute_model(self, scheduled: Any, *rest: Any) -> Any:
+        """In place of the runner's: the first half of a pass."""
+        self._scheduled, runner = scheduled, self._runner
+        if self._drafter is None:
+            scheduled.num_spec_tokens_to_schedule = self._limit
+            return self._execute(scheduled, *rest)
+        self._drafter.end(scheduled.finished_req_ids)
+        if not scheduled.scheduled_spec_decode_tokens and not runner.model_config.is_hybrid:
+            runner.speculative_config = None
+        output = self._execute(scheduled, *rest)
+        if output is not None:  # there is no second half
+            runner.speculative_config = self._config
+        return output
+
+    def sample_tokens(self, *arguments: Any) -> Any:
+        """In place of the runner's: the second half of a pass, and drafts for the next."""
+        output = self._sample(*arguments)
+        self._runner.speculative_config = self._config
+        ids, sampled = output.req_ids, output.sampled_token_ids
+        verified = [
+            (name, len(drafts), len(sampled[output.req_id_to_index[name]]) - 1)
+            for name, drafts in self._scheduled.scheduled_spec_decode_tokens.items()
+        ]
+        if self._depth is not None:
+            self._measure(self._depth, ids, all(sampled), verified)
+        if self._drafter is not None:
+            self._draft(self._drafter, ids, sampled, verified)
+        return output
+
+    def _measure(self, depth: DraftDepth, ids: list[str], whole: bool, verified: list[tuple[str, int, int]]) -> None:
+        """Only passes over the same requests as the one before are measured, and as deep: the engine was not idle in
+        between, and computed no prompt."""
+        limit, now_s = self._limit, time.perf_counter()
+        before, before_limit, began_s = self._before
+        self._before = ids, limit, now_s
+        if whole and before == ids and before_limit == limit:
+            places = range(limit)
+            drafted, accepted = ([sum(row[n] > place for row in verified) for place in places] for n in (1, 2))
+            depth.saw(len(ids), now_s - began_s, limit, drafted, accepted)
+        self._limit = depth.next(len(ids))
+
+    def _draft(
+        self, drafter: SuffixDrafter, ids: list[str], sampled: list[list[int]], verified: list[tuple[str, int, int]]
+    ) -> None:
+        runner = self._runner
+        drafter.saw(verified)
+        drafts = drafter.drafts(ids, sampled, self._limit) if self._limit else []
+        if verified or any(drafts):
+            runner._draft_token_ids = drafts or [[]] * len(ids)
+            runner._draft_token_req_ids = list(ids)
