@@ -50,6 +50,8 @@ class CallUsage:
     version: str = ""
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

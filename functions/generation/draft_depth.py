@@ -33,8 +33,8 @@ at first, and nothing later."""
 MOST_TRIES = 4
 """Passes that one retry may take: one that is disturbed is not measured."""
 
-RECKONED = 8
-"""Passes for which a choice stands."""
+RECKONED, RESTED = 8, 56
+"""Passes for which a choice stands, and passes after them that are not even looked at, where it is not to draft."""
 
 GAIN = 0.98
 """Drafts must take less than this share of the time without: they cost memory and power, too."""
@@ -59,12 +59,12 @@ class _Width:
         self._tried, self._tries = 0, 0
         """The depth that was tried last, and the passes that are left for it."""
 
-    def next(self) -> int:
+    def next(self) -> tuple[int, int]:
         if min(self._measured, len(self._plain_s)) < FEWEST:
-            return self._most if self._measured <= len(self._plain_s) else 0
+            return self._most if self._measured <= len(self._plain_s) else 0, 0
         if self._tries:
             self._tries -= 1
-            return self._tried
+            return self._tried, 0
         if self._passes % RECKONED == 0:
             before, self._depth = self._depth, self._best()
             if bool(before) != bool(self._depth):
@@ -75,8 +75,10 @@ class _Width:
             others = [depth for depth in (0, self._most) if depth != self._depth]
             self._tried = others[0] if self._tried != others[0] else others[-1]
             self._tries = MOST_TRIES - 1
-            return self._tried
-        return self._depth
+            return self._tried, 0
+        rests = 0 if self._depth or self._passes % RECKONED else RESTED
+        self._passes += rests
+        return self._depth, rests
 
     def saw(self, responses: int, seconds: float, limit: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         if limit == self._tried:
@@ -110,8 +112,9 @@ class DraftDepth:
         self._most = most
         self._widths: dict[int, _Width] = {}
 
-    def next(self, responses: int) -> int:
-        """Most drafts of a response in the next pass over so many."""
+    def next(self, responses: int) -> tuple[int, int]:
+        """Most drafts of a response in the next pass over so many; and for how many more passes over about as many
+        that stands, without any need to see them."""
         return self._of(responses).next()
 
     def saw(self, responses: int, seconds: float, limit: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:

@@ -159,6 +159,9 @@ class Sampled:
     response has none."""
     accepted: tuple[int, ...] = ()
     """[depth]: how often it was accepted."""
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    """See Invocation: of all responses since one has ended, with the first that ends."""
 
 
 @dataclass(frozen=True, slots=True)

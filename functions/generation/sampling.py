@@ -146,6 +146,8 @@ class RequestRun:
             version=self._request.version,
             drafted=added(self._usage.drafted, sampled.drafted),
             accepted=added(self._usage.accepted, sampled.accepted),
+            draft_s=self._usage.draft_s + sampled.draft_s,
+            verify_s=self._usage.verify_s + sampled.verify_s,
         )
 
     def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:

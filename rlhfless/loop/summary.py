@@ -96,6 +96,8 @@ def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:
     return {
         "drafted_tokens": float(sum(drafted)),
         "accepted_tokens": float(sum(accepted)),
+        "draft_s": sum(call.draft_s for call in calls),
+        "verify_s": sum(call.verify_s for call in calls),
         **{f"draft_acceptance/{place}": taken / asked for place, (asked, taken) in places if asked},
     }
 

@@ -157,6 +157,10 @@ class Invocation:
     are missing."""
     accepted: tuple[int, ...] = ()
     """[depth]: how many of them were accepted."""
+    draft_s: float = 0.0
+    """In which the engine looked for drafts, or computed them by a model of theirs."""
+    verify_s: float = 0.0
+    """Of the engine's passes that verified drafts, without `draft_s`."""
 
     @property
     def duration_s(self) -> float:

@@ -19,12 +19,17 @@ import pyarrow as pa
 
 from rlhfless.spec.errors import UserError
 
-TRACE_VERSION = 4
+TRACE_VERSION = 5
 
-_DRAFTS: Mapping[str, Any] = {"drafted": [], "accepted": []}
+_DRAFT_TIMES: Mapping[str, Any] = {"draft_s": 0.0, "verify_s": 0.0}
+_DRAFTS: Mapping[str, Any] = {"drafted": [], "accepted": [], **_DRAFT_TIMES}
 
 ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {2: {"invocations": {"evicted_tokens": 0, **_DRAFTS}}, 3: {"invocations": _DRAFTS}}
+    {
+        2: {"invocations": {"evicted_tokens": 0, **_DRAFTS}},
+        3: {"invocations": _DRAFTS},
+        4: {"invocations": _DRAFT_TIMES},
+    }
 )
 """The earlier versions that can be read: the columns that a table did not have yet, with the value of all their
 rows."""
@@ -81,6 +86,8 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "version": pa.string(),
                 "drafted": pa.list_(pa.int64()),
                 "accepted": pa.list_(pa.int64()),
+                "draft_s": pa.float64(),
+                "verify_s": pa.float64(),
             },
         ),
         "rollouts": _columns(

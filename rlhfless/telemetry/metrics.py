@@ -113,6 +113,8 @@ METRICS = _table(
         Metric("prefix_tokens_evicted", _TOKENS, "Prompt tokens computed again: engines had given their KV away"),
         Metric("drafted_tokens", _TOKENS, "Tokens that engines drafted and verified"),
         Metric("accepted_tokens", _TOKENS, "Drafted tokens that are in responses"),
+        Metric("draft_s", _S, "Time in which engines looked for drafts, of all engines"),
+        Metric("verify_s", _S, "Time of passes that verified drafts, of all engines"),
         Metric("draft_acceptance", _RATIO, "Drafts that were accepted, of those at a place of a pass", label="place"),
         # Time and money
         Metric("step_s", _S, "Wall time of the step"),

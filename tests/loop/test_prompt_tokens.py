@@ -49,13 +49,27 @@ def test_functions_without_a_call(calls: list[Invocation]) -> None:
 def test_drafts_of_all_actors_of_a_step() -> None:
     """Two actors, of which one drafts deeper; 6 + 2 drafts at the first place, of which 3 + 1 were accepted."""
     calls = [
-        Invocation("generation", "a", "i", Work.GENERATE, 1, 0.0, 1.0, drafted=(6, 4, 1), accepted=(3, 1, 1)),
-        Invocation("generation", "b", "i", Work.GENERATE, 1, 0.0, 1.0, drafted=(2,), accepted=(1,)),
+        Invocation(
+            "generation",
+            "a",
+            "i",
+            Work.GENERATE,
+            1,
+            0.0,
+            1.0,
+            drafted=(6, 4, 1),
+            accepted=(3, 1, 1),
+            draft_s=0.125,
+            verify_s=0.5,
+        ),
+        Invocation("generation", "b", "i", Work.GENERATE, 1, 0.0, 1.0, drafted=(2,), accepted=(1,), verify_s=0.25),
         Invocation("learner", "l", "i", Work.LEARN, 1, 0.0, 1.0),
     ]
     assert draft_metrics(calls) == {
         "drafted_tokens": 13.0,
         "accepted_tokens": 6.0,
+        "draft_s": 0.125,
+        "verify_s": 0.75,
         "draft_acceptance/1": 0.5,
         "draft_acceptance/2": 0.25,
         "draft_acceptance/3": 1.0,

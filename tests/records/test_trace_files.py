@@ -57,6 +57,8 @@ INVOCATION = Invocation(
     "demo/1/0/ab",
     drafted=(5, 4),
     accepted=(3, 1),
+    draft_s=0.25,
+    verify_s=1.5,
 )
 ROLLOUT = Rollout(
     prompt_id="p1",
@@ -194,7 +196,7 @@ def test_unknown_version_of_meta_is_refused(tmp_path: Path, version: object) -> 
     write_one_of_each(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trace_version": version}))
-    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3 and {TRACE_VERSION}"):
+    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3, 4 and {TRACE_VERSION}"):
         read_trace(tmp_path)
 
 
@@ -224,7 +226,12 @@ def test_the_newest_responses_come_first_and_only_as_many_tokens_as_asked_for(tm
 
 
 @pytest.mark.parametrize(
-    ("version", "lacks"), [(2, ["evicted_tokens", "drafted", "accepted"]), (3, ["drafted", "accepted"])]
+    ("version", "lacks"),
+    [
+        (2, ["evicted_tokens", "drafted", "accepted", "draft_s", "verify_s"]),
+        (3, ["drafted", "accepted", "draft_s", "verify_s"]),
+        (4, ["draft_s", "verify_s"]),
+    ],
 )
 def test_a_trace_of_an_earlier_version_is_read_and_continued(tmp_path: Path, version: int, lacks: list[str]) -> None:
     """As it was written then: without columns that came later. A run of then goes on in the same folder."""
@@ -234,7 +241,9 @@ def test_a_trace_of_an_earlier_version_is_read_and_continued(tmp_path: Path, ver
         return table.drop_columns(lacks).replace_schema_metadata(metadata)
 
     write_one_of_each(tmp_path)
-    old = replace(INVOCATION, drafted=(), accepted=())
+    old = replace(INVOCATION, draft_s=0.0, verify_s=0.0)
+    if "drafted" in lacks:
+        old = replace(old, drafted=(), accepted=())
     before = replace(read_trace(tmp_path), invocations=(old,))
     meta = tmp_path / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"trace_version": version}))

@@ -92,6 +92,7 @@ class Core:
         self._continued: dict[str, SampleRequest] = {}
         """Requests that continue a response, by id."""
         self._usable = True
+        self._speculates = settings.speculation.on
         self._drafts_suffixes = settings.speculation.remembers
         self._on_gpu = settings.device != "cpu"
         self._workers = settings.engine.tensor_parallel_size
@@ -144,7 +145,11 @@ class Core:
         return ended or self._iterate()
 
     def _iterate(self) -> list[Sampled]:
-        return [self._take(cast(RequestOutput, output)) for output in self._engine.step()]
+        ended = [self._take(cast(RequestOutput, output)) for output in self._engine.step()]
+        if ended and self._speculates:
+            draft_s, verify_s = self._engine.collective_rpc("rlhfless_draft_times")[0]
+            ended[0] = replace(ended[0], draft_s=draft_s, verify_s=verify_s)
+        return ended
 
     def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
         """Ends the given requests, or all; returns what they have so far. Unknown ids are ignored."""

@@ -32,40 +32,67 @@ class Passes:
         self._depth = DraftDepth(self._limit) if measured else None
         self._before: tuple[list[str], int, float] = [], 0, 0.0
         """Of the pass before: its requests, how deep it drafted, and when it ended."""
+        self._rests, self._width = 0, 0
+        """How many passes more are left alone, and the number of bits of how many requests."""
+        self._can_be_plain = self._drafter is not None and not runner.model_config.is_hybrid
         self._scheduled: Any = None
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self.execute_model, self.sample_tokens
+        self._propose = runner.propose_draft_token_ids
         if self._drafter is not None:
             self._drafter.runner = runner
+        else:
+            runner.propose_draft_token_ids = self.propose_draft_token_ids
+        self._began_s = self._draft_s = self._verify_s = 0.0
+
+    def times(self) -> tuple[float, float]:
+        """Seconds of drafting, and of passes that verified drafts, since the last call."""
+        times, self._draft_s, self._verify_s = (self._draft_s, self._verify_s), 0.0, 0.0
+        return times
 
     def execute_model(self, scheduled: Any, *rest: Any) -> Any:
         """In place of the runner's: the first half of a pass."""
-        self._scheduled, runner = scheduled, self._runner
+        self._scheduled = scheduled
         if self._drafter is None:
             scheduled.num_spec_tokens_to_schedule = self._limit
-            return self._execute(scheduled, *rest)
-        self._drafter.end(scheduled.finished_req_ids)
-        if not scheduled.scheduled_spec_decode_tokens and not runner.model_config.is_hybrid:
-            runner.speculative_config = None
-        output = self._execute(scheduled, *rest)
-        if output is not None:  # there is no second half
-            runner.speculative_config = self._config
-        return output
+        elif scheduled.finished_req_ids:
+            self._drafter.end(scheduled.finished_req_ids)
+        verifies = scheduled.scheduled_spec_decode_tokens
+        if verifies:
+            self._began_s = time.perf_counter()
+        if self._can_be_plain:
+            self._runner.speculative_config = self._config if verifies else None
+        return self._execute(scheduled, *rest)
 
     def sample_tokens(self, *arguments: Any) -> Any:
         """In place of the runner's: the second half of a pass, and drafts for the next."""
+        drafting_s = -self._draft_s
         output = self._sample(*arguments)
-        self._runner.speculative_config = self._config
+        drafting_s += self._draft_s
         ids, sampled = output.req_ids, output.sampled_token_ids
+        if self._rests and len(ids).bit_length() == self._width:
+            self._rests -= 1
+            return output
         verified = [
             (name, len(drafts), len(sampled[output.req_id_to_index[name]]) - 1)
             for name, drafts in self._scheduled.scheduled_spec_decode_tokens.items()
         ]
+        if verified:
+            self._verify_s += time.perf_counter() - self._began_s - drafting_s
         if self._depth is not None:
             self._measure(self._depth, ids, all(sampled), verified)
         if self._drafter is not None:
+            began_s = time.perf_counter()
             self._draft(self._drafter, ids, sampled, verified)
+            self._draft_s += time.perf_counter() - began_s
         return output
+
+    def propose_draft_token_ids(self, *arguments: Any) -> Any:
+        """In place of the runner's, which asks a draft model in the second half of a pass."""
+        began_s = time.perf_counter()
+        drafts = self._propose(*arguments)
+        self._draft_s += time.perf_counter() - began_s
+        return drafts
 
     def _measure(self, depth: DraftDepth, ids: list[str], whole: bool, verified: list[tuple[str, int, int]]) -> None:
         """Only passes over the same requests as the one before are measured, and as deep: the engine was not idle in
@@ -77,7 +104,9 @@ class Passes:
             places = range(limit)
             drafted, accepted = ([sum(row[n] > place for row in verified) for place in places] for n in (1, 2))
             depth.saw(len(ids), now_s - began_s, limit, drafted, accepted)
-        self._limit = depth.next(len(ids))
+        self._limit, self._rests = depth.next(len(ids))
+        if self._rests:
+            self._before, self._width = ([], 0, 0.0), len(ids).bit_length()
 
     def _draft(
         self, drafter: SuffixDrafter, ids: list[str], sampled: list[list[int]], verified: list[tuple[str, int, int]]

@@ -170,8 +170,13 @@ class StoreWorkerExtension(SleepingWorker):
         """See start_times.of_worker, and Passes for runners that can speculate."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
-            Passes(runner, measured=drafts_measured)
+            self.rlhfless_passes = Passes(runner, measured=drafts_measured)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
+
+    def rlhfless_draft_times(self) -> tuple[float, float]:
+        """See Passes.times; nothing where the runner's passes are vLLM's own."""
+        passes: Passes | None = getattr(self, "rlhfless_passes", None)
+        return (0.0, 0.0) if passes is None else passes.times()
 
     def rlhfless_consumed(self) -> Consumed:
         """See StoreWeightTransferEngine.consumed."""

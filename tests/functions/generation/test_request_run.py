@@ -65,7 +65,20 @@ class FakeEngine:
     def _end(self, seed: int, tokens: int, reason: FinishReason) -> None:
         name = self.asked[seed].request_id
         drafted, accepted = self.drafts[seed] if self.drafts else ((), ())
-        sampled = Sampled(name, (7,) * tokens, (-1.0,) * tokens, reason, (), 0, self.text, None, drafted, accepted)
+        sampled = Sampled(
+            name,
+            (7,) * tokens,
+            (-1.0,) * tokens,
+            reason,
+            (),
+            0,
+            self.text,
+            None,
+            drafted,
+            accepted,
+            draft_s=0.25 * len(drafted),
+            verify_s=0.5 * len(drafted),
+        )
         self._futures[name].set_result(sampled)
 
 
@@ -211,6 +224,7 @@ async def test_drafts_are_counted_by_their_place() -> None:
     *_, end = [event async for event in events]
     assert isinstance(end, StreamEnd)
     assert (end.reply.usage.drafted, end.reply.usage.accepted) == ((5, 4), (3, 1))
+    assert (end.reply.usage.draft_s, end.reply.usage.verify_s) == (1.0, 2.0)
 
 
 async def test_a_driver_that_takes_over_finds_no_samples_of_the_one_before() -> None:
