@@ -41,7 +41,7 @@ from rlhfless.functions.generation.engine import (
 )
 from rlhfless.functions.generation.vllm import quantised_layers, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
-from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER
+from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
 from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
@@ -132,7 +132,7 @@ class Core:
         if request.drawn_tokens:
             extra[DRAWN] = (request.drawn_tokens, self._vocabulary_tokens)
         if request.earlier and self._drafts_suffixes:
-            extra[EARLIER] = [list(response) for response in request.earlier]
+            extra[EARLIER] = [packed(response) for response in request.earlier]
         if request.kv_transfer is not None:
             # With this key vLLM reports the tokens that were cached where the prefill was done, and not here.
             kept = {key: value for key, value in request.kv_transfer.items() if key != "remote_prefill_cached_tokens"}
@@ -357,7 +357,7 @@ class Core:
             raise EngineDead("an earlier weight load failed half-way; start a new engine")
 
 
-def _speculated(metrics: RequestSpecDecodeMetrics | None) -> dict[str, tuple[int, ...]]:
+def _speculated(metrics: RequestSpecDecodeMetrics | None) -> dict[str, Any]:
     """Drafts of a response by their place in a pass, [depth]: `drafted` and `accepted`, of Sampled."""
     if metrics is None:
         return {}

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from rlhfless.functions.generation.suffixes import Pace, PromptSuffixes
-from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER
+from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, unpacked
 
 MOST_INDEXED_TOKENS = 1 << 20
 """Of all prompts in a worker, some 300 bytes each; the prompts that were asked for longest ago are forgotten first."""
@@ -94,8 +94,9 @@ class SuffixDrafter:
         prompt = tuple(state.prompt_token_ids[: len(state.prompt_token_ids) - extra.get(DRAWN, (0,))[0]])
         request = _Drafting(prompt, self._index_of(name, prompt), Pace(self._most))
         suffixes = self._of(request)
-        for response in map(tuple, extra.get(EARLIER, ())):
-            suffixes.add(response, response[suffixes.length(response) :])
+        for response in extra.get(EARLIER, ()):
+            if not suffixes.length(response):
+                suffixes.add(response, unpacked(response))
         self._requests[name] = request
         return request
 

@@ -10,6 +10,8 @@ by an offset that generators of CPUs do not have, and the engine would end with 
 from __future__ import annotations
 
 import weakref
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,17 @@ DRAWN = "rlhfless_drawn"
 the vocabulary)."""
 
 EARLIER = "rlhfless_earlier"
-"""Key in `SamplingParams.extra_args`: see SampleRequest.earlier."""
+"""Key in `SamplingParams.extra_args`: SampleRequest.earlier, each `packed`."""
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """The tokens of a response as bytes: vLLM copies a request's parameters number by number, and bytes at once."""
+    return array("i", tokens).tobytes()
+
+
+def unpacked(tokens: bytes) -> list[int]:
+    """What `packed` was given."""
+    return array("i", tokens).tolist()
 
 
 def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: int) -> None:

@@ -14,10 +14,13 @@ Not for vLLM's newer runner, nor with asynchronous scheduling: there the schedul
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlhfless.functions.generation.draft_depth import DraftDepth
 from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
+
+_Verified: TypeAlias = list[tuple[str, int, int]]
+"""The requests of a pass that had drafts, with the numbers of drafts, and of accepted ones."""
 
 
 class Passes:
@@ -94,7 +97,7 @@ class Passes:
         self._draft_s += time.perf_counter() - began_s
         return drafts
 
-    def _measure(self, depth: DraftDepth, ids: list[str], whole: bool, verified: list[tuple[str, int, int]]) -> None:
+    def _measure(self, depth: DraftDepth, ids: list[str], whole: bool, verified: _Verified) -> None:
         """Only passes over the same requests as the one before are measured, and as deep: the engine was not idle in
         between, and computed no prompt."""
         limit, now_s = self._limit, time.perf_counter()
@@ -102,15 +105,14 @@ class Passes:
         self._before = ids, limit, now_s
         if whole and before == ids and before_limit == limit:
             places = range(limit)
-            drafted, accepted = ([sum(row[n] > place for row in verified) for place in places] for n in (1, 2))
+            drafted = [sum(drafts > place for _, drafts, _ in verified) for place in places]
+            accepted = [sum(kept > place for *_, kept in verified) for place in places]
             depth.saw(len(ids), now_s - began_s, limit, drafted, accepted)
         self._limit, self._rests = depth.next(len(ids))
         if self._rests:
             self._before, self._width = ([], 0, 0.0), len(ids).bit_length()
 
-    def _draft(
-        self, drafter: SuffixDrafter, ids: list[str], sampled: list[list[int]], verified: list[tuple[str, int, int]]
-    ) -> None:
+    def _draft(self, drafter: SuffixDrafter, ids: list[str], sampled: list[list[int]], verified: _Verified) -> None:
         runner = self._runner
         drafter.saw(verified)
         drafts = drafter.drafts(ids, sampled, self._limit) if self._limit else []
