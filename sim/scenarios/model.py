@@ -114,6 +114,41 @@ class FittedLatency(SpecModel):
 LatencySpec = Annotated[RooflineLatency | KernelsLatency | EngineLatency | FittedLatency, Field(discriminator="type")]
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ScenarioSpeculationSpec(SpecModel):
+    """Drafts of an engine, by what was measured of them."""
+
+    accepted: Annotated[tuple[Share, ...], Field(min_length=1)]
+    """At each place of a pass: the drafts that are accepted, for each sequence and pass. A draft counts only where all
+    before it are accepted."""
+
+    drafted: tuple[Share, ...] | None = None
+    """At each place: the drafts there are, for each sequence and pass. Left out: one."""
+
+    depth: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Places that are drafted; `auto`: as many as save time where so many sequences run."""
+
+    draft_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds in which the drafts of one place are found, for all sequences of a pass."""
+
+    standing_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds of each pass that the engine loses because it could speculate."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """Where the figures are from."""
+
+    @model_validator(mode="after")
+    def _as_many_places(self) -> ScenarioSpeculationSpec:
+        places = len(self.accepted)
+        if self.depth != "auto" and self.depth > places:
+            raise ValueError(f"depth is {self.depth}, and accepted has {places} places; name one for each draft")
+        if self.drafted is not None and len(self.drafted) != places:
+            raise ValueError(f"drafted has {len(self.drafted)} places, and accepted {places}; give as many of both")
+        return self
+
+
 class ScenarioEngineSpec(SpecModel):
     """One generation actor."""
 
@@ -153,7 +188,10 @@ class ScenarioEngineSpec(SpecModel):
     already."""
 
     latency: LatencySpec = RooflineLatency()
-    """The latency model."""
+    """The latency model, of passes without drafts if `speculation` is given."""
+
+    speculation: ScenarioSpeculationSpec | None = None
+    """Drafts; none if left out. A fit to a run that speculated has them already."""
 
     @property
     def devices(self) -> int:

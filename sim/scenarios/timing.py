@@ -13,6 +13,7 @@ from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.latency.speculating import Speculating
 from rlhfless.sim.replay.latency_file import load_latency
 from rlhfless.sim.scenarios.model import EngineLatency, FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
@@ -83,7 +84,18 @@ def engine_model(scenario: Scenario, kind: str) -> EngineModel:
         runtime_s = 0.0
     elif isinstance(latency, EngineLatency):  # has what a server adds; a run adds as much more as with vLLM
         runtime_s = max(runtime_s - load_engines()["vllm"].fit(kind, "roofline").fixed_s, 0.0)
-    return Packed.of(_engine_model(scenario, kind), runtime_s)
+    packed, drafts = Packed.of(_engine_model(scenario, kind), runtime_s), scenario.engine.speculation
+    if drafts is None:
+        return packed
+    return Speculating(
+        packed,
+        drafts.drafted or (1.0,) * len(drafts.accepted),
+        drafts.accepted,
+        None if drafts.depth == "auto" else drafts.depth,
+        scenario.engine.max_sequences,
+        drafts.draft_s,
+        drafts.standing_s,
+    )
 
 
 def _engine_model(scenario: Scenario, kind: str) -> EngineModel:

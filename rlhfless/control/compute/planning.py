@@ -216,6 +216,8 @@ def _missing(planner: Planner, kind: str, devices: Mapping[str, int]) -> list[st
         missing.append("groups without a signal: taken to be none, without an earlier run by `lengths_of`")
     if not lengths.known:
         missing.append("response lengths: name an earlier run of these prompts with `lengths_of`")
+    if not spec.supervised and spec.generation.speculation.on and not lengths.accepted:
+        missing.append("drafts: taken to save nothing, without an earlier run that speculated by `lengths_of`")
     if planner.trace is None:
         missing.append("measured latencies: an earlier run of this model on these devices, by `lengths_of`")
     if kind not in devices:

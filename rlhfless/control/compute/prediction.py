@@ -23,8 +23,10 @@ from rlhfless.control.compute.drawn import Drawn, signal_of
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
+from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.intervals import Interval, length, union
+from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_BEATS_S, compare
@@ -83,6 +85,9 @@ class Lengths:
     """Rows of the data; None where they were not read."""
     signal: float | None = None
     """The share of groups whose samples differ in their rewards; None where it is not known."""
+    drafted: tuple[float, ...] = ()
+    accepted: tuple[float, ...] = ()
+    """[places]: see Speculating; empty where no drafts are known."""
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -102,6 +107,9 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
         return Lengths(median, median * math.exp(SPREAD**2 / 2), SPREAD, PROMPT_TOKENS, source, known=False)
     tokens = np.array([row.response_tokens for row in trace.rollouts], float)
     prompts = np.array([row.prompt_tokens for row in trace.rollouts], float)
+    calls = [call for call in trace.invocations if call.drafted]
+    counts = (added(*(getattr(call, name) for call in calls)) for name in ("drafted", "accepted"))
+    drafted, accepted = per_pass(sum(call.output_tokens for call in calls), *counts)
     return Lengths(
         float(np.median(tokens)),
         float(tokens.mean()),
@@ -110,6 +118,8 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
         f"{len(tokens):,} responses of {trace.meta.run_id}",
         known=True,
         signal=signal_of(trace),
+        drafted=drafted,
+        accepted=accepted,
     )
 
 
@@ -158,7 +168,8 @@ def predicted(
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
         if quick:
             measured["beat_s"] = NO_BEATS_S
-        measured["engine"] = _engine(asked, rollouts) | measured.get("engine", {})
+        drafts = _drafts(asked.spec, lengths) if latency is None else {}  # which a fit has already
+        measured["engine"] = _engine(asked, rollouts) | drafts | measured.get("engine", {})
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
     cost = banded(
@@ -320,6 +331,22 @@ def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
         "max_sequences": engine.max_sequences,
         "memory_fraction": engine.gpu_memory_fraction,
         "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),
+    }
+
+
+def _drafts(spec: RunSpec, lengths: Lengths) -> dict[str, Any]:
+    """Drafts as the earlier run had them, up to the depth of this one; none where they are not known."""
+    speculation = spec.generation.speculation
+    places = min(speculation.most, len(lengths.accepted))
+    if not places:
+        return {}
+    return {
+        "speculation": {
+            "drafted": lengths.drafted[:places],
+            "accepted": lengths.accepted[:places],
+            "depth": "auto" if speculation.measured else places,
+            "source": lengths.source,
+        }
     }
 
 
