@@ -11,7 +11,7 @@ from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, rank_devices
 from rlhfless.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ class Launch:
     """If given, they are served by HTTP to requests that carry the token."""
     store: StoreAddress
     """How actors reach them."""
-    planned_bytes: Callable[[str], Mapping[str, Planned]]
-    """Gives, for a kind of device, the planned bytes of a replica or rank of each function, by phase."""
+    planned_bytes: Callable[[str, int | None], Mapping[str, Planned]]
+    """Gives, for a kind of device, the planned bytes of a replica or rank of each function, by phase; of a learner with
+    so many ranks, if that is not None."""
     kv_bytes: Callable[[str], int | None]
     """Gives, for a kind of device, the KV bytes of an engine that shares its GPU; None if it is alone."""
 
@@ -51,12 +52,12 @@ class Launch:
 
     def planned(self, kind: FunctionKind, allocation: Allocation) -> Planned:
         """The planned bytes of a replica or rank in an allocation, by phase."""
-        return self.planned_bytes(allocation.devices[0].kind).get(kind.name, {})
+        return self.planned_bytes(allocation.devices[0].kind, allocation.ranks).get(kind.name, {})
 
     def rank_bindings(self, kind: FunctionKind, allocation: Allocation) -> tuple[DeviceBinding, ...]:
         """The devices of each rank of a replica."""
         wanted = kind.wanted(self.spec)
-        ranks = 1 if wanted is None else wanted.ranks
+        ranks = allocation.ranks or (1 if wanted is None else wanted.ranks)
         devices = (rank_devices(allocation.devices, rank, ranks) for rank in range(ranks))
         return tuple(binding(each, exclusive=False, shared=is_shared(allocation, ranks)) for each in devices)
 
@@ -70,14 +71,3 @@ def binding(devices: Sequence[Device], *, exclusive: bool, shared: bool = False)
 def is_shared(allocation: Allocation, ranks: int = 1) -> bool:
     """Whether a device of a replica with so many ranks has several processes: other functions, or other ranks."""
     return min(allocation.shares) < 1 or ranks > len(allocation.devices)
-
-
-def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
-    """A rank's part of a function's devices: neighbours, on the node of the first of them. More ranks than devices
-    share them."""
-    per_rank, left_over = divmod(len(devices), ranks)
-    if not per_rank:
-        return (devices[rank % len(devices)],)
-    first = rank * per_rank + min(rank, left_over)
-    part = devices[first : first + per_rank + (rank < left_over)]
-    return tuple(device for device in part if device.node == part[0].node)

@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +22,9 @@ from rlhfless.records import FloatArray, PublishedWeights
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
+
+HANDED_OVER = "handed-over"
+"""The folder of a state that passes from one group of ranks to the next, below that of the weights."""
 
 
 class LearnerFunction(TrainedFunction):
@@ -69,6 +73,25 @@ class LearnerFunction(TrainedFunction):
             call_timeout_s=spec.timeouts.call_s,
             planned=launch.planned(kind, allocation),
         )
+
+    async def hand_over(self, call: Call) -> Reply[bool]:
+        """Write the ranks' state beside the weights, in shared memory, for a group of another number of ranks on this
+        node. Returns False if there is no memory for it."""
+        self.admit(call)
+        start_s = time.time()
+        written: list[bool] = await self._group.all("hand_over", str(self._handed_over))
+        return self.reply(all(written), start_s)
+
+    async def take_over(self, call: Call) -> Reply[None]:
+        """Go on from the state that the group before this one has handed over, as if `call`'s step were the last that
+        was learned. The state is gone after that."""
+        reply = await self.restore(call, str(self._handed_over))
+        await asyncio.to_thread(shutil.rmtree, self._handed_over, ignore_errors=True)
+        return reply
+
+    @property
+    def _handed_over(self) -> Path:
+        return Path(self._settings.store.folder) / HANDED_OVER
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Logprobs `[tokens]` of the current policy: before the first update of a step they are the old ones. Of a

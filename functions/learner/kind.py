@@ -22,7 +22,14 @@ from rlhfless.spec import RunSpec
 
 
 def _wanted(spec: RunSpec) -> Wanted:
-    return Wanted(FunctionName.LEARNER, Site.SIDE, ranks=spec.learner.world_size, ranks_key="learner.ranks")
+    learner = spec.learner
+    return Wanted(
+        FunctionName.LEARNER,
+        Site.SIDE,
+        ranks=learner.world_size,
+        ranks_key="learner.ranks",
+        fewest_ranks=learner.min_ranks,
+    )
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:

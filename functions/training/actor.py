@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -66,6 +67,11 @@ class TrainingActor(RankActor[S]):
     def wait_written(self) -> None:
         """See TrainingRank.wait_written."""
         self._rank.wait_written()
+
+    def hand_over(self, folder: str) -> bool:
+        """See TrainingRank.hand_over. *Collective.*"""
+        with self._at_work("checkpoint"):
+            return self._rank.hand_over(Path(folder))
 
     def restore(self, location: str) -> None:
         """See TrainingRank.restore. *Collective.*"""

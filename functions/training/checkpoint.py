@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -40,6 +41,8 @@ from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
+
+log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 """End of the name of a checkpoint that is being written."""
@@ -95,9 +98,8 @@ class _Contents:
 
     def write(self, folder: Path) -> None:
         """*Collective*."""
-        writer = dcp.FileSystemWriter(folder / STATE_FOLDER)
         together = self.savers.together
-        together(lambda: dcp.save(self.state, storage_writer=writer, process_group=self.savers.group))
+        _write_state(folder, self.state, self.savers)
         together(lambda: self._write_weights(folder / WEIGHTS_FILE))
         together(lambda: self._write_files(folder) if self.savers.first else None)
 
@@ -150,6 +152,27 @@ def save_checkpoint(
             f"the checkpoint {location} could not be written ({error}); {where}. "
             "Earlier checkpoints are untouched: correct that, such as by freeing some space, and resume the run"
         ) from error
+
+
+def hand_over(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
+    """Write `state` alone to a folder in shared memory that all ranks see, for the ranks that take over: any number of
+    them, by `restore_checkpoint`. Returns False if there is no room. *Collective.*"""
+    try:
+        savers.together(lambda: shutil.rmtree(folder, ignore_errors=True) if savers.first else None)
+        savers.together(lambda: folder.mkdir(parents=True) if savers.first else None)
+        _write_state(folder, state, savers)
+    except _RankFailed as error:
+        log.warning("the learner's state could not be handed over through %s: %s", folder, error)
+        if savers.first:
+            shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
+
+
+def _write_state(folder: Path, state: dict[str, Any], savers: Savers) -> None:
+    """Write each rank's part of a state. *Collective.*"""
+    writer = dcp.FileSystemWriter(folder / STATE_FOLDER)
+    savers.together(lambda: dcp.save(state, storage_writer=writer, process_group=savers.group))
 
 
 def restore_checkpoint(location: str, state: dict[str, Any]) -> None:

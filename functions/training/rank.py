@@ -38,7 +38,7 @@ from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.ranks.shares import share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.functions.training.average import WeightAverage
-from rlhfless.functions.training.checkpoint import Savers, restore_checkpoint, save_checkpoint
+from rlhfless.functions.training.checkpoint import Savers, hand_over, restore_checkpoint, save_checkpoint
 from rlhfless.functions.training.metrics import over_ranks, over_updates
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.publishing import Substitute, published_stream
@@ -161,6 +161,13 @@ class TrainingRank:
     def wait_written(self) -> None:
         """Wait until the checkpoint that `save` began is complete. Raises CheckpointError, or TimeoutError."""
         self._background.wait_written(self._timeout_s)
+
+    def hand_over(self, folder: Path) -> bool:
+        """Write the state to a folder in shared memory, from which ranks of another number `restore` it. Returns False,
+        and writes nothing, where there is no memory for a copy. *Collective.*"""
+        self.wait_written()
+        state = self._state()
+        return self._background.fits(state) and hand_over(folder, state, self._savers)
 
     def restore(self, location: str | Path) -> None:
         """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.

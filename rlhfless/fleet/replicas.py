@@ -56,6 +56,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
+        self._allocations = self._blueprint.allocations
         self._launches = 0
         self._removed: set[str] = set()
 
@@ -71,7 +72,12 @@ class Replicas:
     @property
     def allocations(self) -> tuple[Allocation, ...]:
         """The allocations of the slots; each holds one replica."""
-        return self._blueprint.allocations
+        return self._allocations
+
+    def set_allocation(self, slot: int, allocation: Allocation) -> None:
+        """Let the next replica at a slot, which must be empty, have other devices."""
+        assert self.at(slot) is None, f"{self.function} has a replica at slot {slot}, whose devices it keeps"
+        self._allocations = (*self._allocations[:slot], allocation, *self._allocations[slot + 1 :])
 
     def __getitem__(self, name: str) -> Replica:
         return self._replicas[name]

@@ -181,6 +181,21 @@ class RunDevices:
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
 
+    async def at_hand(self) -> Callable[[Allocation], bool]:
+        """Tells of an allocation whether its devices are there now: held, or free on a node of the cluster."""
+        nodes = await self._cluster.nodes("")
+
+        def there(allocation: Allocation) -> bool:
+            missing = [group for group in self._placement.groups_of(allocation) if not self._holds(group)]
+            return len(fitting(missing, nodes)) == len(missing)
+
+        return there
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a replica of the run waits for devices."""
+        return any(taken.users and taken.held is None for taken in self._taken.values())
+
     def places(self, allocation: Allocation) -> list[str]:
         """The names of an allocation's devices in the cluster, the same for every run; empty if the run does not hold
         them."""
@@ -296,9 +311,10 @@ class RunDevices:
                 self._taken[group.name] = _Taken(held=held)
 
     def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
-        """Record that a replica of an earlier driver uses these devices, which are bound."""
+        """Record that `user`, such as a replica of an earlier driver, uses what the run has of these devices."""
         for group in self._placement.groups_of(allocation):
-            self._taken[group.name].users[user] = lost
+            if group.name in self._taken:
+                self._taken[group.name].users[user] = lost
 
     async def settle(self) -> None:
         """Give back what an earlier driver has left and no replica uses."""

@@ -21,7 +21,7 @@ from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import Data, schedule_of
 from rlhfless.loop.session import Session, open_session
-from rlhfless.loop.trained_run import TrainedRun
+from rlhfless.loop.trained_run import ElasticLearner, TrainedRun
 from rlhfless.records import Decision, Experience
 
 log = logging.getLogger(__name__)
@@ -147,11 +147,21 @@ class RunSteps:
         saves = moves or step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
         if saves:
             await self._save(step, whole=moves or step == spec.steps)
+        self.following = step + 1  # a fault from here on is none of this step, which the functions have taken
         if moves:
             await self._run.move_keepers()
-        self.following = step + 1
+        elif 0 < step < spec.steps and self._run.learner_size is not None:
+            await self._resize(self._run.learner_size, step)
         await self._obey(step, saved=saves or not step)
         self._run.clock.resume()
+
+    async def _resize(self, size: ElasticLearner, step: int) -> None:
+        """Let the learner have another number of ranks from the next step on, if that is better."""
+        choice = await size.choose(step)
+        if choice is not None:
+            await self._wait_for_checkpoint()  # the ranks that write it are to end
+            with self._session.console.waiting(f"moving the learner's state to {choice.ranks} rank(s)"):
+                await size.change(step, choice, save=lambda: self._save(step, whole=True))
 
     async def _obey(self, step: int, *, saved: bool) -> None:
         """Do what the host asks for after a step, and keep the limits of the spec. Raises RunPaused."""

@@ -26,7 +26,7 @@ from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.loop.host import DevicesWanted
 from rlhfless.loop.transports import transport_of
-from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_bytes
+from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_bytes, with_ranks
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
@@ -65,7 +65,7 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
         store_token=token,
         # Actors on other nodes reach the store by a cache of theirs beside it.
         store=StoreAddress(transport, str(cache if token else home), token, str(home) if token else ""),
-        planned_bytes=lambda kind: planned(spec, shape, kind, tokens),
+        planned_bytes=lambda kind, ranks: planned(with_ranks(spec, ranks), shape, kind, tokens),
         kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
     )
 

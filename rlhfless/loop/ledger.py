@@ -162,6 +162,10 @@ class Ledger:
         """The records of the run's bill, of all its attempts: holdings that have been closed, and calls."""
         return list(self._holdings), list(self._invocations)
 
+    def calls_since(self, at_s: float) -> list[Invocation]:
+        """The calls that had not ended then (unix time), of all attempts."""
+        return [call for call in self._invocations if call.end_s > at_s]
+
     def mean_start_s(self, function: str) -> float | None:
         """See FleetFigures."""
         starts = cold_starts([holding for holding in self._starts if holding.function == function])

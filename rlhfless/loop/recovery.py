@@ -3,12 +3,13 @@
 A step that failed is done again. That costs little and changes nothing: its finished rollouts come from the journal,
 learner and critic repeat their answers for a step that they have already taken, and the ledger counts a step once. If
 one of the two is lost, both start from the newest checkpoint, and the steps since then are learned again from the
-journal.
+journal. A learner whose size may change goes on with the ranks whose devices are there (rlhfless.loop.learner_size).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -86,13 +87,15 @@ class Recovery:
         return following
 
     async def _recover(self, step: int) -> int:
-        run = self._run
-        call = run.call(step)
-        await clear(run, call)
-        if run.keepers.all_there:
-            await run.publish_again(step)
-            return step
-        restored = await run.restore()
+        run, size = self._run, self._run.learner_size
+        async with contextlib.nullcontext() if size is None else size.keeping_devices():
+            await clear(run, run.call(step))
+            if run.keepers.all_there:
+                await run.publish_again(step)
+                return step
+            if size is not None:
+                await size.after_fault(step)
+            restored = await run.restore()
         await run.open_weights(restored)
         # Step 0 is the evaluation before the first step; it is done if a step was learned or its figures are known.
         return restored + 1 if restored or run.before else 0

@@ -112,6 +112,11 @@ class Run(TrainedRun):
     def published(self, published: PublishedWeights) -> None:
         self.versions.newest = published
 
+    @property
+    def digest(self) -> str:
+        """See TrainedRun."""
+        return self.published.version.digest
+
     async def open_weights(self, step: int) -> None:
         """See TrainedRun. Publishes the learner's weights as the version of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)

@@ -26,6 +26,7 @@ from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.host import Host
 from rlhfless.loop.janitor import janitor
 from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
+from rlhfless.loop.learner_size import size_of
 from rlhfless.loop.ledger import NOTHING, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
@@ -165,6 +166,7 @@ async def _fleet(
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = _run_of(session, by_name, ledger, journal, earlier)
+    run.learner_size = size_of(run, session.prepared.max_model_len, nodes, placement, devices)
     scaler = run.scaler if isinstance(run, Run) else None
     if scaler is not None:
         devices.left_s = scaler.due.left_s

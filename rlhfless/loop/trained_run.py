@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
@@ -19,6 +20,18 @@ from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
+
+
+class ElasticLearner(Protocol):
+    """The number of a learner's ranks, where it may change: see rlhfless.loop.learner_size."""
+
+    def keeping_devices(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def after_fault(self, step: int) -> None: ...
+
+    async def choose(self, step: int) -> Any: ...
+
+    async def change(self, step: int, change: Any, save: Callable[[], Awaitable[None]]) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -42,6 +55,8 @@ class TrainedRun:
     """The metrics that were measured last, by name."""
     clock: StepClock = field(default_factory=StepClock)
     keepers: Keepers = field(init=False)
+    learner_size: ElasticLearner | None = None
+    """How many ranks the learner has, where that may change."""
 
     def __post_init__(self) -> None:
         self.keepers = Keepers(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
@@ -122,6 +137,11 @@ class TrainedRun:
 
     async def open_weights(self, step: int) -> None:
         """Do what the functions need after the learner has been given the weights of `step`."""
+
+    @property
+    def digest(self) -> str:
+        """The digest of the newest weights; empty in a run that publishes none."""
+        return ""
 
     async def publish_again(self, before: int) -> None:
         """Have the learner write damaged or missing weight files again, of the step before `before`: they may be the

@@ -81,6 +81,8 @@ class Allocation:
     """The share of each device, 0 to 1 `[device]`."""
     lent: bool = False
     """Other runs work on the devices while the replica sleeps, and pay for them."""
+    ranks: int | None = None
+    """Ranks of a replica there, where they are not as many as the function wants."""
 
     @classmethod
     def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
@@ -136,6 +138,17 @@ class Placement:
         return tuple(group for group in self.groups if any(device.name in names for device in group.devices))
 
 
+def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
+    """A rank's part of a function's devices: neighbours, on the node of the first of them. More ranks than devices
+    share them."""
+    per_rank, left_over = divmod(len(devices), ranks)
+    if not per_rank:
+        return (devices[rank % len(devices)],)
+    first = rank * per_rank + min(rank, left_over)
+    part = devices[first : first + per_rank + (rank < left_over)]
+    return tuple(device for device in part if device.node == part[0].node)
+
+
 class Site(StrEnum):
     """Where a function's replicas are."""
 
@@ -162,6 +175,13 @@ class Wanted:
     """Processes of a replica that is split, one for each device if there are so many."""
     ranks_key: str = ""
     """The key of the spec that sets `ranks`."""
+    fewest_ranks: int | None = None
+    """Ranks that the replica may shrink to; None: it does not."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of its ranks may change."""
+        return self.fewest_ranks is not None and self.fewest_ranks < self.ranks
 
 
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:

@@ -34,7 +34,8 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
     learner side, on one node if it fits, and each actor has a group of its own. Functions BESIDE have a device for each
     rank: from the last device of the learner side to the first, one function after the other. Without actors the
-    learner side is all devices.
+    learner side is all devices. Where the number of its ranks may change, each device of that side is a group of its
+    own, which is taken and given back by itself.
 
     On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
 
@@ -50,6 +51,8 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     learner = [device for node in learning for device in node.devices]
     used = windows[:actors] if spec.mode == "disaggregated" else []
     name = engines[0].function if engines else ""
+    if (not engines or generation is not learning) and any(wanted.elastic for wanted in functions):
+        learning = _one_by_one(learning)
     chosen = _chosen(functions, windows, learner, kind, nodes)
     groups = [
         *(DeviceGroup(f"{name}-{i}", window.devices, window.name) for i, window in enumerate(used)),
@@ -59,6 +62,11 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
     return Placement(_with_shares(chosen), tuple(groups))
+
+
+def _one_by_one(nodes: Sequence[_NodeDevices]) -> list[_NodeDevices]:
+    """Each device by itself."""
+    return [_NodeDevices(node.name, (device,)) for node in nodes for device in node.devices]
 
 
 def _has_own_cores(wanted: Wanted, kind: str) -> bool:

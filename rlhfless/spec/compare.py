@@ -24,6 +24,7 @@ MAY_DIFFER = (
     "generation.engine",
     "generation.progress_interval_s",
     "learner.ranks",
+    "learner.min_ranks",
     "learner.shard_ranks",
     "learner.logits_mib",
     "learner.micro_batch_tokens",

@@ -111,6 +111,11 @@ class TrainingSpec(SpecModel):
 class LearnerSpec(TrainingSpec):
     """The learner function. The reference computes as the learner does."""
 
+    min_ranks: Processes | None = None
+    """The group may have fewer ranks than `ranks`, and no fewer than these: after a fault it goes on with the ranks
+    whose devices are there, and between two steps it grows and shrinks as the contract has it. By default it keeps its
+    size. The loss is the same with any number, up to the order of sums."""
+
     logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
     """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds
     five. Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as
@@ -129,6 +134,19 @@ class LearnerSpec(TrainingSpec):
     def average_decay(self) -> float | None:
         """See TrainingSpec."""
         return self.ema_decay
+
+    @property
+    def fewest_ranks(self) -> int:
+        """`min_ranks` as a number: `ranks` where it is left out."""
+        return self.min_ranks or self.world_size
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LearnerSpec:
+        if self.min_ranks is not None and self.ranks != "auto" and self.min_ranks > self.ranks:
+            raise ValueError(
+                f"min_ranks is {self.min_ranks}, above ranks, which is {self.ranks}: set it to {self.ranks} or less"
+            )
+        return self
 
     @property
     def logits_elements(self) -> int | None:

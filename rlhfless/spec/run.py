@@ -456,6 +456,15 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _the_learner_may_shrink(self) -> RunSpec:
+        if self.learner.min_ranks is not None and self.placement.tenants > 1:
+            raise ValueError(
+                f"learner.min_ranks is {self.learner.min_ranks}, but placement.tenants is {self.placement.tenants}: "
+                "devices that runs share are taken in turns, all at once; leave min_ranks out, or set tenants to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _an_average_can_be_published(self) -> RunSpec:
         if self.learner.average_decay is not None and self.weights.transport == "cuda_ipc":
             raise ValueError(

@@ -20,6 +20,7 @@ class FakeRun:
 
     held_out = ()
     keepers = SimpleNamespace(must_move=False)
+    learner_size = None
     checkpoints = None
 
     def __init__(self) -> None:

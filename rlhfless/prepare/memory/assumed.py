@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.functions.generation.kind import kv_bytes
-from rlhfless.prepare.memory.changes import Question, nearest_change
+from rlhfless.prepare.memory.changes import Question, edited, nearest_change
 from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
@@ -126,6 +126,20 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
         hint = f"it fits with {change.text}" if change else "see docs/sizing.md"
         problems.append(Problem("placement", f"{count} x {kind} do not hold the run: {'; '.join(plan.problems)}", hint))
     return problems
+
+
+def with_ranks(spec: RunSpec, ranks: int | None) -> RunSpec:
+    """A settled spec whose learner has so many ranks; the spec itself for None."""
+    return spec if ranks is None else edited(spec, {"learner.ranks": ranks})
+
+
+def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> tuple[int, ...]:
+    """The numbers of ranks that the learner of a settled run may have on `count` devices of a kind, the largest first:
+    from `learner.ranks` down to `learner.min_ranks`, without those that memory does not allow."""
+    learner = spec.learner
+    fewer = range(learner.world_size - 1, learner.fewest_ranks - 1, -1)
+    fit = (ranks for ranks in fewer if not memory_problems(with_ranks(spec, ranks), kind, count, sequence_tokens))
+    return (learner.world_size, *fit)
 
 
 def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:

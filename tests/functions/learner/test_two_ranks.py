@@ -19,6 +19,7 @@ from fakes.ranks import run_learner as run
 from fakes.tiny_learner import make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
+from rlhfless.functions import sharding
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.training import checkpoint
 from rlhfless.records.checkpoints import CheckpointError
@@ -248,3 +249,35 @@ def test_a_rank_that_never_comes_is_an_error_not_a_wait(tiny_model, tmp_path):
     finally:
         process.join(timeout=10)
         process.kill()
+
+
+def learn_and_hand_over(learner: LearnerRank, rank: int, batch: PackedBatch, taken: Path | None, given: Path) -> tuple:
+    if taken is not None:
+        learner.restore(taken)
+    learner.learn(batch, Passes())
+    state = learner._state()
+    tensors = {
+        f"{part}/{name}": whole_tensor.numpy()
+        for part in sorted(state)
+        if isinstance(state[part], dict)
+        for name, tensor in state[part].items()
+        if (whole_tensor := sharding.whole(tensor, torch.device("cpu"))).ndim
+    }
+    return learner.hand_over(given), tensors
+
+
+def test_one_rank_then_two_then_one_are_one_rank_to_the_last_moment(tiny_model, batch, tmp_path):
+    """Each group goes on from what the one before it has handed over: weights, moments and average."""
+    last: dict[str, dict[str, np.ndarray]] = {}
+    for name, sizes in {"fixed": (1, 1, 1), "elastic": (1, 2, 1)}.items():
+        taken = None
+        for number, ranks in enumerate(sizes):
+            given = tmp_path / f"{name}-{number}"
+            options = {"batch": batch, "taken": taken, "given": given}
+            results = run(learn_and_hand_over, tiny_model, tmp_path, ranks, changes={"ema_decay": 0.5}, **options)
+            assert all(handed for handed, _ in results)
+            taken, last[name] = given, results[0][1]
+    assert {key.partition("/")[0] for key in last["fixed"]} >= {"master_weights", "average"}
+    assert len({key.partition("/")[0] for key in last["fixed"]}) == 4, "and two moments"
+    for key, value in last["fixed"].items():
+        np.testing.assert_allclose(last["elastic"][key], value, atol=1e-6, rtol=0, err_msg=key)

@@ -1,0 +1,262 @@
+"""A learner whose number of ranks changes: between two steps as the contract has it, and after a fault as there are
+devices (rlhfless.scaling.learner_ranks decides).
+
+A group of ranks cannot take another rank in. So the ranks write their state to shared memory and end, and a group of
+another number reads its own parts of it there. Where the two are not on one node, or memory is short, the state goes
+through a checkpoint of the step. Devices that a larger group needs are taken first: a group that works is not given up
+for devices that do not come. What was published before must be published again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.loop.trained_run import TrainedRun
+from rlhfless.prepare.memory.assumed import devices_of, rank_counts
+from rlhfless.prepare.memory.room import on_this_node
+from rlhfless.records import Decision, Invocation, Work
+from rlhfless.records.checkpoints import CheckpointError
+from rlhfless.scaling.function_kinds import publisher_of
+from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.learner_ranks import RankChoice, StepMeasured, after_fault, allocations_with, choose_ranks
+from rlhfless.scaling.placement import Allocation, Node, Placement
+from rlhfless.scaling.plan.contract import contract_for_step
+from rlhfless.scaling.prices import SECONDS_PER_HOUR
+
+log = logging.getLogger(__name__)
+
+LEARNER_RANKS = "learner_ranks"
+"""Kind of the decisions about the number of ranks."""
+
+GROW_S = 20.0
+"""Longest wait for devices that were free a moment ago."""
+
+_LEARNS = (Work.EVALUATE, Work.LEARN)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another number of ranks, from the next step on."""
+
+    allocation: Allocation
+    ranks: int
+    choice: RankChoice
+
+
+class LearnerSize:
+    """The number of ranks of a run's learner."""
+
+    def __init__(
+        self, run: TrainedRun, devices: RunDevices, candidates: Mapping[int, Sequence[Allocation]], in_memory: bool
+    ) -> None:
+        """`candidates`: the allocations that it may have, by number of ranks. `in_memory`: nodes have shared memory, in
+        which the folder of the weights is."""
+        self._run = run
+        self._devices = devices
+        self._candidates = candidates
+        self._in_memory = in_memory
+        self._since_s: float | None = None
+        """Begin of the step that is measured (unix time); None after a fault, until a whole step begins."""
+        self._change_s: float | None = None
+        """How long the last change took."""
+        self._lost_step = -1
+        """The last step in which the learner was lost."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the present group, or of the one that starts next."""
+        return self._of(self._allocation)
+
+    @property
+    def _allocation(self) -> Allocation:
+        return self._run.learner.allocations[0]
+
+    def _of(self, allocation: Allocation) -> int:
+        return allocation.ranks or max(self._candidates)
+
+    # -- after a fault
+
+    @contextlib.asynccontextmanager
+    async def keeping_devices(self) -> AsyncIterator[None]:
+        """Within the block the run keeps those devices of a lost learner that are not lost themselves: to give them
+        back and ask for them again takes time, in which they seem to be in use."""
+        user = f"{self._run.learner.function} that was lost"
+        self._devices.add_user(self._allocation, user, lambda _: None)
+        try:
+            yield
+        finally:
+            await self._devices.release(user)
+
+    async def after_fault(self, step: int) -> None:
+        """Choose the devices that a lost learner starts on again."""
+        pool, self._since_s = self._run.learner, None
+        if pool.replicas():
+            return
+        await self._devices.renew()  # which finds devices that are lost
+        again, self._lost_step = step <= self._lost_step, max(step, self._lost_step)
+        before = self.ranks
+        there = await self._devices.at_hand()
+        allocation, reason = after_fault(self._candidates, there, before if again else None)
+        pool.set_allocation(0, allocation)
+        if self.ranks != before:
+            log.warning("the learner goes on with %d of %d ranks: %s", self.ranks, before, reason)
+        self._record(step, time.time(), before, f"a fault: {reason}", {})
+
+    # -- between two steps
+
+    async def choose(self, step: int) -> Change | None:
+        """The change that is to be made after a step; None if there is none, or no whole step was measured yet."""
+        since_s, self._since_s = self._since_s, time.time()
+        if since_s is None:
+            return None
+        there = await self._devices.at_hand()
+        now, possible = self.ranks, {self.ranks: self._allocation}
+        for ranks, allocations in self._candidates.items():
+            if ranks != now and not (ranks > now and self._devices.waiting):
+                free = [allocation for allocation in allocations if there(allocation)]
+                if free:
+                    possible[ranks] = max(free, key=self._in_common)
+        usd_per_s = {ranks: self._usd_per_s(allocation) for ranks, allocation in possible.items()}
+        spec, spent = self._run.spec, self._run.ledger.spent(self._run.pools.values())
+        left = spec.steps - step
+        contract = contract_for_step(
+            spec.scaling.contract, steps_left=left, spent_s=spent.held_s, spent_usd=spent.cost_usd
+        )
+        choice = choose_ranks(self._measured(since_s, left), usd_per_s, contract)
+        return None if choice.ranks == now else Change(possible[choice.ranks], choice.ranks, choice)
+
+    def _in_common(self, allocation: Allocation) -> int:
+        return len({*allocation.devices} & {*self._allocation.devices})
+
+    def _usd_per_s(self, allocation: Allocation) -> float:
+        prices = self._run.ledger.prices
+        per_hour = (prices.device(device.kind).usd_per_hour * share for device, share in allocation.shared)
+        return sum(per_hour) / SECONDS_PER_HOUR
+
+    def _measured(self, since_s: float, steps_left: int) -> StepMeasured:
+        learner, now_s = self._run.learner, time.time()
+        change_s = self._change_s
+        if change_s is None:
+            change_s = self._run.ledger.mean_start_s(learner.function) or 0.0
+        others = (pool for pool in self._run.pools.values() if pool is not learner)
+        learn_s, alone_s = learning(self._run.ledger.calls_since(since_s), learner.function, since_s)
+        return StepMeasured(
+            ranks=self.ranks,
+            step_s=now_s - since_s,
+            learn_s=learn_s,
+            alone_s=alone_s,
+            others_usd_per_s=sum(self._usd_per_s(each.allocation) for pool in others for each in pool.replicas()),
+            change_s=change_s,
+            steps_left=steps_left,
+        )
+
+    async def change(self, step: int, change: Change, save: Callable[[], Awaitable[None]]) -> None:
+        """Give the learner another number of ranks. `save` writes a checkpoint of the step.
+
+        Raises CheckpointError if the state did not arrive as it was, and what a start or a call raises: then the run
+        goes on from its newest checkpoint, as after any loss of the learner.
+        """
+        began_s, before, digest = time.time(), self.ranks, self._run.digest
+        self._run.clock.interrupt()
+        user = f"{self._run.learner.function} with {change.ranks} ranks"
+        try:
+            if not await self._taken(change.allocation, user):
+                return
+            seconds = await self._move(step, change.allocation, save)
+        finally:
+            await self._devices.release(user)
+        moved_s = time.time()
+        await self._run.open_weights(step)
+        if self._run.digest != digest:
+            raise CheckpointError(
+                f"the learner's weights were {digest} with {before} rank(s) and are {self._run.digest} with "
+                f"{change.ranks}: its state was not moved as it was; resume the run from its newest checkpoint"
+            )
+        self._since_s = time.time()
+        self._change_s = self._since_s - began_s
+        log.info("the learner has %d rank(s), after %d (%.1f s): %s", change.ranks, before, self._change_s,
+                 change.choice.reason)  # fmt: skip
+        seconds |= {"publish_s": self._since_s - moved_s, "changed_in_s": self._change_s}
+        self._record(step, began_s, before, change.choice.reason, {**change.choice.figures, **seconds})
+
+    async def _taken(self, allocation: Allocation, user: str) -> bool:
+        """Take the devices of a group; whether they came."""
+        try:
+            async with asyncio.timeout(GROW_S):
+                await self._devices.acquire(allocation, user, lambda _: None)
+        except (TimeoutError, FleetError) as error:
+            log.warning("the learner keeps its size, because devices that were free did not come: %s", error)
+            return False
+        self._devices.finish_start(user)
+        return True
+
+    async def _move(
+        self, step: int, allocation: Allocation, save: Callable[[], Awaitable[None]]
+    ) -> dict[str, float | str]:
+        """End the group, and start one on other devices with the same state; how, and the seconds of each part."""
+        run, call, pool = self._run, self._run.call(step), self._run.learner
+        begun_s, replica = time.time(), run.keepers.replica(pool)
+        in_memory = self._on_one_node(allocation) and await run.work(replica, Work.CHECKPOINT, "hand_over", call)
+        if not in_memory:
+            newest = run.checkpoints.newest()
+            if newest is None or newest.notes.step != step:
+                await save()
+        handed_s = time.time()
+        await pool.stop(replica)
+        ended_s = time.time()
+        pool.set_allocation(0, allocation)
+        replica = await pool.ready(call)
+        started_s = time.time()
+        if in_memory:
+            await run.work(replica, Work.RESTORE, "take_over", call)
+        else:
+            await run.work(replica, Work.RESTORE, "restore", call, run.checkpoints.location(step))
+        return {
+            "through": "shared memory" if in_memory else "a checkpoint",
+            "hand_over_s": handed_s - begun_s,
+            "end_s": ended_s - handed_s,
+            "start_s": started_s - ended_s,
+            "take_over_s": time.time() - started_s,
+        }
+
+    def _on_one_node(self, allocation: Allocation) -> bool:
+        """Whether shared memory of the present group is that of the next."""
+        bound = [self._devices.bound(each) for each in (self._allocation, allocation)]
+        nodes = {device.node for each in bound if each is not None for device in each.devices}
+        return self._in_memory and None not in bound and len(nodes) == 1
+
+    def _record(self, step: int, at_s: float, before: int, reason: str, figures: Mapping[str, float | str]) -> None:
+        inputs: dict[str, float | int | str | bool] = {"before": before, "reason": reason, **figures}
+        self._run.ledger.add_decision(Decision(step, at_s, LEARNER_RANKS, str(self.ranks), inputs))
+
+
+def learning(calls: Sequence[Invocation], learner: str, since_s: float) -> tuple[float, float]:
+    """Seconds since a time (unix time) in which the learner learned, and in which it alone worked at that."""
+    spans = [(max(call.start_s, since_s), call.end_s, call.function == learner and call.work in _LEARNS)
+             for call in calls]  # fmt: skip
+    everything = length(union((start_s, end_s) for start_s, end_s, _ in spans))
+    others = length(union((start_s, end_s) for start_s, end_s, learns in spans if not learns))
+    return length(union((start_s, end_s) for start_s, end_s, learns in spans if learns)), everything - others
+
+
+def size_of(
+    run: TrainedRun, sequence_tokens: int, nodes: Sequence[Node], placement: Placement, devices: RunDevices
+) -> LearnerSize | None:
+    """The size of a run's learner; None if it is fixed, by the spec or because memory allows no fewer ranks."""
+    spec, most = run.spec, run.spec.learner.world_size
+    if spec.learner.fewest_ranks >= most:
+        return None
+    counts = rank_counts(spec, *devices_of(spec, nodes), sequence_tokens)
+    if len(counts) == 1:
+        log.warning("learner.min_ranks has no effect: the memory of the devices holds no fewer than %d ranks", most)
+        return None
+    whole = placement.allocation(publisher_of(spec), 0)
+    candidates = {count: allocations_with(placement, whole, most, count) for count in counts}
+    return LearnerSize(run, devices, candidates, on_this_node(spec) == "shared_memory")
