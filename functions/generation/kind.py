@@ -57,6 +57,7 @@ def _engine(
         engine.max_batch_tokens,
         min(engine.max_sequences * (1 + spec.generation.speculation.most), engine.max_batch_tokens),
         graphs=on_gpu and not engine.eager,
+        eight_bits=spec.generation.quantization != "off",
     )
     if draft is not None:
         size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.tensor_parallel_size

@@ -393,15 +393,26 @@ def _padded(full: int, windowed: int) -> tuple[int, int]:
 
 
 def engine_parts(
-    shape: ModelShape, dtype: DType, tensor_parallel: int, batch_tokens: int, sequences: int, *, graphs: bool
+    shape: ModelShape,
+    dtype: DType,
+    tensor_parallel: int,
+    batch_tokens: int,
+    sequences: int,
+    *,
+    graphs: bool,
+    eight_bits: bool = False,
 ) -> tuple[MemoryPart, ...]:
     """What one device of an engine holds without its KV: b P / t of weights; the widest layer of a batch of T tokens,
-    b T (4 h + 3 I / t); the sampler's logits; CUDA graphs."""
+    b T (4 h + 3 I / t); the sampler's logits; CUDA graphs. In `eight_bits` the weights are
+    (b R + (P - R) (1 + 4 / h)) / t: R belong to no layer, and a row of h numbers and more has a scale of 4 bytes."""
     b, t = DTYPE_BYTES[dtype], tensor_parallel
+    root = root_parameters(shape)
+    in_layers = shape.parameters - root
+    layers = in_layers + 4 * in_layers // shape.hidden if eight_bits else b * in_layers
     widest = b * batch_tokens * (4 * shape.hidden + 3 * mlp_width(shape) // t)
     sampler = SAMPLER_COPIES * 4 * sequences * shape.vocabulary
     return (
-        MemoryPart("weights", b * shape.parameters // t),
+        MemoryPart("weights", (b * root + layers) // t),
         MemoryPart("activations", widest),
         MemoryPart("sampler", sampler),
         MemoryPart("CUDA graphs", GRAPH_BYTES if graphs else 0),

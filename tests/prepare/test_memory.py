@@ -403,6 +403,16 @@ def test_an_engines_parts_by_hand() -> None:
     }
 
 
+def test_an_engine_in_8_bits_by_hand() -> None:
+    """7.6 B parameters, 1.09 B of them in embeddings and head, which keep 16 bits; rows of 3,584 and more."""
+    qwen = shape(QWEN_7B)
+    root = 2 * 152064 * 3584
+    in_layers = qwen.parameters - root
+    weights, *others = engine_parts(qwen, "bfloat16", 1, 8192, 256, graphs=False, eight_bits=True)
+    assert weights.size_bytes == 2 * root + in_layers + 4 * in_layers // 3584
+    assert others == list(engine_parts(qwen, "bfloat16", 1, 8192, 256, graphs=False)[1:])
+
+
 def test_drafts_by_hand() -> None:
     """A draft model takes its weights, and KV of the same tokens; each draft is a row of the sampler. What an engine
     cannot do with it, taking turns, is not what the plan advises."""

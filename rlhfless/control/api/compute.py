@@ -56,7 +56,7 @@ class CompareQuestion(PlanQuestion):
     engines: list[EngineName] = Field(default_factory=list, max_length=3)
     """Engines, each as its published serving runs have it; by default vLLM by the devices' data sheets."""
     rollouts: list[RolloutFormat] = Field(default_factory=list, max_length=2)
-    """Formats of the engine's weights; by default `bf16`."""
+    """Formats of the engine's weights; by default that of `generation.quantization`."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     """The deadline of the whole run: what keeps it comes first."""
 

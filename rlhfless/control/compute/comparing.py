@@ -39,6 +39,7 @@ LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
 TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
+QUANTIZATION = "generation.quantization"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
 """The predictions of choices by a factor of the response lengths."""
@@ -105,7 +106,11 @@ def compared(
 ) -> list[Tried]:
     """All choices for devices such as `8xh100`, or for the price book's. Raises InputError for devices that do not
     exist."""
-    choices = [replace(each, rollouts=one) for each in choices_of(planner.spec, devices) for one in rollouts]
+    choices = [
+        replace(each, changes={**each.changes, **_format_of(one)}, rollouts=one)
+        for each in choices_of(planner.spec, devices)
+        for one in rollouts
+    ]
     tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
     best = front(tried)
     again = iter(_each(planner, [each.choice for each in tried if each in best], jobs, lambda *_: None))
@@ -122,6 +127,11 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
         kinds = [kind for kind in runs if kind in known and kind != CPU_KIND]
         found = [(kind, count) for kind in kinds for count in COUNTS]
     return [Choice(kind, count, changes) for kind, count in found for changes in _placements(spec, kind, count)]
+
+
+def _format_of(rollouts: Rollouts) -> dict[str, Any]:
+    """Changes of the spec, by dotted key: none where the format is its own."""
+    return {} if rollouts.format is None else {QUANTIZATION: "fp8" if rollouts.format == "fp8" else "off"}
 
 
 def _placements(spec: RunSpec, kind: str, count: int) -> Iterator[dict[str, Any]]:
@@ -236,7 +246,7 @@ def as_json(
         return (late, 0, _cost(each).wall_s) if each in best else (late, 1, _cost(each).cost_usd)
 
     ordered = sorted(tried, key=order)
-    rows = [_row(planner.spec, each, on_front=each in best) for each in ordered]
+    rows = [_row(planner, each, on_front=each in best) for each in ordered]
     changes = sensitivity.at_other_prices(rows)
     if predict is not None and not planner.spec.supervised:
         numbers = sensitivity.tried_again(rows)
@@ -250,8 +260,9 @@ def as_json(
     }
 
 
-def _row(spec: RunSpec, tried: Tried, *, on_front: bool) -> dict[str, Any]:
-    choice, found = tried.choice, tried.predicted
+def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
+    spec, choice, found = planner.spec, tried.choice, tried.predicted
+    quantization = choice.rollouts.quantization(spec)
     figures: dict[str, Any] = dict.fromkeys(("predicted", "step_usd", "usd_per_million_tokens", "energy_kwh"))
     if found is not None:
         step_usd = found.cost.cost_usd / found.cost.steps
@@ -270,9 +281,9 @@ def _row(spec: RunSpec, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "nearest_change": tried.nearest_change,
         "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.kind, found.cost.cost_usd),
         "reason": tried.reason,
-        "no_engine": choice.rollouts.no_engine(choice.kind),
+        "no_engine": choice.rollouts.no_engine(spec, choice.kind, planner.shape),
         "engine": choice.rollouts.engine or "vllm",
-        "rollouts": choice.rollouts.format,
+        "rollouts": "bf16" if quantization == "off" else quantization,
         "latency": None if found is None else found.latency,
         "changes": dict(choice.changes),
         "on_front": on_front,

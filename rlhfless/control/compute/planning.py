@@ -19,6 +19,7 @@ from rlhfless.prepare.memory.changes import Question, nearest_change
 from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.bench import Bench
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -57,6 +58,14 @@ class Planner:
         except OSError:
             return None
 
+    @cached_property
+    def shape(self) -> ModelShape | None:
+        """The model's sizes; None if they cannot be told from its config."""
+        try:
+            return None if self.config is None else ModelShape.of_config(self.config)
+        except UserError:
+            return None
+
     def with_lengths(self, factor: float) -> Planner:
         """One whose responses are so many times as long."""
         return replace(self, found_lengths=self.lengths.times(factor))
@@ -80,8 +89,8 @@ class Planner:
             if self.spec.supervised:
                 return written(asked, self.lengths, self.measured or self._learning_of(asked)), None
             latency = self.measured if self.measured is not None else self._latency_of(asked)
-            if latency is not None and not rollouts.as_in_runs:
-                return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, in 16 bits"
+            if latency is not None and not rollouts.as_in_runs(self.spec):
+                return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, in the format of the spec"
             return predicted(asked, self.config, self.lengths, latency, rollouts, quick=self.hurried), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()

@@ -178,7 +178,7 @@ def predicted(
         [[of.usd / of.steps for of in many] for many in totals],
         1.0 if latency is not None else sheet_factor(asked.sheet.kind),
     )
-    source = rollouts.source(asked.shape, asked.sheet.kind, asked.spec.generation.engine.tensor_parallel_size)
+    source = rollouts.source(asked.spec, asked.shape, asked.sheet.kind)
     if latency is not None:
         source = f"measured: {', '.join(latency.traces)}"
     busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
@@ -326,7 +326,7 @@ def _cluster(asked: Question) -> dict[str, Any]:
 
 def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
     engine = asked.spec.generation.engine
-    return rollouts.settings() | {
+    return rollouts.settings(asked.spec, asked.sheet.kind) | {
         "tensor_parallel": engine.tensor_parallel_size,
         "max_sequences": engine.max_sequences,
         "memory_fraction": engine.gpu_memory_fraction,

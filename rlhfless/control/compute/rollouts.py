@@ -1,7 +1,8 @@
 """What draws the responses of a planned run: an engine, and the format of its weights. Pure.
 
-Runs draw with vLLM in 16 bits, and plans take its times from the devices' data sheets. A comparison may try other
-engines, as their published serving runs have them, and weights in fp8: both can be planned for, and not run.
+Runs draw with vLLM, and plans take its times from the devices' data sheets. A comparison may try other engines, as
+their published serving runs have them, which can be planned for and not run; and weights in fp8, which is
+`generation.quantization` of the run that it plans.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any, Literal
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.engines import EngineName, load_engines, served
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.quantization import why_not
 from rlhfless.spec import RunSpec
+from rlhfless.spec.generation import Quantization
 from rlhfless.spec.losses import PolicyLossSpec
 
 RolloutFormat = Literal["bf16", "fp8"]
-
-FP8_PLANNED = "rollouts in fp8 can only be planned for: the engines of a run hold the learner's 16 bits"
+"""What a comparison may try: `generation.quantization` `off` and `fp8`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,62 +31,74 @@ class Rollouts:
     engine: EngineName | None = None
     """An engine as its published runs have it; None for vLLM by the devices' data sheets, as plans have it that compare
     no engines."""
-    format: RolloutFormat = "bf16"
-    """Of weights and products; the KV cache keeps 16 bits."""
+    format: RolloutFormat | None = None
+    """Of weights and products; the KV cache keeps 16 bits. None: as the spec says."""
     measured: float = 1.0
     """The user's own measurement of the engine, as a multiple of what its published runs say."""
 
-    @property
-    def bits(self) -> Literal[8, 16]:
-        return 8 if self.format == "fp8" else 16
+    def quantization(self, spec: RunSpec) -> Quantization:
+        """That of the run which draws so."""
+        if self.format is None:
+            return spec.generation.quantization
+        return "fp8" if self.format == "fp8" else "off"
 
-    @property
-    def as_in_runs(self) -> bool:
-        """Whether runs draw so, whose measured latencies then count."""
-        return self.engine in (None, "vllm") and self.format == "bf16"
+    def as_in_runs(self, spec: RunSpec) -> bool:
+        """Whether runs of a spec draw so, whose measured latencies then count."""
+        return self.engine in (None, "vllm") and self.quantization(spec) == spec.generation.quantization
 
-    def settings(self) -> dict[str, Any]:
-        """Keys of a scenario's engine."""
+    def settings(self, spec: RunSpec, kind: str) -> dict[str, Any]:
+        """Keys of a scenario's engine. Of products of integers, and of CPUs, no rate in 8 bits is known, so that of 16
+        counts."""
         latency = {"type": "engine", "engine": self.engine, "measured": self.measured}
+        quantization = self.quantization(spec)
+        fast = quantization == "fp8" and device_of(kind).fp8_flops_per_s is not None
         return {
             "latency": latency if self.engine else {"type": "roofline"},
-            "weight_bits": self.bits,
-            "product_bits": self.bits,
+            "weight_bits": 16 if quantization == "off" else 8,
+            "product_bits": 8 if fast else 16,
         }
 
-    def source(self, shape: ModelShape, kind: str, tensor_parallel: int) -> str:
+    def source(self, spec: RunSpec, shape: ModelShape, kind: str) -> str:
         """What the engine's seconds are taken from, in words. Raises UnknownShape."""
         if self.engine is None:
             return f"the data sheet of {kind}"
-        published = served(self.engine, shape.in_bits(self.bits), device_of(kind), tensor_parallel).source
+        bits = 16 if self.quantization(spec) == "off" else 8
+        tensor_parallel = spec.generation.engine.tensor_parallel_size
+        published = served(self.engine, shape.in_bits(bits), device_of(kind), tensor_parallel).source
         return published + ("" if self.measured == 1.0 else f", times {self.measured:.2f} by a measurement of your own")
 
     def problem(self, spec: RunSpec, kind: str) -> str | None:
         """Why a run cannot draw so on a kind of device."""
         if spec.supervised and self != AS_IN_RUNS:
             return f"a run of type {spec.type} draws nothing"
-        if self.format == "bf16":
+        if self.format != "fp8":
             return None
-        if device_of(kind).fp8_flops_per_s is None:
+        if kind != CPU_KIND and device_of(kind).fp8_flops_per_s is None:
             return f"rollouts in fp8: {kind} has no products of 8 bits"
         loss = spec.algorithm
         if isinstance(loss, PolicyLossSpec) and loss.importance is None:
             return "rollouts in fp8 are off policy: leave algorithm.importance out for its default, truncated weights"
         return None
 
-    def no_engine(self, kind: str) -> str | None:
+    def no_engine(self, spec: RunSpec, kind: str, shape: ModelShape | None = None) -> str | None:
         """Why no run can be started so, although one can be planned; None if one can."""
         engine = None if self.engine is None else load_engines()[self.engine].no_engine
-        return device_of(kind).no_engine or engine or (FP8_PLANNED if self.format == "fp8" else None)
+        if (reason := device_of(kind).no_engine or engine) is not None or spec.supervised:
+            return reason
+        quantization = self.quantization(spec)
+        # Where the spec leaves it open, the devices decide, and GPUs get 16 bits.
+        dtype = spec.model.dtype if "dtype" in spec.model.model_fields_set else "bfloat16"
+        refused = None if quantization == "off" else why_not(quantization, kind, dtype, shape)
+        return None if refused is None else f"rollouts in {quantization}: {refused[0]}"
 
 
 AS_IN_RUNS = Rollouts()
 
 
 def rollouts_of(engines: Sequence[EngineName], formats: Sequence[RolloutFormat]) -> list[Rollouts]:
-    """Each engine with each format; vLLM by the data sheets in 16 bits if none are named."""
+    """Each engine with each format; vLLM by the data sheets, in the format of the spec, if none are named."""
     return [
         Rollouts(engine, each)
         for engine in dict.fromkeys(engines or (None,))
-        for each in dict.fromkeys(formats or ("bf16",))
+        for each in dict.fromkeys(formats or (None,))
     ]

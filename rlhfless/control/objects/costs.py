@@ -126,7 +126,7 @@ class ComparedDevices(PlannedDevices):
     engine: str
     """What draws the responses; runs do so with vLLM alone."""
     rollouts: str
-    """The format of its weights: `bf16`, or `fp8`, in which runs do not draw."""
+    """The format of its weights: `bf16` where `generation.quantization` is off, else `int8` or `fp8`."""
     latency: str | None
     """What the engine's seconds were taken from; null without a prediction."""
     on_front: bool

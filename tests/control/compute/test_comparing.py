@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rlhfless.control.compute.comparing import TURNS, Choice, Tried, as_json, choices_of, front, spec_of, try_choice
+from rlhfless.control.compute.comparing import (
+    QUANTIZATION,
+    TURNS,
+    Choice,
+    Tried,
+    as_json,
+    choices_of,
+    front,
+    spec_of,
+    try_choice,
+)
 from rlhfless.control.compute.planning import Planner
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts, rollouts_of
 from rlhfless.control.objects.costs import PlannedCost
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
 
 SPEC = RunSpec.model_validate(
@@ -22,6 +35,12 @@ SPEC = RunSpec.model_validate(
         "placement": {"mode": "colocated", "turns": False},
     }
 )
+
+
+DENSE = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 97, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def tried(wall_s: float | None, cost_usd: float = 0.0, count: int = 1, problems: tuple[str, ...] = ()) -> Tried:
@@ -80,10 +99,25 @@ def test_engines_and_formats_that_runs_do_not_draw_with_are_planned_for() -> Non
         ("vllm", "fp8"),
     ]
     assert rollouts_of([], []) == [AS_IN_RUNS]
-    assert "SGLang can only be planned for" in str(every[0].no_engine("h100"))
-    assert every[2].no_engine("h100") is None
-    assert "in fp8 can only be planned for" in str(every[3].no_engine("h100"))
-    assert "no engine of rlhfless" in str(every[2].no_engine("tpu-v5e"))
+    assert "SGLang can only be planned for" in str(every[0].no_engine(SPEC, "h100"))
+    assert every[2].no_engine(SPEC, "h100") is None
+    assert every[3].no_engine(SPEC, "h100") is None, "runs draw in fp8 where the device has it"
+    experts = replace(ModelShape.of_config(DENSE), experts=8)
+    assert "the model has experts" in str(every[3].no_engine(SPEC, "h100", experts))
+    assert every[2].no_engine(SPEC, "h100", experts) is None
+    assert "no engine of rlhfless" in str(every[2].no_engine(SPEC, "tpu-v5e"))
+
+
+def test_a_choice_in_fp8_is_a_run_with_that_quantization() -> None:
+    choice = Choice("h100", 8, {"placement.mode": "colocated", QUANTIZATION: "fp8"}, Rollouts("vllm", "fp8"))
+    assert spec_of(SPEC, choice).generation.quantization == "fp8"
+    own = spec_of(SPEC, choice)
+    for rollouts, bits in ((AS_IN_RUNS, (8, 8)), (Rollouts(format="bf16"), (16, 16))):
+        settings = rollouts.settings(own, "h100")
+        assert (settings["weight_bits"], settings["product_bits"]) == bits
+    assert AS_IN_RUNS.as_in_runs(own)
+    assert not Rollouts(format="bf16").as_in_runs(own)
+    assert AS_IN_RUNS.settings(own, CPU_KIND)["product_bits"] == 16
 
 
 def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
