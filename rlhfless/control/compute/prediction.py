@@ -147,7 +147,8 @@ def predicted(
 ) -> Predicted:
     """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured;
     `quick`: at the expected lengths and with one seed, so that the band is that of the data sheets alone; and without
-    beats, which take five times the rest: what the policy decides between the events of a step saves 0.1 % at most.
+    beats, which take five times the rest: what the policy decides between the events of a step saved 0 to 0.1 % of the
+    steps of a 7B model on three kinds of devices, and up to 10 % of those of a 235B model with long responses.
 
     Raises InputError if the simulator cannot run it.
     """
