@@ -58,6 +58,7 @@ PURE = (
     ),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
+    Smoke("overlap", (rf"Staleness 1: where the plan decides {NUMBER}x", r"\| gsm8k-3b-h100 \| one_step_off \|")),
     Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s"), alone=True, long=True),
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(
