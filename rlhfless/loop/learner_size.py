@@ -42,7 +42,7 @@ _LEARNS = (Work.EVALUATE, Work.LEARN)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SizeChange:
     """Another number of ranks, from the next step on."""
 
     allocation: Allocation
@@ -111,7 +111,7 @@ class LearnerSize:
 
     # -- between two steps
 
-    async def choose(self, step: int) -> Change | None:
+    async def choose(self, step: int) -> SizeChange | None:
         """The change that is to be made after a step; None if there is none, or no whole step was measured yet."""
         since_s, self._since_s = self._since_s, time.time()
         if since_s is None:
@@ -130,7 +130,7 @@ class LearnerSize:
             spec.scaling.contract, steps_left=left, spent_s=spent.held_s, spent_usd=spent.cost_usd
         )
         choice = choose_ranks(self._measured(since_s, left), usd_per_s, contract)
-        return None if choice.ranks == now else Change(possible[choice.ranks], choice.ranks, choice)
+        return None if choice.ranks == now else SizeChange(possible[choice.ranks], choice.ranks, choice)
 
     def _in_common(self, allocation: Allocation) -> int:
         return len({*allocation.devices} & {*self._allocation.devices})
@@ -157,7 +157,7 @@ class LearnerSize:
             steps_left=steps_left,
         )
 
-    async def change(self, step: int, change: Change, save: Callable[[], Awaitable[None]]) -> None:
+    async def change(self, step: int, change: SizeChange, save: Callable[[], Awaitable[None]]) -> None:
         """Give the learner another number of ranks. `save` writes a checkpoint of the step.
 
         Raises CheckpointError if the state did not arrive as it was, and what a start or a call raises: then the run

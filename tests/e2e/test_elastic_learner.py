@@ -21,7 +21,7 @@ import pytest
 from fakes import saboteur
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.driver import drive_steps
-from rlhfless.loop.learner_size import LEARNER_RANKS, Change, LearnerSize
+from rlhfless.loop.learner_size import LEARNER_RANKS, SizeChange, LearnerSize
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.trained_run import TrainedRun
@@ -115,11 +115,11 @@ def fixed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
 def test_from_two_ranks_to_one_and_back_through_shared_memory(
     fixed: Trace, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def choose(size: LearnerSize, step: int) -> Change | None:
+    async def choose(size: LearnerSize, step: int) -> SizeChange | None:
         wanted = {2: 1, 5: 2}.get(step)
         if wanted is None:
             return None
-        return Change(size._candidates[wanted][0], wanted, RankChoice(wanted, "the test says so", {}))
+        return SizeChange(size._candidates[wanted][0], wanted, RankChoice(wanted, "the test says so", {}))
 
     monkeypatch.setattr(LearnerSize, "choose", choose)
     recovered, trace = driven(opening(assets, tmp_path / "run", min_ranks=1, ema_decay=0.9))

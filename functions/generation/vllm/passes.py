@@ -23,7 +23,7 @@ _Verified: TypeAlias = list[tuple[str, int, int]]
 """The requests of a pass that had drafts, with the numbers of drafts, and of accepted ones."""
 
 
-class Passes:
+class DraftingPasses:
     """Stands between a worker and its model runner."""
 
     def __init__(self, runner: Any, *, measured: bool) -> None:

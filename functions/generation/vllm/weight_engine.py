@@ -38,7 +38,7 @@ from rlhfless.functions.generation.vllm import experts, generators, quantised_la
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.messages import Consumed
-from rlhfless.functions.generation.vllm.passes import Passes
+from rlhfless.functions.generation.vllm.passes import DraftingPasses
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
@@ -167,15 +167,15 @@ class StoreWorkerExtension(SleepingWorker):
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
     def rlhfless_start(self, drafts_measured: bool) -> start_times.WorkerStart:
-        """See start_times.of_worker, and Passes for runners that can speculate."""
+        """See start_times.of_worker, and DraftingPasses for runners that can speculate."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
-            self.rlhfless_passes = Passes(runner, measured=drafts_measured)
+            self.rlhfless_passes = DraftingPasses(runner, measured=drafts_measured)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
 
     def rlhfless_draft_times(self) -> tuple[float, float]:
-        """See Passes.times; nothing where the runner's passes are vLLM's own."""
-        passes: Passes | None = getattr(self, "rlhfless_passes", None)
+        """See DraftingPasses.times; nothing where the runner's passes are vLLM's own."""
+        passes: DraftingPasses | None = getattr(self, "rlhfless_passes", None)
         return (0.0, 0.0) if passes is None else passes.times()
 
     def rlhfless_consumed(self) -> Consumed:

@@ -50,11 +50,11 @@ class FakeRunner:
 
 def runner_of(**changes: Any) -> tuple[FakeRunner, Any]:
     from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
-    from rlhfless.functions.generation.vllm.passes import Passes
+    from rlhfless.functions.generation.vllm.passes import DraftingPasses
 
     config: Any = SimpleNamespace(speculative_config=CONFIG, model_config=SimpleNamespace(max_model_len=100))
     runner = FakeRunner(SuffixDrafter(config), **{"hybrid": False, **changes})
-    return runner, Passes
+    return runner, DraftingPasses
 
 
 def run(runner: FakeRunner, drawn: Sequence[int], drafts: Sequence[int] = (), finished: Sequence[str] = ()) -> Any:
