@@ -21,7 +21,7 @@ import pytest
 from fakes import saboteur
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.driver import drive_steps
-from rlhfless.loop.learner_size import LEARNER_RANKS, SizeChange, LearnerSize
+from rlhfless.loop.learner_size import LEARNER_RANKS, LearnerSize, SizeChange
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.trained_run import TrainedRun
