@@ -246,8 +246,9 @@ class RunSpec(SpecModel):
     @field_validator("functions")
     @classmethod
     def _own_names_are_free(cls, functions: dict[str, OwnSpec]) -> dict[str, OwnSpec]:
-        # The package's own functions are called as their sections here; `reward_model`, which rewards start, has none.
-        if taken := sorted({*functions} & {*cls.model_fields, "reward_model"}):
+        # The package's own functions are called as their sections here; `reward_model`, which rewards start, and
+        # `prefill`, a section of `scaling`, have none.
+        if taken := sorted({*functions} & {*cls.model_fields, "reward_model", "prefill"}):
             raise ValueError(f"{taken[0]!r} is taken by the runtime; give your function another name")
         return functions
 

@@ -99,8 +99,11 @@ def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
         assert their_probe == pytest.approx(probe, abs=1e-9)
     theirs, of_the_other = both[0][3], both[1][3]
     assert theirs.keys() == samples.keys()
-    for name, values in samples.items():
-        np.testing.assert_allclose(np.frombuffer(theirs[name]), np.frombuffer(values), atol=1e-9, rtol=0)
+    for name, sample in samples.items():
+        np.testing.assert_allclose(np.frombuffer(theirs[name].values), np.frombuffer(sample.values), atol=1e-9, rtol=0)
+        np.testing.assert_allclose(
+            *(np.frombuffer(each.row_maxima, np.float32) for each in (theirs[name], sample)), rtol=1e-6
+        )
     assert not of_the_other, "they come from the rank that writes"
 
 

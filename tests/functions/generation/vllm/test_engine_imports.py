@@ -16,7 +16,8 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 BARE = ROOT / "benchmarks" / "bare.py"
 
 INSIDE = (
-    "core", "drafter", "experts", "generators", "kv_files", "read_back", "sleeping", "verification", "weight_engine",
+    "core", "drafter", "experts", "generators", "kv_files", "quantised_layers", "read_back", "sleeping", "verification",
+    "weight_engine",
 )  # fmt: skip
 """Modules of functions/generation/vllm that are imported beside vLLM; an engine that starts refuses numba itself."""
 
