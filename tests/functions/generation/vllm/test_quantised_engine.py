@@ -53,7 +53,7 @@ async def test_an_engine_in_8_bits(quantization: Quantised, learner: Callable[..
     model = make_tiny_model(tmp_path / "model", tied=True)
     store = FolderStore(tmp_path / "store")
     tolerance = default_tolerance("float32", 2, quantization)
-    drafts = SpeculationSpec(method="suffix")
+    drafts = SpeculationSpec(method="suffix", depth=4)  # of depth `auto` the first passes are without drafts
     engine = await start_tiny_engine(model, store.folder, speculation=drafts, quantization=quantization)
     try:
         before = await engine.logprobs(PROBE_TOKENS)
