@@ -25,12 +25,12 @@ from rlhfless.spec import RunSpec
 def _wanted(spec: RunSpec) -> Wanted | None:
     if spec.supervised:
         return None
-    return Wanted(
-        FunctionName.GENERATION,
-        Site.WINDOWS,
-        replicas=spec.scaling.generation.most_actors,
-        devices=spec.generation.engine.tensor_parallel_size,
-    )
+    return engines_wanted(spec, FunctionName.GENERATION, spec.scaling.generation.most_actors)
+
+
+def engines_wanted(spec: RunSpec, function: FunctionName, most: int) -> Wanted:
+    """The devices of up to `most` engines of a function."""
+    return Wanted(function, Site.WINDOWS, replicas=most, devices=spec.generation.engine.tensor_parallel_size)
 
 
 def _bounds(spec: RunSpec) -> Bounds:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from rlhfless.functions.generation.kind import engine_phases
+from rlhfless.functions.generation.kind import engine_phases, engines_wanted
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.placement import Wanted
 from rlhfless.spec import RunSpec
 
 
 def _wanted(spec: RunSpec) -> Wanted | None:
-    if not spec.scaling.prefill.on:
-        return None
-    return Wanted(
-        FunctionName.PREFILL,
-        Site.WINDOWS,
-        replicas=spec.scaling.prefill.max_actors,
-        devices=spec.generation.engine.tensor_parallel_size,
-    )
+    prefill = spec.scaling.prefill
+    return engines_wanted(spec, FunctionName.PREFILL, prefill.max_actors) if prefill.on else None
 
 
 def _bounds(spec: RunSpec) -> Bounds:

@@ -46,7 +46,6 @@ class SizeChange:
     """Another number of ranks, from the next step on."""
 
     allocation: Allocation
-    ranks: int
     choice: RankChoice
 
 
@@ -130,7 +129,7 @@ class LearnerSize:
             spec.scaling.contract, steps_left=left, spent_s=spent.held_s, spent_usd=spent.cost_usd
         )
         choice = choose_ranks(self._measured(since_s, left), usd_per_s, contract)
-        return None if choice.ranks == now else SizeChange(possible[choice.ranks], choice.ranks, choice)
+        return None if choice.ranks == now else SizeChange(possible[choice.ranks], choice)
 
     def _in_common(self, allocation: Allocation) -> int:
         return len({*allocation.devices} & {*self._allocation.devices})
@@ -164,8 +163,9 @@ class LearnerSize:
         goes on from its newest checkpoint, as after any loss of the learner.
         """
         began_s, before, digest = time.time(), self.ranks, self._run.digest
+        after = change.choice.ranks
         self._run.clock.interrupt()
-        user = f"{self._run.learner.function} with {change.ranks} ranks"
+        user = f"{self._run.learner.function} with {after} ranks"
         try:
             if not await self._taken(change.allocation, user):
                 return
@@ -177,11 +177,11 @@ class LearnerSize:
         if self._run.digest != digest:
             raise CheckpointError(
                 f"the learner's weights were {digest} with {before} rank(s) and are {self._run.digest} with "
-                f"{change.ranks}: its state was not moved as it was; resume the run from its newest checkpoint"
+                f"{after}: its state was not moved as it was; resume the run from its newest checkpoint"
             )
         self._since_s = time.time()
         self._change_s = self._since_s - began_s
-        log.info("the learner has %d rank(s), after %d (%.1f s): %s", change.ranks, before, self._change_s,
+        log.info("the learner has %d rank(s), after %d (%.1f s): %s", after, before, self._change_s,
                  change.choice.reason)  # fmt: skip
         seconds |= {"publish_s": self._since_s - moved_s, "changed_in_s": self._change_s}
         self._record(step, began_s, before, change.choice.reason, {**change.choice.figures, **seconds})

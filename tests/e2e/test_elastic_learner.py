@@ -119,7 +119,7 @@ def test_from_two_ranks_to_one_and_back_through_shared_memory(
         wanted = {2: 1, 5: 2}.get(step)
         if wanted is None:
             return None
-        return SizeChange(size._candidates[wanted][0], wanted, RankChoice(wanted, "the test says so", {}))
+        return SizeChange(size._candidates[wanted][0], RankChoice(wanted, "the test says so", {}))
 
     monkeypatch.setattr(LearnerSize, "choose", choose)
     recovered, trace = driven(opening(assets, tmp_path / "run", min_ranks=1, ema_decay=0.9))
