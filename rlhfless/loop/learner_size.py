@@ -48,6 +48,11 @@ class SizeChange:
     allocation: Allocation
     choice: RankChoice
 
+    @property
+    def ranks(self) -> int:
+        """Ranks from then on."""
+        return self.choice.ranks
+
 
 class LearnerSize:
     """The number of ranks of a run's learner."""
@@ -163,9 +168,8 @@ class LearnerSize:
         goes on from its newest checkpoint, as after any loss of the learner.
         """
         began_s, before, digest = time.time(), self.ranks, self._run.digest
-        after = change.choice.ranks
         self._run.clock.interrupt()
-        user = f"{self._run.learner.function} with {after} ranks"
+        user = f"{self._run.learner.function} with {change.ranks} ranks"
         try:
             if not await self._taken(change.allocation, user):
                 return
@@ -177,11 +181,11 @@ class LearnerSize:
         if self._run.digest != digest:
             raise CheckpointError(
                 f"the learner's weights were {digest} with {before} rank(s) and are {self._run.digest} with "
-                f"{after}: its state was not moved as it was; resume the run from its newest checkpoint"
+                f"{change.ranks}: its state was not moved as it was; resume the run from its newest checkpoint"
             )
         self._since_s = time.time()
         self._change_s = self._since_s - began_s
-        log.info("the learner has %d rank(s), after %d (%.1f s): %s", after, before, self._change_s,
+        log.info("the learner has %d rank(s), after %d (%.1f s): %s", change.ranks, before, self._change_s,
                  change.choice.reason)  # fmt: skip
         seconds |= {"publish_s": self._since_s - moved_s, "changed_in_s": self._change_s}
         self._record(step, began_s, before, change.choice.reason, {**change.choice.figures, **seconds})
