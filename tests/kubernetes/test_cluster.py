@@ -119,7 +119,7 @@ def test_its_own_test_passes(release: Release) -> None:
 
 
 def test_killed_pods_lose_nothing(release: Release, tmp_path: Path) -> None:
-    steps = 30
+    steps = 16
     run = release.call("POST", "/v1/runs", spec(steps, checkpoint={"every_steps": 4}))["id"]
     for after, selector in ((2, CONTROL_PLANE), (6, WORKER), (10, HEAD)):
         release.until(run, lambda found, after=after: found["step"] >= after, 300)
