@@ -1,6 +1,6 @@
 """Published RL steps against the simulator's clock: fitted to all of them but one, how far off is that one?
 
-    python benchmarks/rl_steps.py STEPS.csv [--smoke]
+    python benchmarks/rl_steps.py STEPS.csv [--share 0.5] [--smoke]
 
 STEPS.csv has a row per published step: id, model, devices, kind, generation_tp, prompts, samples,
 mean_response_tokens, max_response_tokens, schedule (sync or one_step_off) and step_s. Lengths were not published: they
@@ -11,7 +11,7 @@ the runtime floor of `engine.runtime_s`. The rest is
     + the scenarios' seconds of each step whatever its size
 
 where the MFU of models with and without experts is fitted. Steps that overlap take the longer of generation and the
-rest, at the best split of the devices.
+rest, at the best split of the devices, or with `--share` of them for generation (NeMo-RL's recipes have half).
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def known_of(row: Mapping[str, Any]) -> Known:
     parallel, devices = int(row["generation_tp"] or 1), int(row["devices"])
     overlaps = row["schedule"] != "sync"
     shares = SPLITS if overlaps else (1.0,)
+    if overlaps and "generation_devices" in row:
+        shares = (int(row["generation_devices"]) / devices,)
     counts = sorted({max(int(devices * share) // parallel, 1) * parallel for share in shares})
     found = []
     for count in counts:
@@ -188,9 +190,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--rows", type=int, help="only the first so many")
+    parser.add_argument("--share", type=float, help="of the devices draw in steps that overlap; by default the best")
     arguments = parsed(parser, rows=3)
     with arguments.file.open(encoding="utf-8", newline="") as file:
-        rows = [known_of(row) for row in list(csv.DictReader(file))[: arguments.rows]]
+        found: list[dict[str, Any]] = list(csv.DictReader(file))[: arguments.rows]
+    if arguments.share:
+        found = [row | {"generation_devices": int(int(row["devices"]) * arguments.share)} for row in found]
+    rows = [known_of(row) for row in found]
     default = LearnerTimingSpec()
     prior, every = Fit(default.mfu, default.expert_mfu, default.fixed_s), fitted(rows)
     print(machine())
