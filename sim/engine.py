@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhfless.prefixes.precompute import move_pays
 from rlhfless.prefixes.trie import NONE
-from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.engine_model import EngineModel, ways_of
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
 from rlhfless.sim.memory import Costs, Floats, Ints, Limits, pool_of
@@ -66,8 +66,10 @@ class PricedModel:
 
     def __init__(self, model: EngineModel, max_sequences: int) -> None:
         self.model = model
-        iteration_s = np.array([0.0] + [model.iteration_s(count) for count in range(1, max_sequences + 1)])
-        self.costs = Costs(iteration_s, model.context_s, np.full(PRICES, -1, dtype=np.int64), np.zeros(PRICES))
+        ways, counts = ways_of(model), range(1, max_sequences + 1)
+        iteration_s = np.array([[0.0] + [way.iteration_s(count) for count in counts] for way in ways])
+        context_s = np.array([way.context_s for way in ways])
+        self.costs = Costs(iteration_s, context_s, np.full(PRICES, -1, dtype=np.int64), np.zeros(PRICES))
         self._known = 0
 
     def ask(self, tokens: int, context: int) -> None:

@@ -324,7 +324,8 @@ def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
     budget = limits.chunk_tokens - n.running
     spent_s = 0.0
     if limits.chunk_tokens > 0 and n.running > 0:
-        spent_s = costs.iteration_s[n.running] + costs.context_s * n.context
+        way = _way(state, costs)
+        spent_s = costs.iteration_s[way, n.running] + costs.context_s[way] * n.context
     for i in range(n.filling):
         take = state.left[i] if limits.chunk_tokens == 0 else min(state.left[i], budget)
         if take == 0:
@@ -426,7 +427,7 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
     n, now_s = state.n, state.n.now_s
     if now_s + _decode_s(state, costs, most) <= until_s:
         return most
-    growth_s = costs.context_s * n.running * n.slowdown
+    growth_s = costs.context_s[_way(state, costs)] * n.running * n.slowdown
     first_s = _decode_s(state, costs, 1) - growth_s / 2
     wait_s = max(until_s - now_s, 0.0)
     root = 2 * wait_s / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * wait_s))
@@ -443,9 +444,22 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
 def _decode_s(state: State, costs: Costs, iterations: int) -> float:
     """`rlhfless.scaling.engine_model.decode_s`, compiled."""
     n = state.n
+    way = _way(state, costs)
     grown = iterations * n.context + n.running * iterations * (iterations - 1) / 2
-    spent_s: float = (iterations * costs.iteration_s[n.running] + costs.context_s * grown) * n.slowdown
+    spent_s: float = (iterations * costs.iteration_s[way, n.running] + costs.context_s[way] * grown) * n.slowdown
     return spent_s
+
+
+@part
+def _way(state: State, costs: Costs) -> int:
+    """The way in which the next decode iteration takes the fewest seconds; it stands until something else happens."""
+    n, best = state.n, 0
+    fewest_s = costs.iteration_s[0, n.running] + costs.context_s[0] * n.context
+    for way in range(1, len(costs.context_s)):
+        spent_s = costs.iteration_s[way, n.running] + costs.context_s[way] * n.context
+        if spent_s < fewest_s:
+            best, fewest_s = way, spent_s
+    return best
 
 
 @part

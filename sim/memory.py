@@ -76,8 +76,8 @@ class Limits(NamedTuple):
 class Costs(NamedTuple):
     """An EngineModel as numbers."""
 
-    iteration_s: Floats  # [max_sequences + 1]
-    context_s: float
+    iteration_s: Floats  # [ways, max_sequences + 1]
+    context_s: Floats  # [ways]
     price_key: Ints  # [prices]: open addressing; -1 is empty
     price_s: Floats  # [prices]
 

@@ -6,6 +6,9 @@ by B tokens an iteration. A model that is linear in the context can therefore be
     k a(B) + g (k C + B k (k - 1) / 2)
 
 (the shared derivation is in docs/design.md, "Time in closed form"). Planner and simulator both rest on it.
+
+An engine may have several *ways* to decode, each such a model, and take the fastest one for the batch and context of
+the moment: an engine that speculates has one for each depth (`latency.speculating`).
 """
 
 from __future__ import annotations
@@ -30,9 +33,17 @@ class EngineModel(Protocol):
         ...
 
 
+def ways_of(model: EngineModel) -> tuple[EngineModel, ...]:
+    """The ways in which an engine may decode: its `ways`, or the one that it is."""
+    ways: tuple[EngineModel, ...] = getattr(model, "ways", (model,))
+    return ways
+
+
 def decode_s(model: EngineModel, sequences: int, context_tokens: float, iterations: float) -> float:
-    """Seconds of `iterations` decode iterations of a constant batch, from a total context of `context_tokens`."""
+    """Seconds of `iterations` decode iterations of a constant batch, from a total context of `context_tokens`, in the
+    way that is the fastest for the first of them."""
     if sequences == 0:
         return 0.0
+    way = min(ways_of(model), key=lambda way: way.iteration_s(sequences) + way.context_s * context_tokens)
     grown = iterations * context_tokens + sequences * iterations * (iterations - 1) / 2
-    return iterations * model.iteration_s(sequences) + model.context_s * grown
+    return iterations * way.iteration_s(sequences) + way.context_s * grown

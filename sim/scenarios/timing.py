@@ -32,6 +32,10 @@ FORWARD_OPERATIONS = 2 * 6 / 8
 """The same of a forward pass alone, at the rate at which devices work while activations are computed again: 8
 operations in the time of 6."""
 
+CONTEXT_SHARE = 0.25
+"""Context of a sequence at which a plan chooses the depth of drafts, as a share of `max_tokens`: as long as a response
+is taken to be before any is known."""
+
 LEARNER_MEMORY_SHARE = 0.8
 """Share of the devices' memory for weights, gradients and the optimiser's state; the rest is for activations."""
 
@@ -92,7 +96,7 @@ def engine_model(scenario: Scenario, kind: str) -> EngineModel:
         drafts.drafted or (1.0,) * len(drafts.accepted),
         drafts.accepted,
         None if drafts.depth == "auto" else drafts.depth,
-        scenario.engine.max_sequences,
+        CONTEXT_SHARE * scenario.max_tokens,
         drafts.draft_s,
         drafts.standing_s,
     )

@@ -4,17 +4,22 @@ A pass over B sequences, each with drafts at d places, computes B (1 + drafted) 
 where drafted and accepted are the drafts of a sequence and pass at places 1 to d, and those of them that are accepted.
 So a token of each takes
 
-    a'(B) = (a(B (1 + drafted)) + draft_s d + standing_s) / (1 + accepted)
+    a'(B) + g' C,  a'(B) = (a(B (1 + drafted)) + draft_s d + standing_s) / (1 + accepted),  g' = g / (1 + accepted)
 
-where a(n) is the time of the engine's iteration of n sequences: a draft is computed as another sequence, but for its
-context, which is read once for all tokens of a pass. So a draft costs little while few sequences run, and as much as a
-token where the engine is busy. With `depth` None it is the best one for each B, and for B sequences too many 0.
+where a(n) is the time of the engine's iteration of n sequences, and g that of a token of the context C: a draft is
+computed as another sequence, but for its context, which is read once for all tokens of a pass. So a draft costs little
+while few sequences run or their contexts are long, and as much as a token where the engine is busy.
+
+With `depth` None each d is a way to decode (`engine_model`), and the best one is taken pass by pass. Who asks for a(B)
+and g alone, as a plan does, gets the g' of the deepest drafts, and an a(B) with which sequences of `context_tokens`
+each take what they take by the best depth: exact at that context, and too little by the difference of the two g' for
+each token beyond it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.scaling.engine_model import EngineModel
 
@@ -30,8 +35,8 @@ class Speculating:
     """[places]: those of them that are accepted, as are all drafts before them."""
     depth: int | None = None
     """Places that are drafted; None: those that save time."""
-    most_sequences: int = 256
-    """The largest batch, whose depth is the smallest one."""
+    context_tokens: float = 0.0
+    """Context of each sequence at which `depth_at` and `iteration_s` choose where `depth` is None."""
     draft_s: float = 0.0
     """Seconds in which the drafts of one place are found, for all sequences."""
     standing_s: float = 0.0
@@ -45,27 +50,41 @@ class Speculating:
                 "of both, and a depth of at most as many"
             )
 
+    @property
+    def ways(self) -> tuple[Speculating, ...]:
+        """This engine at each depth that it may choose, the least first."""
+        if self.depth is not None:
+            return (self,)
+        return tuple(replace(self, depth=depth) for depth in range(len(self.drafted) + 1))
+
     def depth_at(self, sequences: int) -> int:
         """How many places are drafted where so many sequences run."""
-        if self.depth is not None:
-            return self.depth
-        return min(range(len(self.drafted) + 1), key=lambda depth: self._token_s(sequences, depth))
+        ways = self.ways
+        depths = range(len(self.drafted) + 1) if self.depth is None else (self.depth,)
+        return min(zip(depths, ways, strict=True), key=lambda each: self._reckoned_s(each[1], sequences))[0]
 
     def iteration_s(self, sequences: int) -> float:
-        return self._token_s(sequences, self.depth_at(sequences))
+        if self.depth is None:
+            return min(self._reckoned_s(way, sequences) for way in self.ways)
+        computed = round(sequences * (1 + sum(self.drafted[: self.depth])))
+        pass_s = self.model.iteration_s(computed) + self.draft_s * self.depth + self.standing_s
+        return pass_s / self._kept
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         return self.model.prefill_s(tokens, context_tokens)
 
     @property
     def context_s(self) -> float:
-        """Where the depth depends on the batch, that of the largest: an upper bound."""
-        return self.model.context_s / (1 + sum(self.accepted[: self.depth_at(self.most_sequences)]))
+        return self.model.context_s / self._kept
 
-    def _token_s(self, sequences: int, depth: int) -> float:
-        computed = round(sequences * (1 + sum(self.drafted[:depth])))
-        pass_s = self.model.iteration_s(computed) + self.draft_s * depth + self.standing_s
-        return pass_s / (1 + sum(self.accepted[:depth]))
+    @property
+    def _kept(self) -> float:
+        """Tokens of a sequence and pass, at the deepest drafts that it may have."""
+        return 1 + sum(self.accepted[: self.depth])
+
+    def _reckoned_s(self, way: Speculating, sequences: int) -> float:
+        """A way's seconds where each sequence has `context_tokens`, but for the reading that `context_s` counts."""
+        return way.iteration_s(sequences) + (way.context_s - self.context_s) * sequences * self.context_tokens
 
 
 def per_pass(

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.fitted import LinearEngine
@@ -43,8 +45,42 @@ def test_the_depth_follows_the_batch() -> None:
     for sequences in (1, 11, 256):
         fixed = [Speculating(ENGINE, (1, 1), HALVES[:2], depth).iteration_s(sequences) for depth in range(3)]
         assert engine.iteration_s(sequences) == min(fixed)
-    assert engine.context_s == ENGINE.context_s, "as in a full batch"
-    assert Speculating(ENGINE, (1, 1), HALVES[:2], most_sequences=16).context_s == pytest.approx(ENGINE.context_s / 1.5)
+
+
+def test_the_depth_follows_the_context() -> None:
+    """Of 100 sequences a place costs .05 s, the first of .06 s without context: not worth half a token. With 5,000
+    tokens of context each, which take .1 s to read in any pass, the first is worth it: 1.5 tokens in .21 s against .16;
+    the second is not: 1.75 in .26 s."""
+    engines = [Speculating(ENGINE, (1, 1), HALVES[:2], context_tokens=tokens) for tokens in (0, 5000)]
+    assert [engine.depth_at(100) for engine in engines] == [0, 1]
+    assert [decode_s(engine, 100, 500_000, 1) for engine in engines] == pytest.approx([0.21 / 1.5] * 2)
+    assert decode_s(engines[1], 100, 0, 1) == pytest.approx(0.06), "it chooses by the context that there is"
+    planned_s = engines[1].iteration_s(100) + engines[1].context_s * 500_000
+    assert planned_s == pytest.approx(0.21 / 1.5), "at the context that a plan is made for"
+
+
+@given(
+    st.integers(1, 256),
+    st.integers(0, 20_000),
+    st.integers(1, 300),
+    st.lists(st.floats(0, 1), min_size=1, max_size=7).map(lambda shares: sorted(shares, reverse=True)),
+    st.floats(0, 0.002),
+)
+def test_the_best_depth_is_never_worse_than_any(
+    sequences: int, context: int, iterations: int, accepted: list[float], draft_s: float
+) -> None:
+    """Chosen anew whenever something happens, as the simulator does, it is the best for each iteration of the span but
+    for what the context grows by in it."""
+    auto = Speculating(ENGINE, (1,) * len(accepted), tuple(accepted), draft_s=draft_s)
+    now_s, each = 0.0, np.zeros(len(auto.ways))
+    for iteration in range(iterations):
+        total = sequences * (context + iteration)
+        now_s += decode_s(auto, sequences, total, 1)
+        each += [decode_s(way, sequences, total, 1) for way in auto.ways]
+    fixed_s = float(each.min())
+    assert now_s <= fixed_s * (1 + 1e-9)
+    at_once_s = decode_s(auto, sequences, sequences * context, iterations)
+    assert at_once_s <= fixed_s * (1 + 1e-9) + ENGINE.context_s * sequences * iterations**2 / 2
 
 
 def test_a_plan_can_use_it() -> None:
