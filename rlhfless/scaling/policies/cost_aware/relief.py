@@ -176,15 +176,20 @@ def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float
         return None
     again_s = kv_again_s(now, actors, source, half)
     left_s = actors.end_of(source, np.setdiff1d(rows, half), confidence)
+    latest_s = (1 - LEAST_GAIN) * last_s  # a move after which an actor ends later than that gains too little
+    others_s = 0.0 if late else max((end_s for slot, end_s in actors.end_s.items() if slot != source), default=0.0)
+    if max(left_s, others_s) >= latest_s:
+        return None
     price = now.layout.replica_slots
     best: tuple[float, HalfMove] | None = None
     for target, target_s in actors.end_s.items():
+        if again_s + target_s >= latest_s:
+            continue
         target_rows = np.flatnonzero(actors.home == target)
-        if target_s >= last_s or target_rows.size + half.size > now.layout.max_sequences(target):
+        if target_rows.size + half.size > now.layout.max_sequences(target):
             continue
         end_s = again_s + actors.end_of(target, np.append(target_rows, half), confidence)
-        others = () if late else (s for slot, s in actors.end_s.items() if slot not in (source, target))
-        gained_s = last_s - max(end_s, left_s, *others)
+        gained_s = last_s - max(end_s, left_s, others_s)
         cost = price[target].usd_per_s * (end_s - target_s) - price[source].usd_per_s * (last_s - left_s)
         saves = goal.time_usd_per_s * gained_s - cost
         value = -end_s if late else saves
