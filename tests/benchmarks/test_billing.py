@@ -40,8 +40,17 @@ def with_terms(one: Scenario, tenure: str | None = None, released_value: float |
     return one.model_copy(update={"cluster": cluster})
 
 
-@pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("name", ["paper-3b-l40s", "reasoning-7b-h100", "gsm8k-3b-h100"])
+PAIRS = [
+    *(("gsm8k-3b-h100", terms) for terms in TERMS),
+    ("paper-3b-l40s", "minutes"),
+    ("paper-3b-l40s", "owned, lent to others"),
+    ("reasoning-7b-h100", "ten minutes at least"),
+    ("reasoning-7b-h100", "owned"),
+]
+"""Scenarios of minutes and of hours: each of the terms with two scenarios, of which the first takes least time."""
+
+
+@pytest.mark.parametrize(("name", "terms"), PAIRS)
 def test_ours_is_never_worse_than_static(name: str, terms: str) -> None:
     no_slower = CheapestContract(deadline=MultipleOf(times=1.0, policy=STATIC), per="run")
     entries = (PolicyEntry(name=STATIC), PolicyEntry(name=OURS))

@@ -155,7 +155,7 @@ def test_landlock_alone_hides_contents_and_says_that_attributes_can_be_changed(b
 
 
 FILL = "import os\nfor i in range(40):\n    open(f'f{i}', 'wb').write(os.urandom(2**20))\n    SLEEP\n"
-MANY = "import os\nfor i in range(300):\n    os.mkdir(str(i))\n    SLEEP\n"
+MANY = "import os\nfor i in range(600):\n    os.mkdir(str(i))\n    if i > 200:\n        SLEEP\n"
 UNNAMED = """
 import os, tempfile
 files = [tempfile.TemporaryFile(dir='.') for _ in range(40)]
@@ -232,10 +232,10 @@ def processes_in(folder):
 def test_what_started_its_own_session_is_ended_where_there_is_no_filter(namespaces, after, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # tests that run beside this one have folders of their own
     measures = Measures(namespaces=namespaces, own_user=False, filters=False)
-    spec = CodeSpec(type="code", timeout_s=8)
+    spec = CodeSpec(type="code", timeout_s=3 if after else 8)
     ended = run_confined(CodeTask(DAEMON + after), spec, measures)
     if after:
-        assert ended.cause == "the test took longer than timeout_s (8 s)"
+        assert ended.cause == "the test took longer than timeout_s (3 s)"
     else:
         assert ended.output.strip().startswith(str(tmp_path))
     assert processes_in(str(tmp_path)) == []

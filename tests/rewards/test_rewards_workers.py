@@ -100,10 +100,10 @@ async def test_what_is_not_scored_in_time_has_failed_and_the_rest_counts(module,
         PythonRewardSpec(type="python", name="mine", target=f"{module(source)}:score"),
         ExactMatchSpec(type="exact_match"),
     ]
-    first, second = await scored(parts, samples_of("fine", "hang", answer="hang"), timeout_s=8)
+    first, second = await scored(parts, samples_of("fine", "hang", answer="hang"), timeout_s=5)
     assert first.parts == {"mine": 1.0, "exact_match": 0.0}
     assert second.parts == {"exact_match": 1.0}
-    assert second.failures == {"mine": "not scored within scoring.timeout_s (8 s)"}
+    assert second.failures == {"mine": "not scored within scoring.timeout_s (5 s)"}
 
 
 async def test_with_zero_a_failed_part_counts_zero(module, scored):

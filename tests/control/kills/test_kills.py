@@ -116,7 +116,7 @@ class Killed:
         self.client.close()
 
 
-KILLS = {"sqlite": 8, "postgresql": 24}
+KILLS = {"sqlite": 5, "postgresql": 12}
 """By database: each is of a driver, or one of four of the service, whose start takes seconds of a processor."""
 
 
