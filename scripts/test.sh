@@ -98,7 +98,7 @@ with() { grep -rl --include='test_*.py' "mark\.$1" tests; }
 nodes=tests/fleet/test_three_nodes.py
 memory=tests/e2e/test_memory_pressure.py
 # About half of the long tests' time: those that share the run without faults (the fixture `whole`).
-faults=(tests/e2e/test_{faults,joined_cluster,live_average,live_turns,service,terminated}.py)
+faults=(tests/e2e/test_{faults,joined_cluster,live_turns,service,terminated}.py)
 
 if [ "$part" = short ]; then
     # One worker more than cores, because many tests wait for processes that they start; so each has one thread.
