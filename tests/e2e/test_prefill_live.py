@@ -29,6 +29,8 @@ from rlhfless.telemetry.sinks import MetricSinks
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 STEPS = 3
+KILLED = {2: FunctionName.PREFILL, 3: FunctionName.GENERATION}
+"""Steps in which an actor of the pool is killed."""
 
 
 def session(assets: Path, folder: Path, **scaling: Any) -> Session:
@@ -96,31 +98,32 @@ def test_prompts_are_computed_apart_and_samples_are_the_same(assets: Path, tmp_p
         assert sum(call.input_tokens - call.cached_tokens for call in of_step) < 3 * longest
 
 
-@pytest.mark.parametrize("pool", [FunctionName.PREFILL, FunctionName.GENERATION])
 def test_a_killed_actor_of_either_pool_loses_nothing(
-    assets: Path, tmp_path: Path, one: Trace, pool: FunctionName, monkeypatch: pytest.MonkeyPatch
+    assets: Path, tmp_path: Path, one: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaling = APART | {"generation": {"min_actors": 2, "max_actors": 2}}
     opened = session(assets, tmp_path / "killed", **scaling)
-    killed: list[str] = []
-    kill_at_the_second_step(pool, killed, monkeypatch)
+    killed: dict[FunctionName, str] = {}
+    kill_actors(killed, monkeypatch)
     trace = drawn(opened)
-    assert killed
     check_same_samples(trace, one)
-    dead = [row for row in trace.holdings if row.replica == killed[0]]
-    assert dead
-    again = {row.replica for row in trace.holdings if row.function == pool} - {killed[0]}
-    assert again, "it was not replaced"
+    assert killed.keys() == set(KILLED.values())
+    for pool, name in killed.items():
+        held = {row.replica for row in trace.holdings if row.function == pool}
+        assert name in held
+        assert held - {name}, "it was not replaced"
 
 
-def kill_at_the_second_step(pool: FunctionName, killed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills the processes of an actor when the second step is drawn, as soon as it has been asked for something."""
+def kill_actors(killed: dict[FunctionName, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills the processes of an actor when its step is drawn, as soon as it has been asked for something; its name goes
+    to `killed`."""
     usual = Run.generate
 
     def generate(run: Run, request: Any, **options: Any) -> GenerationStage:
-        if request.call.step == 2 and request.work is Work.GENERATE and not killed:
+        pool = KILLED.get(request.call.step)
+        if pool is not None and request.work is Work.GENERATE and pool not in killed:
             actor = run.pools[pool].serving()[0]
-            killed.append(actor.name)
+            killed[pool] = actor.name
             asyncio.get_running_loop().call_later(0.05, kill, actor)
         return usual(run, request, **options)
 

@@ -144,19 +144,22 @@ async def test_one_request_alone_draws_the_same(case: Speculating) -> None:
 @pytest.mark.parametrize("drawn_tokens", [1, 30])
 async def test_a_continued_response_is_the_one_drawn_in_one_go(case: Speculating, drawn_tokens: int) -> None:
     """A move: another engine drew the beginning. What it knows of other responses is right here, wrong, or nothing."""
-    for whole in requests():
-        expected = case.plain[whole.request_id].token_ids
-        if len(expected) <= drawn_tokens:
-            continue
-        for earlier in ((), (expected, expected[::-1])):
-            rest = replace(
-                whole,
-                token_ids=whole.token_ids + expected[:drawn_tokens],
-                max_tokens=whole.max_tokens - drawn_tokens,
-                drawn_tokens=drawn_tokens,
-                earlier=earlier,
-            )
-            assert (await case.engine.sample(rest)).token_ids == expected[drawn_tokens:]
+    drawn = {request.request_id: case.plain[request.request_id].token_ids for request in requests()}
+    moved = [
+        replace(
+            whole,
+            request_id=f"{whole.request_id} {len(earlier)}",
+            token_ids=whole.token_ids + drawn[whole.request_id][:drawn_tokens],
+            max_tokens=whole.max_tokens - drawn_tokens,
+            drawn_tokens=drawn_tokens,
+            earlier=earlier,
+        )
+        for whole in requests()
+        if len(drawn[whole.request_id]) > drawn_tokens
+        for earlier in ((), (drawn[whole.request_id], drawn[whole.request_id][::-1]))
+    ]
+    for rest, sampled in zip(moved, await asyncio.gather(*map(case.engine.sample, moved)), strict=True):
+        assert sampled.token_ids == drawn[rest.request_id.rpartition(" ")[0]][drawn_tokens:]
 
 
 @every
@@ -184,7 +187,7 @@ async def test_samples_go_on_with_weights_that_are_loaded_in_flight(case: Specul
     changed = perturbed(tensors, seed=21)
     case.model.use(changed)
     new = case.model.publish(case.store.put("run", 1, 2, changed))
-    asked = [replace(requests()[4], request_id=f"f{i}", max_tokens=900) for i in range(24)]
+    asked = [replace(requests()[4], request_id=f"f{i}", max_tokens=500) for i in range(24)]
     whole = (await case.engine.sample(replace(asked[0], request_id="whole"))).token_ids
     running = [asyncio.create_task(case.engine.sample(request)) for request in asked]
     async with asyncio.timeout(60):
