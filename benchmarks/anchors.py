@@ -24,12 +24,12 @@ from rl_steps import CONFIGS, Fit, known_of
 from smoke import parsed
 from where import machine
 
+from rlhfless.scaling.capabilities import ENGINE_TURN_S
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S, Roofline
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.startup import WARM_UP_S
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.timing import GB
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
@@ -79,13 +79,13 @@ def tokens_per_s(row: Row) -> float:
 
 
 def load_s(row: Row) -> float:
-    spec = TransportSpec()
-    rate = spec.actor_bytes_per_s * row["devices"]
-    return Transport(spec.kind, rate, spec.fixed_s, round(row["gb"] * GB)).load_s(1)
+    spec = TransportSpec(kind="nccl")  # as in the systems that published these
+    rate = spec.device_bytes_per_s * row["devices"]
+    return Transport(spec.kind, rate, spec.fixed_s, round(row["gb"] * GB)).load_s
 
 
 def broadcast_s(row: Row) -> float:
-    return Transport("http", row["link_gb_per_s"] * GB, 0.0, round(row["gb"] * GB)).load_s(row["engines"])
+    return float(row["engines"] * row["gb"] / row["link_gb_per_s"])
 
 
 PREDICTED: Mapping[str, Callable[[Row], float]] = {
@@ -95,7 +95,7 @@ PREDICTED: Mapping[str, Callable[[Row], float]] = {
     "utilisation": lambda row: LearnerTimingSpec().mfu,  # noqa: ARG005
     "loads": load_s,
     "broadcasts": broadcast_s,
-    "sleep": lambda row: 2 * WARM_UP_S,  # noqa: ARG005
+    "sleep": lambda row: 2 * ENGINE_TURN_S.value,  # noqa: ARG005
 }
 """By the lists of `anchors.yaml`."""
 

@@ -207,7 +207,7 @@ class FleetBound:
             for actor in setup.actors
         )
         """Whether no actor can be awake while the learner is: both wake in every step."""
-        load_s = setup.transport.load_s(1)
+        load_s = setup.transport.load_s
         self._kinds = [
             ActorKind.of_engine(
                 alike[0].engine,

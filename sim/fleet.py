@@ -57,6 +57,10 @@ class SimulatedFleet:
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
         self._random = [np.random.default_rng(seed) for seed in seeds]
         self._step = 0
+        self._pulled_s: dict[str, float] = {}
+        """By node that is not the learner's: when it has, or will have, the weights that count."""
+        self._given_s = 0.0
+        """Until when the learner's node gives weights to other nodes."""
 
     def name(self, slot: int) -> str:
         """The name of a slot in messages."""
@@ -130,7 +134,7 @@ class SimulatedFleet:
 
     def require_weights(self, step: int, at_s: float) -> None:
         """From `at_s` on, actors need the weights after `step` training steps: actors with other weights are STALE."""
-        self._step = step
+        self._expect(step)
         self._touched.update(actors := range(len(self.setup.actors)))
         for slot, replica in self.replicas.items():
             if slot in actors and replica.state in (ReplicaState.STALE, ReplicaState.SERVING):
@@ -140,7 +144,7 @@ class SimulatedFleet:
         """All STALE actors begin to load the weights together."""
         stale = [slot for slot, replica in self.replicas.items() if replica.state is ReplicaState.STALE]
         for slot in stale:
-            self._load(slot, at_s, readers=len(stale))
+            self._load(slot, at_s)
 
     def load_in_flight(self, step: int, at_s: float, reload: Callable[[int, float, float], float]) -> None:
         """All actors load the weights after `step` training steps in the midst of their samples; `reload` has their
@@ -148,12 +152,13 @@ class SimulatedFleet:
         up = {slot: self.replicas[slot] for slot in range(len(self.setup.actors)) if slot in self.replicas}
         if any(replica.state is ReplicaState.STALE for replica in up.values()):
             return
-        self._step, version = step, version_of(step)
+        self._expect(step)
+        version = version_of(step)
         serving = [slot for slot, replica in up.items() if replica.state is ReplicaState.SERVING]
-        load_s = self.setup.transport.load_s(len(serving))
         for slot in serving:
             up[slot].note(up[slot].life.ask(version, at_s))
             up[slot].note(up[slot].life.loaded(version, at_s))
+            load_s = self._loaded_s(slot, at_s) - at_s
             begin_s = reload(slot, at_s, load_s)
             self._called_load(up[slot], begin_s, begin_s + load_s)
 
@@ -285,11 +290,27 @@ class SimulatedFleet:
             return True
         replica.note(replica.life.started(at_s))
         if self.drawing:
-            self._load(slot, at_s, readers=1)
+            self._load(slot, at_s)
         return True
 
-    def _load(self, slot: int, at_s: float, readers: int) -> None:
-        replica, end_s = self.replicas[slot], at_s + self.setup.transport.load_s(readers)
+    def _expect(self, step: int) -> None:
+        """The weights after `step` training steps count from now on: no node but the learner's has them yet."""
+        if step != self._step:
+            self._step = step
+            self._pulled_s.clear()
+
+    def _loaded_s(self, slot: int, at_s: float) -> float:
+        """When an actor that begins at `at_s` has loaded the weights. Its node pulls them first, once for all its
+        actors; the learner's node gives them to one node after the other, which ends when all at once would."""
+        transport, node = self.setup.transport, self.slot_setups[slot].node
+        if transport.pulls(node):
+            if node not in self._pulled_s:
+                self._given_s = self._pulled_s[node] = max(self._given_s, at_s) + transport.pull_s
+            at_s = max(at_s, self._pulled_s[node])
+        return at_s + transport.load_s
+
+    def _load(self, slot: int, at_s: float) -> None:
+        replica, end_s = self.replicas[slot], self._loaded_s(slot, at_s)
         self._touched.add(slot)
         replica.note(replica.life.ask(version_of(self._step), at_s))
         self.agenda.add(end_s, WeightsLoaded(slot, self._turns[slot], self._step, at_s))

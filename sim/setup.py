@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
 
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, FunctionRole, Work
+from rlhfless.scaling.capabilities import SimulatedTransport
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -19,29 +19,39 @@ from rlhfless.sim.engine import EngineShape, PricedModel
 _ROUNDING = 1e-9
 
 
-TransportKind = Literal["folder", "http", "nccl", "p2p"]
-"""How weights reach an actor."""
-
-
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How long weights take to the actors. Raises ValueError for a bandwidth of 0 or less."""
+    """How long weights take to the actors. Raises ValueError for a rate of 0 or less."""
 
-    kind: TransportKind
-    bandwidth_bytes_per_s: float
-    """Bandwidth of one actor's link; over HTTP, of the server from which all actors pull at once."""
+    kind: SimulatedTransport
+    load_bytes_per_s: float
+    """Rate at which an actor takes in a version: from its node's memory, or by a broadcast."""
     fixed_s: float
     size_bytes: int
+    home: str | None = None
+    """The node of the learner's first rank, from which each other node pulls a version before its actors load it; None
+    if no node pulls."""
+    pull_bytes_per_s: float = math.inf
+    """Rate at which the home node gives to all others together."""
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise ValueError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; it must be above 0")
+        for name in ("load_bytes_per_s", "pull_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
-    def load_s(self, readers: int) -> float:
-        """Seconds until `readers` actors that begin together have the weights: a broadcast and a chain of peers take as
-        long as a single load; only a server's link is divided."""
-        copies = readers if self.kind == "http" else 1
-        return self.fixed_s + copies * self.size_bytes / self.bandwidth_bytes_per_s
+    @property
+    def load_s(self) -> float:
+        """Seconds of a load of a version that is in the actor's node, or is broadcast."""
+        return self.fixed_s + self.size_bytes / self.load_bytes_per_s
+
+    @property
+    def pull_s(self) -> float:
+        """Seconds in which the home node gives a version to another one."""
+        return self.size_bytes / self.pull_bytes_per_s
+
+    def pulls(self, node: str) -> bool:
+        """Whether a node has to pull a version."""
+        return self.home not in (None, node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +195,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.max_staleness and self._takes_turns():
             raise ValueError("this schedule overlaps generation and learning; give them devices of their own")
+        if self.transport.kind == "nccl" and self._takes_turns():
+            raise ValueError("transport.kind is nccl, and a broadcast does not go between functions on one GPU")
         self._check_shares()
 
     @property

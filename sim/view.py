@@ -40,7 +40,8 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         for slot, slot_setup in enumerate(setup.slot_setups)
     )
     links = setup.links
-    load_s = setup.transport.load_s(len(actors))
+    transport, nodes = setup.transport, {actor.slot_setup.node for actor in actors}
+    load_s = sum(map(transport.pulls, nodes)) * transport.pull_s + transport.load_s
     return FleetView(
         replica_slots,
         load_s,

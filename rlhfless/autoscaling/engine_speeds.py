@@ -38,7 +38,7 @@ SLOWEST = "l4"
 
 CALLS_S = 0.05
 """Seconds of a move's two calls, to the actor that has the KV and to the actor that gets it; as for a moved sample
-(live_fleet.MOVE_S)."""
+(rlhfless.scaling.capabilities.MOVE_S)."""
 
 BYTES_PER_S = {"folder": 0.5e9, "nixl": 10e9}
 """Bytes per second of each connector, until a move was measured. Files are written and read once each, at some 1 GB/s

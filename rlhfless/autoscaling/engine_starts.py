@@ -15,6 +15,7 @@ from rlhfless.folders import home, replace_text
 from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
 from rlhfless.records import StartPhase
 from rlhfless.scaling.acquisition import mean_phases
+from rlhfless.scaling.capabilities import load_s
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S, start_phases
 from rlhfless.scaling.placement import CPU_KIND
@@ -44,6 +45,12 @@ class EngineStarts:
         if kind == CPU_KIND or self._shape is None:
             return {StartPhase.BUILD: START_S}
         return start_phases(self._shape)
+
+    def expected_load_s(self, kind: str) -> float:
+        """Seconds in which an engine loads a version; 0 where nothing is known of it."""
+        if kind == CPU_KIND or self._shape is None:
+            return 0.0
+        return load_s(self._shape, self._spec.generation.engine.tensor_parallel_size)
 
     def keep(self, kind: str, phases: Mapping[str, float]) -> None:
         """Keep the measured seconds of each phase. If they cannot be kept, the next run begins with the prior."""

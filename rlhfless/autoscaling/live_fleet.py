@@ -21,15 +21,13 @@ from rlhfless.functions.base import Call
 from rlhfless.records import Decision, FunctionRole, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
+from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, DevicePrice, PriceBook
 from rlhfless.spec import RunSpec
-
-MOVE_S = 0.05
-"""Time of a move: an abort, the way through the driver, and a new request, between actors whose cores are all busy."""
 
 SAVED = attrgetter("saved_usd_per_hour")
 """The saving of a device's release, from its DevicePrice."""
@@ -126,8 +124,8 @@ class LiveFleet:
         """The slots, with the best figures known so far."""
         return FleetView(
             replica_slots=tuple(replica_slot for pool in self._pools for replica_slot in self._replica_slots(pool)),
-            load_s=self._ledger.mean_load_s(),
-            move_s=MOVE_S,
+            load_s=self._ledger.mean_load_s() or max(map(self._starts.expected_load_s, self._kinds()), default=0.0),
+            move_s=MOVE_S.value,
             beat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
             kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
@@ -215,10 +213,14 @@ class LiveFleet:
 
     def _terms(self) -> RentalTerms:
         """The terms of the actors' devices, by the price book and by the waits that were measured."""
-        kinds = {device.kind for allocation in self._actors.allocations for device in allocation.devices}
+        kinds = self._kinds()
         prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
         return RentalTerms.of([price.billing for price in prices], lag_s)
+
+    def _kinds(self) -> set[str]:
+        """The kinds of the actors' devices."""
+        return {device.kind for allocation in self._actors.allocations for device in allocation.devices}
 
     def _is_kept(self, pool: ReplicaPool) -> bool:
         """Whether a release in the pool saves nothing, because there is none."""

@@ -12,7 +12,8 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import Loaded, LoadProof
-from rlhfless.records import PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
+from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
+from rlhfless.scaling.capabilities import TIERS
 from rlhfless.spec import RunSpec
 from rlhfless.tasks import gather_or_cancel
 
@@ -36,7 +37,7 @@ class ActorWeights:
             each.opens = self.open
         pool.wakes = self.wake
         # A load follows each sleep; only before the first one do actors prove that loads move what they have.
-        pool.tier = lambda: SleepTier.HOST if self.served is None else SleepTier.DROPPED
+        pool.tier = lambda: SleepTier.HOST if self.served is None else TIERS[FunctionRole.SAMPLES]
 
     async def open(self, actor: Replica, call: Call) -> None:
         """Load the current version into a new actor, after the proof of loading. Raises as `load` does."""

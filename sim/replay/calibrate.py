@@ -24,7 +24,7 @@ from rlhfless.scaling.latency.devices import device_of, load_devices
 from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
-from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
+from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
 from rlhfless.sim.replay.measured import helper_cores, means_s, outside_s
 from rlhfless.sim.replay.what_if import model_shape
 
@@ -80,6 +80,8 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         call_s=_call_s(traces, by_work[Work.GENERATE]),
         load_weights_s=_median_s(by_work[Work.LOAD_WEIGHTS]),
         start_s=_start_s(traces),
+        starts=_other_starts(traces),
+        turns=turns_of(calls),
         group_s=_group_s(traces, by_work[Work.SCORE]),
         columns=learning.columns,
         evaluate=_line(by_work[Work.EVALUATE]),
@@ -227,12 +229,34 @@ def _group_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
     return median(per_group) if per_group else 0.0
 
 
-def _start_s(traces: Sequence[Trace]) -> float:
-    starts = [
+def turns_of(calls: Iterable[Invocation]) -> dict[str, TurnFit]:
+    """By function that slept: the medians of its ledger."""
+    changes: dict[str, dict[Work, list[Invocation]]] = defaultdict(lambda: defaultdict(list))
+    for call in calls:
+        if call.work in (Work.SLEEP, Work.WAKE):
+            changes[call.function][call.work].append(call)
+    return {
+        name: TurnFit(sleep_s=_median_s(changes[name][Work.SLEEP]), wake_s=_median_s(changes[name][Work.WAKE]))
+        for name in in_order(changes)
+    }
+
+
+def _starts_s(traces: Sequence[Trace], function: str) -> list[float]:
+    return [
         end_s - start_s
         for trace in traces
-        for start_s, end_s in cold_starts([h for h in trace.holdings if h.function == FunctionName.GENERATION])
+        for start_s, end_s in cold_starts([h for h in trace.holdings if h.function == function])
     ]
+
+
+def _other_starts(traces: Sequence[Trace]) -> dict[str, float]:
+    names = in_order({holding.function for trace in traces for holding in trace.holdings} - {FunctionName.GENERATION})
+    starts = {name: _starts_s(traces, name) for name in names}
+    return {name: median(seconds) for name, seconds in starts.items() if seconds}
+
+
+def _start_s(traces: Sequence[Trace]) -> float:
+    starts = _starts_s(traces, FunctionName.GENERATION)
     proofs = [call.duration_s for trace in traces for call in trace.invocations if call.work is Work.PROVE_LOADING]
     return (median(starts) if starts else 0.0) + (median(proofs) if proofs else 0.0)
 

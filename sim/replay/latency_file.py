@@ -42,6 +42,15 @@ class LineFit(SpecModel):
         return self.fixed_s + self.token_s * tokens
 
 
+class TurnFit(SpecModel):
+    """Seconds of a function that takes turns on its devices."""
+
+    sleep_s: NotNegative
+    """Until its devices' memory is free."""
+    wake_s: NotNegative
+    """Until it has the memory again. An actor wakes as it loads, so that `load_weights_s` has it."""
+
+
 class LatencyFile(SpecModel):
     """Fitted seconds of every stage, and the runs they were fitted to."""
 
@@ -58,6 +67,10 @@ class LatencyFile(SpecModel):
     """One actor's load."""
     start_s: NotNegative
     """An actor's start until it is up."""
+    starts: dict[str, NotNegative] = Field(default_factory=dict)
+    """By other function: its start until it is up."""
+    turns: dict[str, TurnFit] = Field(default_factory=dict)
+    """By function that slept between two turns."""
     group_s: NotNegative
     """Scoring, per prompt group."""
     columns: dict[str, LineFit] = Field(default_factory=dict)

@@ -19,6 +19,7 @@ from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -33,9 +34,6 @@ FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
 """Tokens of a forward pass where the spec of a trace does not say."""
 
 AS_IT_WAS = OtherDevices()
-
-MOVE_S = 0.01
-"""Seconds until a sample is at another actor: one request."""
 
 
 def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS) -> Setup:
@@ -80,8 +78,8 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         ),
         tuple(services),
         learner,
-        Transport("folder", 1.0, latency.load_weights_s, 0),
-        Links(float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)), MOVE_S),
+        Transport("auto", 1.0, latency.load_weights_s, 0),
+        Links(float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)), MOVE_S.value),
         _max_staleness(trace) if other.max_staleness is None else other.max_staleness,
         0.0,
         int(trace.meta.spec["generation"].get("max_tokens", 0)) or max(row.response_tokens for row in trace.rollouts),

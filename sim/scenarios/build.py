@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.latency.startup import WARM_UP_S, start_s
+from rlhfless.scaling.capabilities import MOVE_S
+from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, load_price_book
@@ -24,9 +25,6 @@ from rlhfless.sim.scenarios.work import CriticTimingSpec, ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.learner import evaluated_share
-
-MOVE_S = 0.01
-"""Seconds until a moved sample is at its new actor by its tokens: a request on the cluster's network."""
 
 
 def price_book(scenario: Scenario) -> PriceBook:
@@ -133,10 +131,12 @@ class ScenarioLayout:
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
         model = timing.engine_shape(self._scenario)
+        up_s = timing.start_s(self._scenario, FunctionName.GENERATION, start_s(model))
+        turns = timing.turns_of(self._scenario, FunctionName.GENERATION, machines.kind, engine.devices)
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
-                SlotSetup(Allocation.of(devices), node, start_s(model), WARM_UP_S, WARM_UP_S),
+                SlotSetup(Allocation.of(devices), node, up_s, turns.sleep_s, turns.wake_s),
                 shape,
                 prices,
                 machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
@@ -148,20 +148,14 @@ class ScenarioLayout:
     def learner(self) -> LearnerShape:
         """The slot of the learner."""
         scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_side)
-        slot_setup = SlotSetup(
-            Allocation.of(self.learner_side),
-            self._first.devices[0][0],
-            start_s(scenario.model.shape),
-            timing.learner_move_s(scenario, kind, count),
-            timing.learner_move_s(scenario, kind, count),
-        )
+        slot_setup = self._slot(FunctionName.LEARNER, self._first.devices[0][0], tuple(self.learner_side))
         evaluated = evaluated_share(scenario.learner.mini_batches, scenario.learner.epochs)
         return LearnerShape(
             slot_setup,
             scenario.learner.fixed_s,
             timing.forward_token_s(scenario, kind, count) * evaluated * scenario.learner.learned_share,
             timing.learn_token_s(scenario, kind, count),
-            timing.publish_s(scenario, kind, count),
+            timing.publish_s(scenario),
             scenario.learner.mini_batches * count,
             scenario.learner.epochs,
             scenario.schedule.streaming and self._placement.mode == "disaggregated",
@@ -171,7 +165,8 @@ class ScenarioLayout:
         """The slots of scoring, and of the reference and the critic if there are any."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], scoring.start_s, beside=True)
+        up_s = timing.start_s(self._scenario, FunctionName.SCORING, scoring.start_s)
+        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], up_s, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
         shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
@@ -182,17 +177,16 @@ class ScenarioLayout:
 
     def _reference(self, devices: int) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
-        model, device = scenario.model.shape, scenario.cluster.sheet(kind)
         side = tuple(self.learner_side[-devices:])
-        move_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
+        slot_setup = self._slot(FunctionName.REFERENCE, self._first.devices[-1][0], side)
         token_s = timing.forward_token_s(scenario, kind, len(side))
-        return ServiceShape(self._slot(side, move_s), FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
+        return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
     def _critic(self, critic: CriticTimingSpec) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
         side = tuple(self.learner_side[-(critic.devices or len(self.learner_side)) :])
         return ServiceShape(
-            self._slot(side, timing.learner_move_s(scenario, kind, len(side))),
+            self._slot(FunctionName.CRITIC, self._first.devices[-1][0], side),
             FunctionName.CRITIC,
             Work.LOGPROBS,
             0.0,
@@ -202,10 +196,27 @@ class ScenarioLayout:
             critic.epochs or scenario.learner.epochs,
         )
 
-    def _slot(self, side: tuple[Device, ...], move_s: float) -> SlotSetup:
-        """The slot of a model on the learner's side, which moves to host memory and back in `move_s` each."""
-        node, up_s = self._first.devices[-1][0], start_s(self._scenario.model.shape)
-        return SlotSetup(Allocation.of(side), node, up_s, move_s, move_s)
+    def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
+        """The slot of a function of the learner's side, whose state moves to host memory and back."""
+        scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
+        up_s = timing.start_s(scenario, function, start_s(scenario.model.shape))
+        turns = timing.turns_of(scenario, function, kind, len(side))
+        return SlotSetup(Allocation.of(side), node, up_s, turns.sleep_s, turns.wake_s)
+
+    def transport(self, *, fixed: bool) -> Transport:
+        """The way of the weights. `fixed`: no actor is ever released. Raises ValueError for a broadcast to others."""
+        spec, measured = self._scenario.transport, timing.measured_times(self._scenario)
+        size = self._scenario.model.shape.total_bytes
+        if measured is not None:
+            return Transport(spec.kind, math.inf, measured.load_weights_s, size)
+        rate = spec.device_bytes_per_s * self._scenario.engine.devices
+        if spec.kind == "nccl":
+            if not fixed:
+                raise ValueError("transport.kind is nccl, by which only actors that are never released get weights")
+            return Transport(spec.kind, rate, spec.fixed_s, size)
+        first = self.learner_side[0]
+        home = next(node for node, devices in self._first.devices if first in devices)
+        return Transport(spec.kind, rate, spec.fixed_s, size, home, spec.pull_bytes_per_s)
 
 
 def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:
@@ -213,18 +224,15 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
 
     Raises InputError for a schedule that the placement forbids.
     """
-    transport, engine = scenario.transport, scenario.engine
     terms = RentalTerms() if reserved else lease_terms(scenario, layout)
-    size = scenario.model.shape.total_bytes
-    per_actor = transport.actor_bytes_per_s * engine.devices
     prefix_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
     try:
         return Setup(
             layout.actors(),
             layout.services(),
             layout.learner(),
-            Transport(transport.kind, per_actor, transport.fixed_s, size),
-            Links(scenario.beat_s, MOVE_S, prefix_token_s),
+            layout.transport(fixed=reserved),
+            Links(scenario.beat_s, MOVE_S.value, prefix_token_s),
             scenario.steps_ahead,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
@@ -234,7 +242,10 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
             in_flight=scenario.schedule.in_flight,
         )
     except ValueError as error:
-        problem = Problem("schedule", str(error), "set placement.mode to `disaggregated`, or the schedule to `sync`")
+        key, hint = "schedule", "set placement.mode to `disaggregated`, or the schedule to `sync`"
+        if scenario.transport.kind == "nccl":
+            key, hint = "transport.kind", "take `auto`, or static policies alone with a learner on devices of its own"
+        problem = Problem(key, str(error), hint)
         raise InputError(scenario.name, [problem]) from error
 
 

@@ -6,8 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless.scaling.capabilities import (
+    BROADCAST_BYTES_PER_S,
+    LOAD_BYTES_PER_S,
+    LOAD_FIXED_S,
+    PUBLISH_BYTES_PER_S,
+    PULL_BYTES_PER_S,
+    SimulatedTransport,
+)
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
-from rlhfless.sim.setup import TransportKind
 from rlhfless.spec.base import MOST_PROCESSES, SpecModel
 from rlhfless.spec.explain import nearest
 
@@ -127,24 +134,49 @@ class ClusterSpec(SpecModel):
 
 
 class TransportSpec(SpecModel):
-    """How weights reach the actors at the beginning of a step."""
+    """How weights reach the actors at the beginning of a step. Defaults are the priors of
+    rlhfless/scaling/capabilities.py, which has their sources."""
 
-    kind: TransportKind = "p2p"
-    """`http` divides one server's link among all readers; the others do not."""
+    kind: SimulatedTransport = "auto"
+    """As `weights.transport` of a run. `auto`: the learner writes a file to its node's memory, which each other node
+    pulls once. `nccl`: it writes that file, too, and broadcasts it to actors that are never released and share no GPU
+    with it."""
 
-    device_bytes_per_s: Positive = 6.4e9
-    """Rate at which one device receives its part. The default is what Moonshot's checkpoint-engine reached: 26.5 GB per
-    device in 4.12 s (GLM-4.5-Air, bf16, 8 x H800, its README)."""
+    publish_bytes_per_s: Positive = PUBLISH_BYTES_PER_S.value
+    """Rate at which the learner's first rank writes a version."""
 
-    load_bytes_per_s: Positive = 4.3e9
-    """Rate at which the engine of one device takes in what it received. The default fits the dense bf16 rows of vLLM
-    #48382 on H200 to 10 %: 0.35 s for 0.6B, 2.07 for 4B, 3.33 for 7B and 4.51 for 9B; models with experts take several
-    times as long (docs/simulate.md)."""
+    pull_bytes_per_s: Positive = PULL_BYTES_PER_S.value
+    """Rate at which the learner's node gives a version to all other nodes together."""
 
-    fixed_s: NotNegative = 0.2
-    """Seconds of each load, whatever its size; an assumption: metadata and one barrier."""
+    load_bytes_per_s: Positive = LOAD_BYTES_PER_S.value
+    """Rate at which the engine of one device takes in a version. Models with experts take several times as long
+    (docs/simulate.md)."""
+
+    broadcast_bytes_per_s: Positive = BROADCAST_BYTES_PER_S.value
+    """Rate at which one device receives its part of a broadcast."""
+
+    fixed_s: NotNegative = LOAD_FIXED_S.value
+    """Seconds of each publication and each load, whatever its size."""
 
     @property
-    def actor_bytes_per_s(self) -> float:
-        """Rate at which a device of an actor has new weights: receiving and loading overlap, and the slower counts."""
-        return min(self.device_bytes_per_s, self.load_bytes_per_s)
+    def device_bytes_per_s(self) -> float:
+        """Rate at which a device of an actor has new weights. A broadcast and a load overlap, and the slower counts."""
+        return min(self.broadcast_bytes_per_s, self.load_bytes_per_s) if self.kind == "nccl" else self.load_bytes_per_s
+
+
+class DeclaredTimes(SpecModel):
+    """Starts, sleep and transport by the priors of rlhfless/scaling/capabilities.py, and by `transport`."""
+
+    type: Literal["declared"] = "declared"
+
+
+class MeasuredTimes(SpecModel):
+    """Starts, sleep and transport as a run or a self-test measured them; what neither did is by the priors."""
+
+    type: Literal["measured"] = "measured"
+
+    path: str
+    """A file that `rlhfless simulate --calibrate` wrote."""
+
+
+FleetTimesSpec = Annotated[DeclaredTimes | MeasuredTimes, Field(discriminator="type")]

@@ -18,7 +18,13 @@ from rlhfless.spec import document
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest
 
-_PATHS = (("cluster", "prices"), ("cluster", "devices"), ("workload", "path"), ("engine", "latency", "path"))
+_PATHS = (
+    ("cluster", "prices"),
+    ("cluster", "devices"),
+    ("workload", "path"),
+    ("engine", "latency", "path"),
+    ("fleet", "path"),
+)
 
 
 def load_scenario(path: str | os.PathLike[str]) -> Scenario:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.selection import selects
-from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, TransportSpec
+from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, DeclaredTimes, FleetTimesSpec, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
     SYNTHETIC,
@@ -160,6 +160,9 @@ class Scenario(SpecModel):
 
     placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()
+    fleet: FleetTimesSpec = DeclaredTimes()
+    """How long the fleet's replicas take to start, to fall asleep, to wake, and to have new weights."""
+
     learner: LearnerTimingSpec = LearnerTimingSpec()
     scoring: ScoringTimingSpec = ScoringTimingSpec()
     reference: ReferenceTimingSpec | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlhfless.records import FunctionName
+from rlhfless.scaling.capabilities import TurnTimes, engine_turns, state_turns
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.attention import UnknownShape
@@ -14,7 +16,8 @@ from rlhfless.scaling.latency.kernel_tables import NoTables, tables_folder
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.speculating import Speculating
-from rlhfless.sim.replay.latency_file import load_latency
+from rlhfless.sim.replay.latency_file import LatencyFile, load_latency
+from rlhfless.sim.scenarios.cluster import MeasuredTimes
 from rlhfless.sim.scenarios.model import EngineLatency, FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
@@ -157,20 +160,40 @@ def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
     return FORWARD_OPERATIONS * _token_s(scenario, kind, devices)
 
 
-def learner_move_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds in which the learner's state moves to host memory, or back; each device has its own link."""
-    state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
-    return state / (devices * scenario.cluster.sheet(kind).host_bytes_per_s.value)
+def measured_times(scenario: Scenario) -> LatencyFile | None:
+    """What was measured of the fleet's starts, sleep and transport. Raises InputError for a bad file."""
+    return load_latency(scenario.fleet.path) if isinstance(scenario.fleet, MeasuredTimes) else None
 
 
-def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds to gather the weights from the learner's devices: each sends its part over its link, at the rate at which
-    actors receive them."""
-    transport = scenario.transport
-    parts = scenario.model.shape.total_bytes / devices
-    return transport.fixed_s + parts / min(
-        transport.device_bytes_per_s, scenario.cluster.sheet(kind).link_bytes_per_s.value
-    )
+def turns_of(scenario: Scenario, function: str, kind: str, devices: int) -> TurnTimes:
+    """Sleep and wake of a function on so many devices: as measured, or by the priors of what it holds there."""
+    measured = measured_times(scenario)
+    if measured is not None and (fit := measured.turns.get(function)) is not None:
+        return TurnTimes(fit.sleep_s, fit.wake_s)
+    if function == FunctionName.GENERATION:
+        return engine_turns()
+    shape = scenario.model.shape
+    state = scenario.learner.state_bytes_per_parameter * shape.parameters
+    held = shape.total_bytes if function == FunctionName.REFERENCE else state
+    return state_turns(held, scenario.cluster.sheet(kind), devices)
+
+
+def start_s(scenario: Scenario, function: str, expected_s: float) -> float:
+    """A cold start of a function: as measured, or as it is expected to be."""
+    measured = measured_times(scenario)
+    if measured is None:
+        return expected_s
+    if function == FunctionName.GENERATION:
+        return measured.start_s or expected_s
+    return measured.starts.get(function, expected_s)
+
+
+def publish_s(scenario: Scenario) -> float:
+    """Seconds in which the learner's first rank writes the weights."""
+    measured, transport = measured_times(scenario), scenario.transport
+    if measured is not None:
+        return measured.publish_s
+    return transport.fixed_s + scenario.model.shape.total_bytes / transport.publish_bytes_per_s
 
 
 def _token_s(scenario: Scenario, kind: str, devices: int) -> float:

@@ -114,7 +114,7 @@ def _setup(actors: int) -> Setup:
         tuple(ActorShape(slot_setup(i % 2), shape, prices) for i in range(actors)),
         (scoring,),
         learner,
-        Transport("folder", 1.0, LOAD_S, 0),
+        Transport("auto", 1.0, LOAD_S, 0),
         Links(0.5, 0.01),
         0,
         0.0,

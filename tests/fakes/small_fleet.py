@@ -31,7 +31,7 @@ PRICES = PriceBook(
     )
 )
 LINKS = Links(beat_s=0.5, move_s=0.01, prefix_token_s=0.001)
-FOLDER = Transport("folder", 1e9, 0.1, 200_000_000)  # 0.3 s
+FOLDER = Transport("auto", 1e9, 0.1, 200_000_000)  # 0.3 s
 
 
 SLEEP_S, WAKE_S = 0.25, 0.5

@@ -48,6 +48,7 @@ from rlhfless.scaling.step_times import Phase
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.setup import ServiceShape
 from rlhfless.sim.simulation import Simulation
+from rlhfless.sim.view import fleet_view
 from rlhfless.sim.work import first_come_first_served
 
 
@@ -102,11 +103,18 @@ def test_a_start_ahead_of_time() -> None:
     assert learner.provisioned_device_s == pytest.approx(end_s - 6.0)
 
 
-def test_weights_by_transport() -> None:
-    http = dataclasses.replace(FOLDER, kind="http")
-    assert http.load_s(4) == pytest.approx(0.1 + 4 * 0.2)
-    for kind in ("folder", "nccl", "p2p"):
-        assert dataclasses.replace(FOLDER, kind=kind).load_s(4) == pytest.approx(0.3)
+def test_each_node_but_the_learners_pulls_the_weights_once_and_one_after_the_other() -> None:
+    """Two actors on node 0, which is the learner's, two on node 1 and one on node 2: a load takes 0.3 s, a pull 0.4."""
+    nodes = (0, 0, 1, 1, 2)
+    actors = [on(actor(device), slot_setup(device, node=node)) for device, node in enumerate(nodes)]
+    pulled = dataclasses.replace(FOLDER, home="node-0", pull_bytes_per_s=5e8)
+    setup = dataclasses.replace(setup_of(*actors), transport=pulled, warm=True, node_s=0.0)
+    simulation, _ = one_step(setup, Evenly(), batch_of([(5, [200] * len(nodes))]))
+    loads = [call for call in simulation.ledger.invocations if call.work is Work.LOAD_WEIGHTS]
+    assert [call.duration_s for call in sorted(loads, key=lambda call: call.replica)] == pytest.approx(
+        [0.3, 0.3, 0.7, 0.7, 1.1]
+    )
+    assert fleet_view(setup, PRICES).load_s == pytest.approx(2 * 0.4 + 0.3)
 
 
 def test_steps_that_are_drawn_ahead_overlap_and_need_devices_of_their_own() -> None:

@@ -101,12 +101,14 @@ def test_the_same_seed_gives_the_same_run(run: Run) -> None:
     assert first == second
 
 
-@given(runs(), st.floats(1e6, 1e10))
+@given(runs(), st.floats(1e6, 1e10), st.booleans())
 @settings(max_examples=20)
-def test_more_bandwidth_never_takes_longer(run: Run, bandwidth_bytes_per_s: float) -> None:
+def test_more_bandwidth_never_takes_longer(run: Run, bytes_per_s: float, pulls: bool) -> None:
     ends = []
     for factor in (1, 3):
-        transport = dataclasses.replace(FOLDER, bandwidth_bytes_per_s=factor * bandwidth_bytes_per_s)
+        transport = dataclasses.replace(FOLDER, load_bytes_per_s=factor * bytes_per_s)
+        if pulls:
+            transport = dataclasses.replace(FOLDER, home="node-0", pull_bytes_per_s=factor * bytes_per_s)
         setup = dataclasses.replace(calm(run.setup), transport=transport)
         simulation, _ = play(setup, run.batches, InTurns())
         simulation.close()

@@ -33,7 +33,6 @@ from rlhfless.sim.experiment.compare import NO_BEATS_S, compare
 from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
-from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, LEARN_OPERATIONS
 from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, ScheduleSpec, SyncSpec
@@ -225,20 +224,17 @@ def _shares(result: RunResult) -> dict[str, float]:
 
 def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str) -> dict[str, Any]:
     """Keys of a scenario that an earlier run on these devices has measured."""
-    spec = asked.spec
-    bandwidth = TransportSpec().actor_bytes_per_s * spec.generation.engine.tensor_parallel_size
-    load_s = max(latency.load_weights_s - asked.shape.total_bytes / bandwidth, 0.0)
     return {
         "engine": {"latency": {"type": "fitted", "path": file}},
-        "learner": _measured_learner(asked, latency, lengths, load_s),
-        "transport": {"fixed_s": load_s},
-        "scoring": {"sample_s": latency.group_s / spec.samples_per_prompt},
+        "fleet": {"type": "measured", "path": file},
+        "learner": _measured_learner(asked, latency, lengths),
+        "scoring": {"sample_s": latency.group_s / asked.spec.samples_per_prompt},
     }
 
 
-def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths, transport_s: float) -> dict[str, Any]:
+def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -> dict[str, Any]:
     """The learner's utilisation, as far as one can be so high or low, and the seconds of a step that are in nothing
-    else. `transport_s`: what the simulator adds to a publication."""
+    else."""
     spec = asked.spec
     tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
     learn_s = latency.learn.at(tokens * spec.epochs)
@@ -247,8 +243,7 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths, t
     evaluated = evaluated_share(spec.mini_batches, spec.epochs)
     simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated / spec.epochs)
     evaluate_s = latency.evaluate.at(tokens) * evaluated if latency.evaluate is not None else 0.0
-    publish_s = max(latency.publish_s - transport_s, 0.0)
-    fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + publish_s + latency.driver_s
+    fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + latency.driver_s
     return {"mfu": mfu, "expert_mfu": mfu, "fixed_s": fixed_s}
 
 
@@ -293,7 +288,7 @@ def _scenario(
         "contract": spec.scaling.contract.model_dump(mode="json"),
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
-    values |= {key: measured[key] for key in ("transport", "beat_s") if key in measured}
+    values |= {key: measured[key] for key in ("fleet", "beat_s") if key in measured}
     if spec.needs_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
     if spec.critic is not None:

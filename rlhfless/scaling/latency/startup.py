@@ -29,10 +29,6 @@ DISK_BYTES_PER_S = 1.75e9
 CHART_S_PER_PARAMETER = 3 * 4 / 25e9
 """Three passes over codes of 4 bytes, at the rate of a GPU's link to the host: an assumption until one is measured."""
 
-WARM_UP_S = 0.1
-"""An actor that falls asleep between two versions, without its weights, or wakes for the next one: vLLM's sleep mode
-takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
-
 
 def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
     """Seconds to read all weights at this rate onto one replica's devices."""

@@ -47,6 +47,8 @@ def test_calibration_finds_the_latencies(latency: LatencyFile) -> None:
     assert latency.evaluate.token_s == pytest.approx(EVALUATE_TOKEN_S, rel=1e-3)
     assert latency.load_weights_s == pytest.approx(LOAD_S)
     assert latency.publish_s == pytest.approx(PUBLISH_S)
+    assert latency.starts.keys() == {"scoring", "learner"}
+    assert latency.turns == {}  # nothing slept
     assert latency.steps == 8
     assert latency.device_kind == "cpu-core"
 

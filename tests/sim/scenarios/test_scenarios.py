@@ -225,11 +225,13 @@ def test_weights_and_kv_of_8_bits() -> None:
 
 
 def test_weights_come_at_the_rate_of_the_slower_of_wire_and_engine() -> None:
-    rates = [{}, {"load_bytes_per_s": 9e9}, {"device_bytes_per_s": 1e9}]
-    assert [TransportSpec(**rate).actor_bytes_per_s for rate in rates] == [4.3e9, 6.4e9, 1e9]
-    slow = scenario(transport={"device_bytes_per_s": 1e9, "fixed_s": 0.0})
-    load_s = setup(slow, ScenarioLayout(slow, ScenarioPlacementSpec()), 0).transport.load_s(2)
-    assert load_s == pytest.approx(slow.model.shape.total_bytes / 1e9)
+    rates = [{}, {"load_bytes_per_s": 9e9}, {"broadcast_bytes_per_s": 1e9}]
+    assert [TransportSpec(kind="nccl", **rate).device_bytes_per_s for rate in rates] == [4.3e9, 6.4e9, 1e9]
+    assert TransportSpec(broadcast_bytes_per_s=1e9).device_bytes_per_s == 4.3e9
+    slow = scenario(transport={"load_bytes_per_s": 1e9, "fixed_s": 0.0})
+    made = setup(slow, ScenarioLayout(slow, ScenarioPlacementSpec()), 0)
+    assert made.transport.load_s == pytest.approx(slow.model.shape.total_bytes / 1e9)
+    assert made.learner.publish_s == pytest.approx(slow.model.shape.total_bytes / 4.5e9)
 
 
 def test_products_of_8_bits_and_ranks_that_spread_the_experts() -> None:
