@@ -19,7 +19,7 @@ MOST_REASONS = 8
 def comparison_lines(compared: ComparisonObject) -> RenderableType:
     """The rows that fit, those on the front marked, with numbers to choose them by; and why others do not fit."""
     made = table("", "devices", "placement", "step", "run", "cost", "$/M tok", "kWh", "busiest", texts=3, padding=1)
-    named = any((row.engine, row.rollouts) != ("vllm", "bf16") for row in compared.rows)
+    named = any(row.engine != "vllm" for row in compared.rows)
     for number, row in enumerate(compared.rows, start=1):
         if row.predicted is None:
             continue
@@ -40,15 +40,19 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
 
 
 def _devices(row: ComparedDevices, named: bool) -> str:
-    """The devices; with what draws, if rows differ in it."""
-    return f"{row.count} x {row.kind}" + (f" {row.engine} {row.rollouts}" if named else "")
+    """The devices; with the engine, if rows differ in it, and the settings that are not the usual ones."""
+    draws = [row.engine] if named else []
+    draws += [each for each in (row.quantization, row.speculation) if each != "off"]
+    if not row.share_prefixes:
+        draws.append("no sharing")
+    return " ".join([f"{row.count} x {row.kind}", *draws])
 
 
 def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
     """What the table means, and the rows that are not in it."""
     yield "* no other is both faster and cheaper; kWh of a step, at most"
     yield f"response lengths: {compared.lengths}"
-    if named:
+    if any(row.no_engine for row in compared.rows):
         yield "(plan only) no run can be started so; --json says why, and what each engine's times were taken from"
     for each in compared.sensitivity:
         ends = f"fastest row {each.fastest}, cheapest row {each.cheapest}"
@@ -58,5 +62,8 @@ def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
     if left:
         yield f"without a prediction are {len(left)} of {len(compared.rows)}:"
     for row in left[:MOST_REASONS]:
+        if row.fits:
+            yield f"{_devices(row, named)}, {row.placement}: {row.reason}"
+            continue
         why = f"fits with {row.nearest_change}" if row.nearest_change else next(iter(row.problems), row.reason or "")
         yield f"{_devices(row, named)}, {row.placement}: {why}"

@@ -32,9 +32,23 @@ Engines = Annotated[
     ),
 ]
 
-RolloutFormats = Annotated[
+Quantizations = Annotated[
     list[str] | None,
-    typer.Option("--rollouts", metavar="FORMAT", help="Compare formats of the engine's weights: bf16, fp8."),
+    typer.Option("--quantization", metavar="FORMAT", help="Compare values of generation.quantization: off, int8, fp8."),
+]
+
+Speculations = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--speculation",
+        metavar="METHOD",
+        help="Compare values of generation.speculation.method: off, auto, ngram, suffix. Needs a run that speculated.",
+    ),
+]
+
+SharedPrefixes = Annotated[
+    list[str] | None,
+    typer.Option("--share-prefixes", metavar="BOOL", help="Compare values of learner.share_prefixes: true, false."),
 ]
 
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]

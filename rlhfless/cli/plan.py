@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfless.cli.options import Engines, Overrides, RolloutFormats, SpecFile
+from rlhfless.cli.options import Engines, Overrides, Quantizations, SharedPrefixes, SpecFile, Speculations
 
 if TYPE_CHECKING:
     from rlhfless.prepare.memory.changes import Change, Question
@@ -46,7 +46,9 @@ def plan(
         ),
     ] = None,
     engines: Engines = None,
-    rollouts: RolloutFormats = None,
+    quantization: Quantizations = None,
+    speculation: Speculations = None,
+    share_prefixes: SharedPrefixes = None,
     bench: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,14 +78,21 @@ def plan(
 
     loaded = load_spec(spec, overrides or ())
     trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
+    tried = {
+        "engines": engines,
+        "quantization": quantization,
+        "speculation": speculation,
+        "share_prefixes": share_prefixes,
+    }
     if compare:
         from rlhfless.cli.plan_compare import Asked, compare_devices
 
         _refuse_with_compare(measured)
-        asked_for = Asked(devices or (), engines or (), rollouts or (), bench or ())
+        asked_for = Asked(devices or (), tried, bench or ())
         compare_devices(Planner(loaded, trace), asked_for, out, row, as_json=as_json)
         return
-    _refuse_without_compare(devices, {"--out": out, "--engines": engines, "--rollouts": rollouts, "--bench": bench})
+    options: dict[str, object] = {f"--{name.replace('_', '-')}": values for name, values in tried.items()}
+    _refuse_without_compare(devices, options | {"--out": out, "--bench": bench})
     asked = question_of(loaded, *(parsed_devices(devices[0]) if devices else local_devices(loaded)))
     latency = None
     if measured is not None:

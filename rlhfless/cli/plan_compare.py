@@ -6,27 +6,27 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import typer
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 
 from rlhfless.cli.comparison_table import comparison_lines
 from rlhfless.cli.simulate_progress import Estimates
 from rlhfless.control.compute import comparing
 from rlhfless.control.compute.comparing import Choice, spec_of
+from rlhfless.control.compute.dimensions import Dimensions
 from rlhfless.control.compute.planning import Planner
-from rlhfless.control.compute.rollouts import RolloutFormat, Rollouts, rollouts_of
 from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
 from rlhfless.prepare.memory.assumed import question_of
 from rlhfless.prepare.memory.room import chart_shared_memory
 from rlhfless.scaling.accelerators import types_of
 from rlhfless.scaling.latency.bench import Bench
-from rlhfless.scaling.latency.engines import EngineName
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES
 from rlhfless.spec import RunSpec
@@ -46,23 +46,20 @@ class Asked:
     """What is compared, as on the command line."""
 
     devices: Sequence[str]
-    engines: Sequence[str]
-    rollouts: Sequence[str]
+    tried: Mapping[str, Sequence[str] | None]
+    """By the names of Dimensions."""
     benches: Sequence[str]
 
-    def read(self) -> tuple[list[Rollouts], tuple[Bench, ...]]:
+    def read(self) -> tuple[Dimensions, tuple[Bench, ...]]:
         """Raises typer.BadParameter, InputError, UnknownDevice."""
         benches = tuple(Bench.of(text) for text in self.benches)
-        engines = _known(self.engines, get_args(EngineName), "--engines") or [each.engine for each in benches]
-        return rollouts_of(engines, _known(self.rollouts, get_args(RolloutFormat), "--rollouts")), benches
-
-
-def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[Any]:
-    """The names. Raises typer.BadParameter for one that is not known."""
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=option)
-    return list(names)
+        named = {name: tuple(values) for name, values in self.tried.items() if values}
+        try:
+            return Dimensions.model_validate({"engines": tuple(each.engine for each in benches)} | named), benches
+        except ValidationError as error:
+            first = error.errors()[0]
+            what, option = f"{first['input']!r}: {first['msg']}", str(first["loc"][0]).replace("_", "-")
+            raise typer.BadParameter(what, param_hint=f"--{option}") from error
 
 
 def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int | None, *, as_json: bool) -> None:
@@ -70,9 +67,9 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     for a row that is not there, does not fit or cannot run."""
     console = Console(highlight=False)
     estimates = Estimates(lambda text: print(text, file=sys.stderr), what="choices")
-    rollouts, benches = asked.read()
+    dimensions, benches = asked.read()
     planner = replace(planner, benches=benches)
-    tried = comparing.compared(planner, asked.devices, rollouts, os.cpu_count() or 1, estimates.progress)
+    tried = comparing.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, estimates.progress)
     answer = ComparisonObject.model_validate(comparing.as_json(planner, tried, predict=comparing.again(planner)))
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rlhfless.cli.options import Engines, Overrides, RolloutFormats, SpecFile
+from rlhfless.cli.options import Engines, Overrides, Quantizations, SharedPrefixes, SpecFile, Speculations
 from rlhfless.text import legible
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def compare(
         typer.Option("--devices", metavar="NxKIND", help="Devices, such as 8xh100; by default the price book's."),
     ] = None,
     engines: Engines = None,
-    rollouts: RolloutFormats = None,
+    quantization: Quantizations = None,
+    speculation: Speculations = None,
+    share_prefixes: SharedPrefixes = None,
     lengths_of: LengthsOf = None,
     deadline_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
@@ -128,7 +130,9 @@ def compare(
             values,
             devices=devices or [],
             engines=engines or [],
-            rollouts=rollouts or [],
+            quantization=quantization or [],
+            speculation=speculation or [],
+            share_prefixes=share_prefixes or [],
             lengths_of=earlier,
             deadline_s=deadline_s,
         )

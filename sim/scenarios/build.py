@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import RentalTerms
-from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
@@ -253,8 +254,11 @@ def prefix_use(scenario: Scenario) -> PrefixUse:
     """How the scenario's run computes shared prefixes."""
     if scenario.prefixes is None or scenario.prefixes.sharing == "engine":
         return PrefixUse()
-    shares = scenario.prefixes.sharing == "plan_and_learner"
-    return PrefixUse(planned=True, forward=SharedForward(scenario.learner.micro_batch_tokens) if shares else None)
+    forward = None
+    if scenario.prefixes.sharing == "plan_and_learner":
+        pays_below = expected_to_pay_below(on_cpu=scenario.cluster.machines[0].kind == CPU_KIND)
+        forward = SharedForward(scenario.learner.micro_batch_tokens, pays_below)
+    return PrefixUse(planned=bool(scenario.prefixes.levels), forward=forward)
 
 
 def lease_terms(scenario: Scenario, layout: ScenarioLayout) -> RentalTerms:

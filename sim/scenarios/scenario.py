@@ -206,10 +206,10 @@ class Scenario(SpecModel):
     def _prefixes_are_recorded(self) -> Scenario:
         if self.prefixes is not None and isinstance(self.workload, RecordedWorkload):
             raise ValueError("prefixes: a recorded run has its own; leave the key out")
-        if self.prefixes is not None and selects(self.schedule):
+        if self.prefixes is not None and self.prefixes.levels and selects(self.schedule):
             raise ValueError(
                 f"prefixes: schedule {self.schedule.type} mixes the prompts of steps, and is simulated without shared "
-                "prefixes; leave the key out"
+                "prefixes; leave the levels out"
             )
         return self
 

@@ -119,8 +119,9 @@ PrefixSharing = Literal["engine", "plan", "plan_and_learner"]
 class PrefixesSpec(SpecModel):
     """The shared prefixes of prompts, which come before their own tokens (`median_prompt_tokens`)."""
 
-    levels: Annotated[tuple[PrefixLevel, ...], Field(min_length=1)]
-    """From the first token on: such as a system prompt, then one of several blocks of examples."""
+    levels: tuple[PrefixLevel, ...]
+    """From the first token on: such as a system prompt, then one of several blocks of examples. Without any, only the
+    samples of a prompt share tokens."""
 
     sharing: PrefixSharing = "plan_and_learner"
     """`engine`: each engine's own cache alone. `plan`: prompts behind the same prefix go to the same actor, which

@@ -342,8 +342,10 @@ def test_devices_are_compared_and_the_chosen_ones_written(sized, tmp_path):
         (["--devices", "8xh100", "--out", "there"], "it needs --compare"),
         (["--compare", "--devices", "1xl40s", "--out", "there", "--row", "9"], "9 is no row that fits"),
         (["--devices", "8xh100", "--engines", "sglang"], "it needs --compare"),
-        (["--compare", "--engines", "triton"], "'triton' is none of vllm, sglang, tensorrt-llm"),
-        (["--compare", "--rollouts", "fp4"], "'fp4' is none of bf16, fp8"),
+        (["--compare", "--engines", "triton"], "'triton': Input should be 'vllm'"),
+        (["--compare", "--quantization", "fp4"], "'fp4': Input should be 'off'"),
+        (["--compare", "--share-prefixes", "perhaps"], "'perhaps': Input should be"),
+        (["--devices", "8xh100", "--share-prefixes", "true"], "it needs --compare"),
         (["--compare", "--measured", "report.json"], "a report is of one kind of device"),
     ],
 )

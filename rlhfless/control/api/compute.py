@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from rlhfless.control.api.routes import OfService, Runs
 from rlhfless.control.api.runs import EXAMPLE
 from rlhfless.control.api.views import object_of
-from rlhfless.control.compute.rollouts import RolloutFormat
+from rlhfless.control.compute.dimensions import Dimensions
 from rlhfless.control.database.tables import SimulationRow
 from rlhfless.control.errors import ApiError, not_found, refused
 from rlhfless.control.objects.common import ListObject
@@ -27,7 +27,6 @@ from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service
 from rlhfless.prepare.memory.assumed import parsed_devices
-from rlhfless.scaling.latency.engines import EngineName
 from rlhfless.spec.errors import InputError, Problem
 
 router = APIRouter(tags=["compute"])
@@ -48,15 +47,11 @@ class PlanQuestion(_Question):
     """Id of an earlier run, for its response lengths and, on the same devices, its latencies."""
 
 
-class CompareQuestion(PlanQuestion):
+class CompareQuestion(Dimensions, PlanQuestion):
     """A run, and the devices to compare for it."""
 
     devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
     """Devices such as `8xh100`; by default kinds and counts of the price book."""
-    engines: list[EngineName] = Field(default_factory=list, max_length=3)
-    """Engines, each as its published serving runs have it; by default vLLM by the devices' data sheets."""
-    rollouts: list[RolloutFormat] = Field(default_factory=list, max_length=2)
-    """Formats of the engine's weights; by default that of `generation.quantization`."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     """The deadline of the whole run: what keeps it comes first."""
 

@@ -16,9 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.compute import sensitivity
+from rlhfless.control.compute.dimensions import SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
 from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts, rollouts_of
+from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.assumed import parsed_devices, question_of
 from rlhfless.prepare.memory.changes import nearest_change
@@ -39,7 +40,6 @@ LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
 TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
-QUANTIZATION = "generation.quantization"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
 """The predictions of choices by a factor of the response lengths."""
@@ -79,11 +79,11 @@ class Tried:
 def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
     """ComparisonObject, as JSON. Raises InputError.
 
-    `question`: spec, devices (of the user's choice), engines, rollouts (formats), trace (folder of an earlier run),
+    `question`: spec, devices (of the user's choice), the names of Dimensions, trace (folder of an earlier run),
     deadline_s."""
     planner = planner_of(question)
-    rollouts = rollouts_of(question.get("engines") or (), question.get("rollouts") or ())
-    tried = compared(planner, question.get("devices") or (), rollouts)
+    named = {name: question[name] for name in Dimensions.model_fields if name in question}
+    tried = compared(planner, question.get("devices") or (), Dimensions.model_validate(named))
     return as_json(planner, tried, question.get("deadline_s"), again(planner))
 
 
@@ -100,16 +100,16 @@ def again(planner: Planner) -> Again:
 def compared(
     planner: Planner,
     devices: Sequence[str],
-    rollouts: Sequence[Rollouts] = (AS_IN_RUNS,),
+    dimensions: Dimensions = Dimensions(),  # noqa: B008 (frozen)
     jobs: int = 1,
     on_choice: OnChoice | None = None,
 ) -> list[Tried]:
     """All choices for devices such as `8xh100`, or for the price book's. Raises InputError for devices that do not
     exist."""
     choices = [
-        replace(each, changes={**each.changes, **_format_of(one)}, rollouts=one)
+        replace(each, changes={**each.changes, **way.changes}, rollouts=way.rollouts)
         for each in choices_of(planner.spec, devices)
-        for one in rollouts
+        for way in dimensions.ways(planner.spec)
     ]
     tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
     best = front(tried)
@@ -127,11 +127,6 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
         kinds = [kind for kind in runs if kind in known and kind != CPU_KIND]
         found = [(kind, count) for kind in kinds for count in COUNTS]
     return [Choice(kind, count, changes) for kind, count in found for changes in _placements(spec, kind, count)]
-
-
-def _format_of(rollouts: Rollouts) -> dict[str, Any]:
-    """Changes of the spec, by dotted key: none where the format is its own."""
-    return {} if rollouts.format is None else {QUANTIZATION: "fp8" if rollouts.format == "fp8" else "off"}
 
 
 def _placements(spec: RunSpec, kind: str, count: int) -> Iterator[dict[str, Any]]:
@@ -186,6 +181,8 @@ def _tried(planner: Planner, choice: Choice) -> Tried:
     if problems := plan_problems(asked, plan):
         change = None if plan.fits else nearest_change(asked)
         return Tried(choice, placement, tuple(problems), None if change is None else change.text)
+    if SPECULATION in choice.changes and (unknown := undrafted(asked.spec, planner.lengths.drafts(asked.spec)[1])):
+        return Tried(choice, placement, reason=unknown)
     predicted, reason = planner.predicted(asked, planner.measured_of(choice.rollouts, asked))
     return Tried(choice, placement, (), None, predicted, reason)
 
@@ -262,7 +259,6 @@ def as_json(
 
 def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
     spec, choice, found = planner.spec, tried.choice, tried.predicted
-    quantization = choice.rollouts.quantization(spec)
     figures: dict[str, Any] = dict.fromkeys(("predicted", "step_usd", "usd_per_million_tokens", "energy_kwh"))
     if found is not None:
         step_usd = found.cost.cost_usd / found.cost.steps
@@ -283,7 +279,9 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "reason": tried.reason,
         "no_engine": choice.rollouts.no_engine(spec, choice.kind, planner.shape),
         "engine": choice.rollouts.engine or "vllm",
-        "rollouts": "bf16" if quantization == "off" else quantization,
+        "quantization": choice.rollouts.quantization_of(spec),
+        "speculation": choice.changes.get(SPECULATION, {}).get("method", spec.generation.speculation.method),
+        "share_prefixes": choice.changes.get(SHARE_PREFIXES, spec.learner.share_prefixes),
         "latency": None if found is None else found.latency,
         "changes": dict(choice.changes),
         "on_front": on_front,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from rlhfless.control.compute.dimensions import like
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.prefill import PlannedPrefill, planned_prefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
@@ -89,8 +90,8 @@ class Planner:
             if self.spec.supervised:
                 return written(asked, self.lengths, self.measured or self._learning_of(asked)), None
             latency = self.measured if self.measured is not None else self._latency_of(asked)
-            if latency is not None and not rollouts.as_in_runs(self.spec):
-                return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, in the format of the spec"
+            if latency is not None and not (rollouts.as_in_runs(self.spec) and like(asked.spec, self.spec)):
+                return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, with the settings of the spec"
             return predicted(asked, self.config, self.lengths, latency, rollouts, quick=self.hurried), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()
@@ -225,7 +226,7 @@ def _missing(planner: Planner, kind: str, devices: Mapping[str, int]) -> list[st
         missing.append("groups without a signal: taken to be none, without an earlier run by `lengths_of`")
     if not lengths.known:
         missing.append("response lengths: name an earlier run of these prompts with `lengths_of`")
-    if not spec.supervised and spec.generation.speculation.on and not lengths.accepted:
+    if not spec.supervised and spec.generation.speculation.on and not lengths.drafts(spec)[1]:
         missing.append("drafts: taken to save nothing, without an earlier run that speculated by `lengths_of`")
     if planner.trace is None:
         missing.append("measured latencies: an earlier run of this model on these devices, by `lengths_of`")

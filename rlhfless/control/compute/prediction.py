@@ -87,6 +87,13 @@ class Lengths:
     drafted: tuple[float, ...] = ()
     accepted: tuple[float, ...] = ()
     """[places]: see Speculating; empty where no drafts are known."""
+    drafter: str = "off"
+    """`generation.speculation.method` of the run that drafted them."""
+
+    def drafts(self, spec: RunSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """`drafted` and `accepted` of a run's own method; empty where none are known. `auto` drafts as `suffix`."""
+        own, known = ("suffix" if one == "auto" else one for one in (spec.generation.speculation.method, self.drafter))
+        return (self.drafted, self.accepted) if own == known else ((), ())
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -119,6 +126,7 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
         signal=signal_of(trace),
         drafted=drafted,
         accepted=accepted,
+        drafter=trace.meta.spec["generation"]["speculation"]["method"] if accepted else "off",
     )
 
 
@@ -281,6 +289,7 @@ def _scenario(
             "epochs": spec.epochs,
             "learned_share": drawn.learned_share,
             "state_bytes_per_parameter": _state_bytes(asked),
+            "micro_batch_tokens": spec.learner.micro_batch_tokens,
         }
         | measured.get("learner", {}),
         # On CPU cores scoring shares the cores of the other functions.
@@ -289,6 +298,8 @@ def _scenario(
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
     values |= {key: measured[key] for key in ("fleet", "beat_s") if key in measured}
+    if spec.learner.share_prefixes and "mfu" not in measured.get("learner", {}):  # which a measured time has already
+        values["prefixes"] = {"levels": []}
     if spec.needs_reference:
         values["reference"] = {"devices": count_of(spec.reference.ranks)}
     if spec.critic is not None:
@@ -332,14 +343,14 @@ def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
 
 def _drafts(spec: RunSpec, lengths: Lengths) -> dict[str, Any]:
     """Drafts as the earlier run had them, up to the depth of this one; none where they are not known."""
-    speculation = spec.generation.speculation
-    places = min(speculation.most, len(lengths.accepted))
+    speculation, (drafted, accepted) = spec.generation.speculation, lengths.drafts(spec)
+    places = min(speculation.most, len(accepted))
     if not places:
         return {}
     return {
         "speculation": {
-            "drafted": lengths.drafted[:places],
-            "accepted": lengths.accepted[:places],
+            "drafted": drafted[:places],
+            "accepted": accepted[:places],
             "depth": "auto" if speculation.measured else places,
             "source": lengths.source,
         }

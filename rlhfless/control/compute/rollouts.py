@@ -7,9 +7,8 @@ their published serving runs have them, which can be planned for and not run; an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.engines import EngineName, load_engines, served
@@ -20,9 +19,6 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.generation import Quantization
 from rlhfless.spec.losses import PolicyLossSpec
 
-RolloutFormat = Literal["bf16", "fp8"]
-"""What a comparison may try: `generation.quantization` `off` and `fp8`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
@@ -31,26 +27,24 @@ class Rollouts:
     engine: EngineName | None = None
     """An engine as its published runs have it; None for vLLM by the devices' data sheets, as plans have it that compare
     no engines."""
-    format: RolloutFormat | None = None
-    """Of weights and products; the KV cache keeps 16 bits. None: as the spec says."""
+    quantization: Quantization | None = None
+    """`generation.quantization`: of weights and products; the KV cache keeps 16 bits. None: as the spec says."""
     measured: float = 1.0
     """The user's own measurement of the engine, as a multiple of what its published runs say."""
 
-    def quantization(self, spec: RunSpec) -> Quantization:
+    def quantization_of(self, spec: RunSpec) -> Quantization:
         """That of the run which draws so."""
-        if self.format is None:
-            return spec.generation.quantization
-        return "fp8" if self.format == "fp8" else "off"
+        return spec.generation.quantization if self.quantization is None else self.quantization
 
     def as_in_runs(self, spec: RunSpec) -> bool:
         """Whether runs of a spec draw so, whose measured latencies then count."""
-        return self.engine in (None, "vllm") and self.quantization(spec) == spec.generation.quantization
+        return self.engine in (None, "vllm") and self.quantization_of(spec) == spec.generation.quantization
 
     def settings(self, spec: RunSpec, kind: str) -> dict[str, Any]:
         """Keys of a scenario's engine. Of products of integers, and of CPUs, no rate in 8 bits is known, so that of 16
         counts."""
         latency = {"type": "engine", "engine": self.engine, "measured": self.measured}
-        quantization = self.quantization(spec)
+        quantization = self.quantization_of(spec)
         fast = quantization == "fp8" and device_of(kind).fp8_flops_per_s is not None
         return {
             "latency": latency if self.engine else {"type": "roofline"},
@@ -62,7 +56,7 @@ class Rollouts:
         """What the engine's seconds are taken from, in words. Raises UnknownShape."""
         if self.engine is None:
             return f"the data sheet of {kind}"
-        bits = 16 if self.quantization(spec) == "off" else 8
+        bits = 16 if self.quantization_of(spec) == "off" else 8
         tensor_parallel = spec.generation.engine.tensor_parallel_size
         published = served(self.engine, shape.in_bits(bits), device_of(kind), tensor_parallel).source
         return published + ("" if self.measured == 1.0 else f", times {self.measured:.2f} by a measurement of your own")
@@ -71,13 +65,14 @@ class Rollouts:
         """Why a run cannot draw so on a kind of device."""
         if spec.supervised and self != AS_IN_RUNS:
             return f"a run of type {spec.type} draws nothing"
-        if self.format != "fp8":
+        if self.quantization in (None, "off"):
             return None
-        if kind != CPU_KIND and device_of(kind).fp8_flops_per_s is None:
-            return f"rollouts in fp8: {kind} has no products of 8 bits"
+        if self.quantization == "fp8" and kind != CPU_KIND and device_of(kind).fp8_flops_per_s is None:
+            return f"generation.quantization is fp8: {kind} has no products of 8 bit floats"
         loss = spec.algorithm
         if isinstance(loss, PolicyLossSpec) and loss.importance is None:
-            return "rollouts in fp8 are off policy: leave algorithm.importance out for its default, truncated weights"
+            quantised = f"samples with generation.quantization {self.quantization} are off policy"
+            return f"{quantised}: leave algorithm.importance out for its default, truncated weights"
         return None
 
     def no_engine(self, spec: RunSpec, kind: str, shape: ModelShape | None = None) -> str | None:
@@ -85,20 +80,11 @@ class Rollouts:
         engine = None if self.engine is None else load_engines()[self.engine].no_engine
         if (reason := device_of(kind).no_engine or engine) is not None or spec.supervised:
             return reason
-        quantization = self.quantization(spec)
+        quantization = self.quantization_of(spec)
         # Where the spec leaves it open, the devices decide, and GPUs get 16 bits.
         dtype = spec.model.dtype if "dtype" in spec.model.model_fields_set else "bfloat16"
         refused = None if quantization == "off" else why_not(quantization, kind, dtype, shape)
-        return None if refused is None else f"rollouts in {quantization}: {refused[0]}"
+        return None if refused is None else f"generation.quantization is {quantization}: {refused[0]}"
 
 
 AS_IN_RUNS = Rollouts()
-
-
-def rollouts_of(engines: Sequence[EngineName], formats: Sequence[RolloutFormat]) -> list[Rollouts]:
-    """Each engine with each format; vLLM by the data sheets, in the format of the spec, if none are named."""
-    return [
-        Rollouts(engine, each)
-        for engine in dict.fromkeys(engines or (None,))
-        for each in dict.fromkeys(formats or (None,))
-    ]

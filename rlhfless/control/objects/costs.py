@@ -125,8 +125,12 @@ class ComparedDevices(PlannedDevices):
     """The keys of the spec that say so, by dotted name, beside `placement.kind` and `placement.devices`."""
     engine: str
     """What draws the responses; runs do so with vLLM alone."""
-    rollouts: str
-    """The format of its weights: `bf16` where `generation.quantization` is off, else `int8` or `fp8`."""
+    quantization: str
+    """`generation.quantization`: `off`, `int8` or `fp8`."""
+    speculation: str
+    """`generation.speculation.method`."""
+    share_prefixes: bool
+    """`learner.share_prefixes`."""
     latency: str | None
     """What the engine's seconds were taken from; null without a prediction."""
     on_front: bool

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhfless.control.compute.comparing import (
-    QUANTIZATION,
     TURNS,
     Choice,
     Tried,
@@ -18,9 +19,10 @@ from rlhfless.control.compute.comparing import (
     spec_of,
     try_choice,
 )
+from rlhfless.control.compute.dimensions import QUANTIZATION, SHARE_PREFIXES, SPECULATION, Dimensions, Way
 from rlhfless.control.compute.planning import Planner
 from rlhfless.control.compute.prediction import Predicted
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts, rollouts_of
+from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
@@ -82,23 +84,21 @@ def test_rows_have_an_order_and_figures_by_hand() -> None:
     assert first["usd_per_million_tokens"] == pytest.approx(1.8)
     assert first["energy_kwh"] == pytest.approx(36.0 * 700 / 3.6e6)
     assert answer["rows"][3]["problems"] == ["too large"]
-    assert (first["engine"], first["rollouts"], first["latency"], first["no_engine"]) == (
-        "vllm",
-        "bf16",
-        "a sheet",
-        None,
-    )
+    assert (first["engine"], first["latency"], first["no_engine"]) == ("vllm", "a sheet", None)
+    assert (first["quantization"], first["speculation"], first["share_prefixes"]) == ("off", "off", True)
 
 
 def test_engines_and_formats_that_runs_do_not_draw_with_are_planned_for() -> None:
-    every = rollouts_of(["sglang", "vllm", "sglang"], ["bf16", "fp8"])
-    assert [(each.engine, each.format) for each in every] == [
-        ("sglang", "bf16"),
+    ways = Dimensions(engines=("sglang", "vllm", "sglang"), quantization=("off", "fp8")).ways(SPEC)
+    every = [way.rollouts for way in ways]
+    assert [(each.engine, each.quantization) for each in every] == [
+        ("sglang", "off"),
         ("sglang", "fp8"),
-        ("vllm", "bf16"),
+        ("vllm", "off"),
         ("vllm", "fp8"),
     ]
-    assert rollouts_of([], []) == [AS_IN_RUNS]
+    assert [way.changes for way in ways] == 2 * [{QUANTIZATION: "off"}, {QUANTIZATION: "fp8"}]
+    assert Dimensions().ways(SPEC) == [Way()]
     assert "SGLang can only be planned for" in str(every[0].no_engine(SPEC, "h100"))
     assert every[2].no_engine(SPEC, "h100") is None
     assert every[3].no_engine(SPEC, "h100") is None, "runs draw in fp8 where the device has it"
@@ -112,21 +112,21 @@ def test_a_choice_in_fp8_is_a_run_with_that_quantization() -> None:
     choice = Choice("h100", 8, {"placement.mode": "colocated", QUANTIZATION: "fp8"}, Rollouts("vllm", "fp8"))
     assert spec_of(SPEC, choice).generation.quantization == "fp8"
     own = spec_of(SPEC, choice)
-    for rollouts, bits in ((AS_IN_RUNS, (8, 8)), (Rollouts(format="bf16"), (16, 16))):
+    for rollouts, bits in ((AS_IN_RUNS, (8, 8)), (Rollouts(quantization="off"), (16, 16))):
         settings = rollouts.settings(own, "h100")
         assert (settings["weight_bits"], settings["product_bits"]) == bits
     assert AS_IN_RUNS.as_in_runs(own)
-    assert not Rollouts(format="bf16").as_in_runs(own)
+    assert not Rollouts(quantization="off").as_in_runs(own)
     assert AS_IN_RUNS.settings(own, CPU_KIND)["product_bits"] == 16
 
 
 def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
-    fp8 = Rollouts(format="fp8")
+    fp8 = Rollouts(quantization="fp8")
     written = RunSpec.model_construct(type="sft", algorithm=None)
     assert fp8.problem(written, "h100") == "a run of type sft draws nothing"
     assert AS_IN_RUNS.problem(written, "h100") is None
     assert fp8.problem(SPEC, "h100") is None
-    assert fp8.problem(SPEC, "a100-80gb") == "rollouts in fp8: a100-80gb has no products of 8 bits"
+    assert fp8.problem(SPEC, "a100-80gb") == "generation.quantization is fp8: a100-80gb has no products of 8 bit floats"
     plain = RunSpec.model_validate(
         SPEC.model_dump(exclude_unset=True) | {"algorithm": {"type": "grpo", "importance": None}}
     )
@@ -135,6 +135,28 @@ def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
     assert try_choice(
         Planner(SPEC), Choice("a100-80gb", 8, {"placement.mode": "colocated", TURNS: False}, fp8)
     ).problems
+
+
+def test_each_setting_is_tried_with_each_other_and_is_one_of_the_run() -> None:
+    ways = Dimensions(speculation=("off", "suffix"), share_prefixes=(True, False)).ways(SPEC)
+    suffix = {SPECULATION: {"method": "suffix"}}
+    assert [way.changes for way in ways] == [
+        {SHARE_PREFIXES: True},
+        {SHARE_PREFIXES: False},
+        {**suffix, SHARE_PREFIXES: True},
+        {**suffix, SHARE_PREFIXES: False},
+    ]
+    changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **ways[3].changes}))
+    assert (changed.generation.speculation.method, changed.learner.share_prefixes) == ("suffix", False)
+
+
+def test_drafts_that_nobody_measured_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    spec = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"path": str(tmp_path)})})
+    choice = Choice("h100", 8, {"placement.mode": "colocated", TURNS: False, SPECULATION: {"method": "suffix"}})
+    found = try_choice(Planner(spec), choice)
+    assert (found.problems, found.predicted) == ((), None)
+    assert "drafts of suffix are not known" in str(found.reason)
 
 
 def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:

@@ -25,7 +25,8 @@ def recorded() -> Lengths:
         for name, tokens, of, took in (("a", 70, (30, 20), (20, 10)), ("b", 30, (24, 4), (10,)), ("c", 50, (), ()))
     ]
     rows = [SimpleNamespace(response_tokens=tokens, prompt_tokens=10) for tokens in (20, 30)]
-    trace = SimpleNamespace(rollouts=rows, invocations=calls, steps=[], meta=SimpleNamespace(run_id="earlier"))
+    meta = SimpleNamespace(run_id="earlier", spec={"generation": {"speculation": {"method": "suffix"}}})
+    trace = SimpleNamespace(rollouts=rows, invocations=calls, steps=[], meta=meta)
     return lengths_of(spec(), cast("Any", trace))
 
 
@@ -42,3 +43,8 @@ def test_the_drafts_of_an_earlier_run_are_predicted_with() -> None:
 def test_without_drafts_nothing_is_saved() -> None:
     assert _drafts(spec(), recorded()) == {}
     assert _drafts(spec(method="suffix"), lengths_of(spec(), None)) == {}
+
+
+def test_the_drafts_of_another_method_say_nothing() -> None:
+    assert _drafts(spec(method="ngram"), recorded()) == {}
+    assert _drafts(spec(method="auto"), recorded()) == _drafts(spec(method="suffix"), recorded())

@@ -10,6 +10,7 @@ import pytest
 import rlhfless
 from rlhfless import processes
 from rlhfless.functions.generation.engine import EngineSettings
+from rlhfless.functions.generation.vllm import arguments as arguments_module
 from rlhfless.functions.generation.vllm import version
 from rlhfless.functions.generation.vllm.arguments import (
     DRAFTERS,
@@ -65,6 +66,21 @@ def test_the_limits_of_vllm_are_no_shorter_than_the_runs() -> None:
     environment = engine_environment(dataclasses.replace(_settings("cuda"), timeouts=timeouts), {})
     assert environment["VLLM_ENGINE_READY_TIMEOUT_S"] == "2001"
     assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "900"
+
+
+def test_a_connector_whose_package_is_missing_is_refused_before_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arguments_module.importlib.util, "find_spec", lambda name: None if name == "nixl" else object())
+    with pytest.raises(ValueError, match="nixl") as refused:
+        engine_arguments(_settings("cuda", kv_connector="nixl"))
+    text = str(refused.value)
+    assert "generation.engine.kv_connector is nixl" in text
+    assert "the package nixl is not installed beside this engine" in text
+    assert "install it on every node, or set kv_connector to folder (engines of one node)" in text
+    monkeypatch.setattr(arguments_module.importlib.util, "find_spec", lambda _: object())
+    transfer = engine_arguments(_settings("cuda", kv_connector="nixl"))["kv_transfer_config"]
+    assert transfer["kv_connector"] == "NixlConnector"
 
 
 def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_gpus_alone() -> None:
