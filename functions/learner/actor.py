@@ -91,6 +91,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
         super().__init__(settings, rank)
         self._published: list[WeightVersion] = []
+        """Versions in the store, those of a group before this one too, in the order in which they were published."""
         self._averaged: WeightVersion | None = None
         """The average that was published last."""
 
@@ -99,6 +100,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
         settings = self._settings
         self._store = settings.store.open(self.node())
+        self._published = [version for version in self._store.versions() if version.step != PERTURBED_STEP]
         self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
@@ -158,9 +160,9 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
     def _forget_old(self, version: WeightVersion) -> None:
         """Keep the versions that engines may still load, and the perturbed one for engines that start later."""
-        if version.step == PERTURBED_STEP or version in self._published:
+        if version.step == PERTURBED_STEP:
             return
-        self._published.append(version)
+        self._published = [*(each for each in self._published if each != version), version]
         while len(self._published) > self._settings.kept_versions:
             self._store.delete(self._published.pop(0))
 

@@ -85,6 +85,16 @@ class LearnerSize:
     def _of(self, allocation: Allocation) -> int:
         return allocation.ranks or max(self._candidates)
 
+    def resume(self, decisions: Sequence[Decision]) -> None:
+        """Let the learner of a resumed run start with the ranks that it had, if it may have them still: on devices that
+        are held, where an earlier driver left some. `decisions`: of the earlier attempts."""
+        sizes = [int(each.choice) for each in decisions if each.kind == LEARNER_RANKS]
+        allocations = self._candidates.get(sizes[-1], ()) if sizes else ()
+        if allocations and sizes[-1] != self.ranks:
+            held = (each for each in allocations if self._devices.bound(each) is not None)
+            self._run.learner.set_allocation(0, next(held, allocations[0]))
+            log.info("the learner starts with %d rank(s), as it had before", self.ranks)
+
     # -- after a fault
 
     @contextlib.asynccontextmanager

@@ -35,7 +35,7 @@ from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.mixture import order_of
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.records import Decision, FunctionName, FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.run_folder import TRACE_FOLDER
@@ -176,7 +176,7 @@ async def _fleet(
     # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
     with contextlib.nullcontext() if spec.placement.ray_address else janitor(folders):
         try:
-            yield run, await _begin(session, run, cluster, devices, turns)
+            yield run, await _begin(session, run, cluster, devices, turns, earlier.decisions if earlier else ())
         finally:
             if scaler is not None:
                 scaler.fleet.keep_starts()
@@ -242,15 +242,22 @@ async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
 
 
 async def _begin(
-    session: Session, run: TrainedRun, cluster: Cluster, devices: RunDevices, turns: Sequence[Turns]
+    session: Session,
+    run: TrainedRun,
+    cluster: Cluster,
+    devices: RunDevices,
+    turns: Sequence[Turns],
+    earlier: Sequence[Decision],
 ) -> int:
-    """Bring the fleet up; returns the first step.
+    """Bring the fleet up; returns the first step. `earlier`: the decisions of earlier attempts.
 
     If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
     because it would fail again.
     """
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
+    if run.learner_size is not None:
+        run.learner_size.resume(earlier)
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
     await devices.settle()
     await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))

@@ -15,7 +15,7 @@ from rlhfless.loop.keepers import Keepers
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.step_context import StepClock
 from rlhfless.prepare.prompts import PromptOrder
-from rlhfless.records import FunctionRole, Prompt, StepRecord, Work
+from rlhfless.records import Decision, FunctionRole, Prompt, StepRecord, Work
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
@@ -24,6 +24,8 @@ from rlhfless.telemetry.sinks import MetricSinks
 
 class ElasticLearner(Protocol):
     """The number of a learner's ranks, where it may change: see rlhfless.loop.learner_size."""
+
+    def resume(self, decisions: Sequence[Decision]) -> None: ...
 
     def keeping_devices(self) -> AbstractAsyncContextManager[None]: ...
 
