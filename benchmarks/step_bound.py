@@ -118,15 +118,16 @@ class ActorKind:
     def of_engine(
         cls, shape: EngineShape, prices: PricedModel, actors: int, usd_per_s: float, up_s: float
     ) -> ActorKind:
-        """Of so many actors with this engine."""
-        model, table = prices.model, prices.costs.iteration_s[1:]
-        line = LinearEngine.of(model)
+        """Of so many actors with this engine. An engine with several ways to decode is no faster than the fastest one
+        for each batch, with the context of the way that reads it fastest."""
+        table = prices.costs.iteration_s[:, 1:].min(axis=0)
+        line = LinearEngine.of(prices.model)
         return cls(
             actors,
             usd_per_s,
             lines_below(table),
             float(table[0]),
-            model.context_s,
+            float(prices.costs.context_s.min()),
             line.prefill_token_s,
             line.prefill_context_s,
             shape.max_sequences,

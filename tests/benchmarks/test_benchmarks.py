@@ -71,7 +71,11 @@ PURE = (
         long=True,
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
-    Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'), long=True),
+    Smoke(
+        "ranks",
+        (r'"learner, 2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'),
+        long=True,
+    ),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke(
         "serving",
