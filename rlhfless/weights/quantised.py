@@ -10,8 +10,10 @@ loads (`fp8_per_channel`), and the symmetric one of its kernels for int8.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -44,6 +46,11 @@ class Codes:
         """`values` [rows, width] as a layer with their codes has them, float32; `largest` [rows]: of whole rows."""
         scales = self.scales(largest)[:, None]
         return self.of(values, scales).to(torch.float32) * scales
+
+
+def multiplies_int8_exactly() -> bool:
+    """Whether this machine's processor adds up products of int8 without an overflow at 16 bits: x86 only with VNNI."""
+    return platform.machine() != "x86_64" or "_vnni" in Path("/proc/cpuinfo").read_text()
 
 
 SCALING = 1e-6

@@ -35,7 +35,7 @@ from vllm.platforms import current_platform
 
 from rlhfless.functions.generation.vllm.arguments import QUANTIZATION
 from rlhfless.spec.generation import Quantised
-from rlhfless.weights.quantised import CODES, Codes
+from rlhfless.weights.quantised import CODES, Codes, multiplies_int8_exactly
 
 
 class _OnLoading(OnlineQuantizationConfig):
@@ -64,13 +64,21 @@ class Fp8Config(_OnLoading):
     key = kFp8StaticChannelSym
 
 
+INEXACT = (
+    "generation.quantization is int8, but this processor has no VNNI instructions, without which products of int8 lose "
+    "a bit: the engine would draw with other weights than it was given. Set it to fp8 or off"
+)
+
+
 class Int8LinearMethod(OnlineLinearBase):
     """Products of int8, with a scale for each output, and one for each token that is taken as it comes."""
 
     activation_quant_key = None
 
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        """See LinearMethodBase."""
+        """See LinearMethodBase. Raises RuntimeError where products would not be those of the codes."""
+        if current_platform.is_cpu() and not multiplies_int8_exactly():
+            raise RuntimeError(INEXACT)
         super().create_weights(layer, *args, **kwargs)
         self.kernel: Any = init_int8_linear_kernel(
             is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name=type(self).__name__

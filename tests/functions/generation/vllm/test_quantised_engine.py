@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
-from rlhfless.functions.generation.engine import Sampled, SampleRequest
+from rlhfless.functions.generation.engine import EngineError, Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights, SleepTier
 from rlhfless.spec import SpeculationSpec
@@ -23,6 +23,7 @@ from rlhfless.weights.check import (
 )
 from rlhfless.weights.errors import WeightCheckFailed
 from rlhfless.weights.perturb import perturbed
+from rlhfless.weights.quantised import multiplies_int8_exactly
 from rlhfless.weights.store import FolderStore
 
 pytestmark = pytest.mark.engine
@@ -54,6 +55,10 @@ async def test_an_engine_in_8_bits(quantization: Quantised, learner: Callable[..
     store = FolderStore(tmp_path / "store")
     tolerance = default_tolerance("float32", 2, quantization)
     drafts = SpeculationSpec(method="suffix", depth=4)  # of depth `auto` the first passes are without drafts
+    if quantization == "int8" and not multiplies_int8_exactly():
+        with pytest.raises(EngineError, match="no VNNI"):
+            await start_tiny_engine(model, store.folder, speculation=drafts, quantization=quantization)
+        return
     engine = await start_tiny_engine(model, store.folder, speculation=drafts, quantization=quantization)
     try:
         before = await engine.logprobs(PROBE_TOKENS)
