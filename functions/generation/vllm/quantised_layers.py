@@ -52,10 +52,21 @@ class _OnLoading(OnlineQuantizationConfig):
         return [*super().get_supported_act_dtypes(), *([torch.float32] if current_platform.is_cpu() else [])]
 
 
+INEXACT = (
+    "generation.quantization is int8, but this processor has no VNNI instructions, without which products of int8 lose "
+    "a bit: the engine would draw with other weights than it was given. Set it to fp8 or off"
+)
+
+
 class Int8Config(_OnLoading):
-    """See this module."""
+    """See this module. Raises RuntimeError where products would not be those of the codes."""
 
     key = kInt8StaticChannelSym
+
+    def __init__(self) -> None:
+        if current_platform.is_cpu() and not multiplies_int8_exactly():
+            raise RuntimeError(INEXACT)
+        super().__init__()
 
 
 class Fp8Config(_OnLoading):
@@ -64,21 +75,13 @@ class Fp8Config(_OnLoading):
     key = kFp8StaticChannelSym
 
 
-INEXACT = (
-    "generation.quantization is int8, but this processor has no VNNI instructions, without which products of int8 lose "
-    "a bit: the engine would draw with other weights than it was given. Set it to fp8 or off"
-)
-
-
 class Int8LinearMethod(OnlineLinearBase):
     """Products of int8, with a scale for each output, and one for each token that is taken as it comes."""
 
     activation_quant_key = None
 
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        """See LinearMethodBase. Raises RuntimeError where products would not be those of the codes."""
-        if current_platform.is_cpu() and not multiplies_int8_exactly():
-            raise RuntimeError(INEXACT)
+        """See LinearMethodBase."""
         super().create_weights(layer, *args, **kwargs)
         self.kernel: Any = init_int8_linear_kernel(
             is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name=type(self).__name__
