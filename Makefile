@@ -37,7 +37,7 @@ lint-imports:
 
 # With any KUBECONFIG; see tests/kubernetes/environment.py.
 test-kubernetes: setup
-	@$(BIN)/pytest -m kubernetes
+	@scripts/test.sh $(BIN)/pytest chart
 
 test: lint
 	@scripts/test.sh $(BIN)/pytest short

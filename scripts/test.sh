@@ -2,11 +2,12 @@
 # Tests, in processes by what they start; at the end one list of what was skipped, and how to get what it needs.
 #
 #   scripts/test.sh PYTEST short   what `make test` runs
-#   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks, the chart on a cluster
+#   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks
 #   scripts/test.sh PYTEST ci      the rest without live benchmarks and what is marked `seldom`, which find the least a minute
+#   scripts/test.sh PYTEST chart   the chart on the cluster of KUBECONFIG
 #
-# Several processes of tests can run beside each other, as the chart and the nodes of a cluster do; what they print is
-# shown one after the other.
+# Several processes of tests can run beside each other, as the nodes of a cluster do; what they print is shown one after
+# the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -75,7 +76,7 @@ report() {
         kill $showing 2>/dev/null || true
         finish
     fi
-    [ "$part" = short ] || [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
+    [ "$part" != long ] || [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
     [ "$part" != ci ] || echo "benchmarks that start engines, and tests marked seldom, are not run in CI (make test-all)" >>"$RLHFLESS_SKIPPED"
     if [ -s "$RLHFLESS_SKIPPED" ]; then
         echo "Not tested here, or to be looked at (number of tests, reason):"
@@ -106,22 +107,23 @@ if [ "$part" = short ]; then
         -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder
     finish # engines beside them took twice their time, and a run in which actors are drained was too slow to be caught at it
     beside "with engines" 40 -m "engine and not long" $(with engine)
+elif [ "$part" = chart ]; then
+    beside "the chart on a cluster" 40 -m kubernetes tests/kubernetes
 else
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark and not seldom"; fi
     OMP_NUM_THREADS=1 beside "long ones without engines" 30 -m "$long and not engine" -n "$(nproc)" --dist worksteal $(with long)
-    finish
     long+=" and engine"
-    beside "faults of runs" 50 -m "$long" "${faults[@]}"
-    finish
-    beside "other long ones" 50 -m "$long" $(with long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
-    finish
-    # Not beside the runs above: together they need more than 24 GiB, and Ray ends workers where memory is short. The chart
-    # waits for its pods more than it computes, and the functions of the nodes are stand-ins, which hold no model.
-    if [ -n "${KUBECONFIG:-}" ]; then beside "the chart on a cluster" 50 -m kubernetes tests/kubernetes; fi
+    # The functions of the nodes are stand-ins, which hold no model: beside the runs below memory would be short, and Ray
+    # ends workers then.
     beside "nodes of a cluster" 20 -m "$long" "$nodes"
     finish
+    beside "faults of runs" 35 -m "$long" "${faults[@]}"
+    finish
+    beside "other long ones" 35 -m "$long" $(with long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
+    finish
     [ "$part" = ci ] || beside "memory runs short" 10 -m "$long" "$memory" # it is seldom, and pytest fails with no test
+    [ "$part" = ci ] || [ -z "${KUBECONFIG:-}" ] || beside "the chart on a cluster" 40 -m kubernetes tests/kubernetes
 fi
 finish
 if [ ${#failed[@]} -gt 0 ]; then

@@ -13,7 +13,7 @@ from rlhfless.loop.driver import execute
 from rlhfless.prepare import preflight as checks
 from rlhfless.spec.errors import InputError
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(600)]
 
 
 async def test_nan_in_weights_that_preflight_does_not_read(

@@ -78,6 +78,7 @@ def test_ctrl_c_twice_stops_everything_and_keeps_the_trace(assets: Path, tmp_pat
     assert {holding.state for holding in trace.holdings} >= {"starting", "serving", "draining"}
 
 
+@pytest.mark.seldom
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("phase", "signals"), [("starting 1 generation actor(s), learner and helpers ...", 1), ("starting Ray ...", 3)]

@@ -112,6 +112,7 @@ def fixed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return driven(opening(assets, tmp_path_factory.mktemp("fixed") / "run"))[1]
 
 
+@pytest.mark.seldom
 def test_from_two_ranks_to_one_and_back_through_shared_memory(
     fixed: Trace, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
 from rlhfless.scaling.learner_ranks import RankChoice
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
 STEPS = 5
 

@@ -96,6 +96,7 @@ async def hang(run: Run) -> None:
     await saboteur.stop_rank(run)
 
 
+@pytest.mark.seldom
 @pytest.mark.long
 def test_a_rank_that_hangs_is_replaced_within_its_time(whole: Whole, assets: Path, tmp_path: Path) -> None:
     times = {"drain_s": 3, "call_s": HUNG_S}

@@ -111,6 +111,7 @@ def test_the_users_modules_travel_to_the_nodes(cluster: str, tmp_path: Path) -> 
     assert "there is no module 'other_reward'" in lacking
 
 
+@pytest.mark.seldom
 def test_a_killed_driver_leaves_nothing_behind_after_the_lease(cluster: str, assets: Path, tmp_path: Path) -> None:
     changes = {"placement": {"ray_address": cluster}, "recovery": {"lease_s": LEASE_S}, "timeouts": {"drain_s": 3}}
     folder = killed_after("step  1/50", write_spec(assets, tmp_path, steps=50, **changes), tmp_path / "log")

@@ -93,12 +93,8 @@ def check_goes_on(before: Rollout, row: TracedRollout) -> None:
         assert span.start >= kept or WeightVersion.parse(span.version).attempt == 1, "it was drawn again"
 
 
-SELDOM = {"async": pytest.mark.seldom, "one_step_off": pytest.mark.seldom}
-
-
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=[SELDOM[name]] if name in SELDOM else ()) for name in SCHEDULES]
-)
+@pytest.mark.seldom
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_killed_driver_loses_nothing_of_two_steps_and_draws_nothing_twice(
     schedule: str, assets: Path, tmp_path: Path
 ) -> None:

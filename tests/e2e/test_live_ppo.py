@@ -110,6 +110,7 @@ def kill_the_critic_at_random(step: int) -> saboteur.Sabotage:
     return kill
 
 
+@pytest.mark.seldom
 def test_a_run_that_loses_its_critic_and_is_resumed_ends_with_the_same_bits(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ async def kill_learner_at_work(run: Run) -> None:
     await saboteur.kill_learner(run)
 
 
+@pytest.mark.seldom
 def test_a_learner_that_is_lost_is_replaced_while_the_next_step_is_drawn(assets: Path, tmp_path: Path) -> None:
     calm, broken = tmp_path / "calm", tmp_path / "broken"
     start = opening(assets, calm)

@@ -86,6 +86,7 @@ def assert_same(start: Session, other: Session) -> None:
     assert all(np.array_equal(expected[name], value) for name, value in ours.items())
 
 
+@pytest.mark.seldom
 def test_sft_learns_demonstrations_and_a_killed_learner_changes_nothing(
     assets: Path, written: Path, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_prompts_are_computed_apart_and_samples_are_the_same(assets: Path, tmp_p
         assert sum(call.input_tokens - call.cached_tokens for call in of_step) < 3 * longest
 
 
+@pytest.mark.seldom
 def test_a_killed_actor_of_either_pool_loses_nothing(
     assets: Path, tmp_path: Path, one: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

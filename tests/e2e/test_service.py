@@ -91,6 +91,7 @@ def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     assert left == []
 
 
+@pytest.mark.long
 def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole: Whole) -> None:
     """Three kills: a driver at work, its successor while it starts, and the service with it."""
     with up.client as client:
@@ -129,6 +130,7 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
     assert newest.notes.digest == whole.digest
 
 
+@pytest.mark.seldom
 @pytest.mark.long
 def test_runs_that_learn_from_pairs_end_with_the_figures_and_the_bill_of_their_type(up: Up, assets: Path) -> None:
     """A DPO run and a reward model's, side by side: no generation is held, drawn or shown."""

@@ -13,6 +13,7 @@ ROUNDING_NATS = 0.02
 """Of the probe's mean, between one honest load of this model and another."""
 
 
+@pytest.mark.seldom
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.timeout(600)
