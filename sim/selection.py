@@ -9,29 +9,65 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as count_from
+from itertools import islice
 
 import numpy as np
 
-from rlhfless.scaling.selection import Selects, draw_of, is_due, selects
+from rlhfless.scaling.selection import Selects, draw_of, is_due
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.memory import Flags, Ints
 from rlhfless.sim.samples import RolloutBatch, Selected, StepProgress
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import PartialSpec, ScheduleSpec
+from rlhfless.spec import PartialSpec
+
+AGAIN = "'"
+"""Ends the name of a prompt that stands in for another, see SelectedDraws._begun."""
 
 
-def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
+def steps_of(
+    simulation: Simulation, selecting: Selects | None, batches: Sequence[RolloutBatch]
+) -> Iterator[Generation]:
     """The steps of a run, each when it has been drawn; `batches` are what they would draw if they waited for all."""
-    selecting = selects(schedule)
     draws = batches if selecting is None else SelectedDraws(selecting, batches)
     for batch in draws:
         generation = simulation.step(batch)
         if isinstance(draws, SelectedDraws):
             draws.end(generation.progress)
         yield generation
+
+
+def as_begun(
+    schedule: Selects, learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], int]
+) -> list[RolloutBatch]:
+    """What SelectedDraws takes, of a run that is known by what its steps learned from: the same groups, in the order in
+    which they were begun. `begun`: the steps that began them, by step and prompt; tail batching begins a group once
+    more, and there the order follows from how many each step draws."""
+    if isinstance(schedule, PartialSpec):
+        of_steps = [(begun.get((batch.step, group.prompt_id), batch.step), group) for batch in learned
+                    for group in _groups(batch)]  # fmt: skip
+        sequence = [group for _, group in sorted(of_steps, key=lambda pair: pair[0])]
+    else:
+        sequence = _as_put_off(schedule, learned)
+    ends = np.cumsum([batch.groups for batch in learned])
+    return [_batch(batch.step, sequence[end - batch.groups : end]) for batch, end in zip(learned, ends, strict=True)]
+
+
+def _as_put_off(schedule: Selects, learned: Sequence[RolloutBatch]) -> list[_Group]:
+    """The groups of the steps; those that a long step drew stand where short ones have put them off."""
+    draws, left, unbegun = [], 0, sum(batch.groups for batch in learned)
+    for batch in learned:
+        draws.append(draw := draw_of(schedule, batch.groups, left, unbegun, prompts=math.inf))
+        left, unbegun = left + draw.new - batch.groups, unbegun - draw.new
+    taken = [list(_groups(batch)) for batch in learned]
+    put_off = iter([group for draw, groups in zip(draws, taken, strict=True) for group in groups[: draw.left]])
+    sequence: list[_Group] = []
+    for draw, groups in zip(draws, taken, strict=True):
+        new = groups[draw.left :]
+        sequence += [*new, *islice(put_off, draw.new - len(new))]
+    return sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +118,7 @@ class SelectedDraws:
         used, begun = {group.prompt_id for group in self._left}, []
         for _ in range(count):
             group = self._new.popleft()
-            name = next(name for again in count_from(0) if (name := group.prompt_id + "'" * again) not in used)
+            name = next(name for again in count_from(0) if (name := group.prompt_id + AGAIN * again) not in used)
             used.add(name)
             begun.append(replace(group, prompt_id=name, begun=number))
         return begun

@@ -11,6 +11,7 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
 from rlhfless.scaling.policies.registry import PolicyError, configured
+from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
@@ -172,7 +173,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     else:
         policy = kind.make(settings, terms)
     simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
-    for _ in steps_of(simulation, scenario.schedule, drawn):
+    for _ in steps_of(simulation, selects(scenario.schedule), drawn):
         on_step()
     trace = simulation.close()
     figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))

@@ -16,19 +16,23 @@ import numpy as np
 from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
-from rlhfless.records import FunctionName, Work
+from rlhfless.records import FunctionName, WeightVersion, Work
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
+from rlhfless.scaling.selection import Selects
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
 from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.selection import AGAIN, as_begun, steps_of
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
-from rlhfless.spec import LearnerSpec
+from rlhfless.sim.simulation import Simulation
+from rlhfless.spec import LearnerSpec, PartialSpec, TailBatchingSpec
 
 FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
 """Tokens of a forward pass where the spec of a trace does not say."""
@@ -90,6 +94,25 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
     )
 
 
+def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutBatch]) -> None:
+    """Simulate the steps that learned from `batches`. Where steps leave groups to later ones, these are begun as in the
+    run, which began a group with the weights of its first token, and prompts share no prefixes: which of them do with
+    the groups that are left is not in a trace."""
+    written = trace.meta.spec.get("schedule") or {}
+    kinds: dict[str, type[Selects]] = {"partial": PartialSpec, "tail_batching": TailBatchingSpec}
+    kind = kinds.get(written.get("type", ""))
+    schedule = None if kind is None else kind.model_validate(written)
+    if schedule is not None:
+        begun: dict[tuple[int, str], int] = {}
+        for row in trace.rollouts:
+            key = row.step, row.prompt_id
+            drawn = [WeightVersion.parse(span.version).step + 1 for span in row.version_spans[:1]]
+            begun[key] = min([begun.get(key, row.step), *drawn])
+        batches = as_begun(schedule, batches, begun)
+    for _ in steps_of(simulation, schedule, batches):
+        pass
+
+
 def _max_staleness(trace: Trace) -> int:
     """Steps that the run drew ahead of its learner, at the end if it chose itself; a schedule of the user's own counts
     as one that draws none."""
@@ -130,9 +153,10 @@ class AsRecorded:
 
     def __init__(self, trace: Trace) -> None:
         self._fleet = RecordedFleet(trace)
-        self._rows: dict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
-        for row in sorted(trace.rollouts, key=lambda row: row.sample_index):
-            self._rows[row.step, row.prompt_id].append(row)
+        self._rows: dict[str, dict[int, list[TracedRollout]]] = defaultdict(lambda: defaultdict(list))
+        """By prompt and the step that learned from it."""
+        for row in sorted(trace.rollouts, key=lambda row: (row.step, row.sample_index)):
+            self._rows[row.prompt_id][row.step].append(row)
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         if not isinstance(event, StepBegan):
@@ -145,12 +169,17 @@ class AsRecorded:
         first = np.searchsorted(view.group, np.arange(len(view.prompt_ids))).tolist()
         begun: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for sample, group in enumerate(view.group.tolist()):
-            row = self._rows[view.step, view.prompt_ids[group]][sample - first[group]]
+            row = self._siblings(view.step, view.prompt_ids[group])[sample - first[group]]
             begun[self._fleet.slot_of(row.actor, row.finished_s)].append((row.started_s, sample))
         return [
             Assign(slot, np.array([sample for _, sample in sorted(of)], dtype=np.int64))
             for slot, of in sorted(begun.items())
         ]
+
+    def _siblings(self, step: int, prompt_id: str) -> list[TracedRollout]:
+        """The group that is drawn in a step; a later step may learn from it."""
+        steps = self._rows[prompt_id.rstrip(AGAIN)]
+        return steps[next((learned for learned in steps if learned >= step), max(steps))]
 
 
 def _slot_setup(allocation: Allocation, start_s: float) -> SlotSetup:

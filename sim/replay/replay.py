@@ -24,7 +24,7 @@ from rlhfless.scaling.step_times import Phase, step_times
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s
-from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of
+from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of, steps_drawn
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.simulation import Simulation
@@ -157,8 +157,7 @@ def replay(
     extrapolated = replace(other, kind=kind if kind != latency.device_kind else None)
     latency = on_kind(latency, kind)
     simulation = Simulation(setup_of(trace, latency, other), chosen, prices)
-    for record in records:
-        simulation.step(batches[record.step])
+    steps_drawn(simulation, trace, [batches[record.step] for record in records])
     simulated = simulation.close()
     again = {record.step: step for record, step in zip(records, _one_after_another(simulated.steps), strict=True)}
     cores = machine_cores(trace)

@@ -17,11 +17,12 @@ from fakes.tiny_scenario import scenario
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Work
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.selection import Selects, selects
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import batches
-from rlhfless.sim.selection import steps_of
+from rlhfless.sim.selection import as_begun, steps_of
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import PartialSpec, SyncSpec, TailBatchingSpec
@@ -45,7 +46,7 @@ def simulated(
     schedule: ScheduleSpec, batches: list[RolloutBatch], setup: Setup | None = None
 ) -> tuple[Simulation, list[Generation]]:
     simulation = Simulation(setup or setup_of(actor(0), links=OFTEN), Evenly(), PRICES)
-    return simulation, list(steps_of(simulation, schedule, batches))
+    return simulation, list(steps_of(simulation, selects(schedule), batches))
 
 
 def learned(generation: Generation) -> list[str]:
@@ -120,11 +121,36 @@ def test_every_group_is_learned_from_once_with_all_its_tokens(
     assert drawn >= total
     if isinstance(schedule, PartialSpec):
         assert drawn <= total + len(steps), "a step that has nothing left to draw draws one token again"
-        begun: dict[str, int] = {}
-        for number, step in enumerate(steps):
-            for name in step.progress.whole.prompt_ids:
-                begun.setdefault(name, number)
+        begun = begun_in(steps)
+        for number, step in enumerate(steps, 1):
             assert all(number - begun[name] <= schedule.max_staleness for name in learned(step))
+    check_drawn_again(schedule, given, steps)
+
+
+def begun_in(steps: list[Generation]) -> dict[str, int]:
+    begun: dict[str, int] = {}
+    for number, step in enumerate(steps, 1):
+        for name in step.progress.whole.prompt_ids:
+            begun.setdefault(name, number)
+    return begun
+
+
+def check_drawn_again(schedule: Selects, given: list[RolloutBatch], steps: list[Generation]) -> None:
+    """From what each step learned from, as a trace has it, the steps are as many groups, begun when they were."""
+    groups = {name: (batch, number) for batch in given for number, name in enumerate(batch.prompt_ids)}
+    batches, begun = list[RolloutBatch](), begun_in(steps)
+    for step, names in enumerate(map(learned, steps), 1):
+        of = [groups[name] for name in names]
+        lengths = [batch.response_tokens[batch.group == number].tolist() for batch, number in of]
+        batch = dataclasses.replace(batch_of([(5, each) for each in lengths]), step=step, prompt_ids=tuple(names))
+        batches.append(batch)
+    known = {(step, name): begun[name] for step, each in enumerate(steps, 1) for name in learned(each)}
+    again = as_begun(schedule, batches, known)
+    assert [batch.groups for batch in again] == [batch.groups for batch in given]
+    _, steps_again = simulated(schedule, again)
+    assert Counter(begun_in(steps_again).values()) == Counter(begun.values())
+    if isinstance(schedule, PartialSpec):
+        assert begun_in(steps_again) == begun
 
 
 def test_steps_that_wait_for_all_are_as_they_were() -> None:
