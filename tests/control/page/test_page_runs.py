@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 from fakes import filled
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
+from rlhfless.scaling.prices import PriceBook, load_price_book
 
 COMPARE_MS = 240_000
 """As the page waits."""
@@ -83,6 +84,12 @@ def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -
     text = f"name: pasted # as YAML\nmodel: {{path: {folder}/model}}\nprompts: {{path: {folder}/prompts.jsonl}}\n"
     text += "rewards: [{type: exact_match}]\nsteps: 3\noptimizer: {learning_rate: 1e-6}\n"
     text += "prompts_per_step: 8\nsamples_per_prompt: 2\ngeneration: {max_tokens: 64}\n"
+    # Fewer kinds than are known, so that they are soon compared.
+    prices = PriceBook.model_validate(
+        {"devices": [load_price_book().device(kind) for kind in ("cpu-core", "h100", "h200")]}
+    )
+    (folder / "prices.json").write_text(prices.model_dump_json())
+    text += f"scaling: {{prices: {folder}/prices.json}}\n"
     page: Page = opened("#/new")
     spec, plan = page.get_by_role("textbox", name="Spec"), page.get_by_role("status", name="Plan")
     start = page.get_by_role("button", name="Start the run")
