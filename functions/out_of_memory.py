@@ -13,10 +13,13 @@ from rlhfless.spec.errors import UserError, first_line
 GIB = 2**30
 
 _TORCH = "OutOfMemoryError"
-"""The name of torch's error: most processes that use this do not import torch, or later."""
+"""The name of torch's error on a GPU: most processes that use this do not import torch, or later."""
+
+_TORCH_ON_CPU = "DefaultCPUAllocator: can't allocate memory"
+"""In the message of torch's error on a CPU, which is a RuntimeError."""
 
 _ENGINE = re.compile(
-    r"(?:[^\n]*(?:OutOfMemoryError|No available memory for the cache|KV cache is needed|"
+    rf"(?:[^\n]*(?:OutOfMemoryError|{_TORCH_ON_CPU}|No available memory for the cache|KV cache is needed|"
     r"[Ff]ree memory on device|MemoryError)[^\n]*)"
 )
 """vLLM 0.32's messages about a lack of memory when an engine starts (vllm/v1/core/kv_cache_utils.py,
@@ -38,7 +41,7 @@ def naming_memory_errors(function: str, phase: str, planned: Planned) -> Iterato
     try:
         yield
     except Exception as error:
-        if isinstance(error, MemoryError) or type(error).__name__ == _TORCH:
+        if isinstance(error, MemoryError) or type(error).__name__ == _TORCH or _TORCH_ON_CPU in str(error):
             raise OutOfMemory(message(function, phase, planned, f"{memory_seen()}; {first_line(error)}")) from error
         raise
 

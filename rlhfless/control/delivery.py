@@ -79,7 +79,7 @@ def failure(code: str, message: str, param: str | None = None, problems: Sequenc
 
 
 OUT_OF_MEMORY = "out_of_memory"
-"""Code of the error of a run whose driver needed more memory than it may have."""
+"""Code of the error of a run of which the driver or a function needed more memory than it may have."""
 
 
 class LeaseWanted(_Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
+
+log = logging.getLogger(__name__)
 
 
 class ElasticLearner(Protocol):
@@ -163,4 +166,13 @@ class TrainedRun:
         if not self.ledger.has_step(record.step):
             self.ledger.add_step(record, others_since_s)
             self.sinks.emit(record.step, record.metrics, samples)
+            warn_of_skipped_updates(record)
         self.ledger.catch_up(self.pools.values())
+
+
+def warn_of_skipped_updates(record: StepRecord) -> None:
+    """A run without finite gradients goes on, and learns nothing: nobody should find that out at its end."""
+    for prefix, section in (("", "optimizer"), ("critic_", "critic.optimizer")):
+        if skipped := record.metrics.get(f"{prefix}skipped_updates"):
+            what = "step %d: %d update(s) were left out, as the gradient was not finite; try a lower %s.learning_rate"
+            log.warning(what, record.step, skipped, section)

@@ -18,6 +18,7 @@ from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import LOG_FILE, write_order
 from rlhfless.control.memory import says_out_of_memory
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.functions.out_of_memory import OutOfMemory
 
 FILLS = """
 import resource
@@ -37,9 +38,18 @@ def test_a_driver_has_a_limit_and_can_say_that_it_was_reached() -> None:
     assert done.stdout.split() == ["said", "10000", "True"]
 
 
-def test_a_run_that_is_out_of_memory_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError(), "out of memory: the run's driver needs more. Ask for fewer samples"),
+        (OutOfMemory("learner rank 0 ran out of memory in `learn`"), "learner rank 0 ran out of memory in `learn`"),
+    ],
+)
+def test_a_run_that_is_out_of_memory_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
     def fills(_: object) -> None:
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr("rlhfless.control.driver.main.preflight", fills)
     monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
@@ -47,7 +57,7 @@ def test_a_run_that_is_out_of_memory_has_failed(tmp_path: Path, monkeypatch: pyt
     assert drive(tmp_path) == ENDED
     ended = undelivered(tmp_path, 0)[-1].data
     assert (ended["status"], ended["error"]["code"], ended["retry"]) == ("failed", OUT_OF_MEMORY, False)
-    assert "out of memory: the run's driver needs more. Ask for fewer samples" in ended["reason"]
+    assert reason in ended["reason"]
 
 
 @pytest.mark.parametrize(("has_begun", "status"), [(False, "failed"), (True, "paused")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -32,6 +33,9 @@ from rlhfless.records.traces import read_trace
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 COMMAND = str(Path(sys.executable).with_name("rlhfless"))
+
+AT_WORK_S = 0.05
+"""Processor time in a tenth of a second, of a process that computes."""
 
 
 @dataclass
@@ -172,20 +176,25 @@ def pair_values(assets: Path, run_type: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_runs_on_the_same_devices_do_not_feel_each_other(up: Up, assets: Path, whole: Whole) -> None:
-    """Three runs take turns on two devices; one loses its driver, then its engine and its learner, one is cancelled.
-    The others' samples and weights are those of a run alone."""
+    """Three runs take turns on two devices. One loses its driver, then at work its engine and its learner's rank, as if
+    the kernel had ended them for memory; the loss of another is not finite, and it is cancelled. The others' samples
+    and weights are those of a run alone."""
     placement = {"mode": "disaggregated", "devices": 2, "learner_devices": 1, "tenants": 3}
     values = posted(fault_values(assets, actors=1)) | {"placement": placement}
     with up.client as client:
-        calm, struck, cancelled = (client.create_run(values | {"name": name}).id for name in ("calm", "struck", "gone"))
+        calm, struck = (client.create_run(values | {"name": name}).id for name in ("calm", "struck"))
+        infinite = client.create_run(values | {"name": "infinite", "algorithm": {"entropy_bonus": 1e300}}).id
         up.until(struck, lambda now: now.step >= 1)
         up.kill_driver(struck)
-        up.until(cancelled, lambda now: now.step >= 1)
-        client.cancel_run(cancelled)
+        learned = up.until(infinite, lambda now: now.step >= 2)
+        assert (learned.latest["skipped_updates"], "loss" in learned.latest) == (2.0, False), "both of a step"
+        client.cancel_run(infinite)
         up.until(struck, lambda now: now.attempt == 2 and now.step >= 2)
-        kill_function(struck, "generation")
+        kill_at_work(engine_of(struck))
         up.until(struck, lambda now: now.step >= 3)
-        kill_function(struck, "learner")
+        kill_at_work(rank_of(struck))
+        up.until(infinite, lambda now: now.status is Status.CANCELLED)
+    assert "step 1: 2 update(s) were left out" in (up.data / "runs" / infinite / "run.log").read_text()
     for run_id in (calm, struck):
         up.until(run_id, lambda now: now.status is Status.SUCCEEDED)
         folder = up.data / "runs" / run_id
@@ -211,8 +220,33 @@ def spans_by_core(folder: Path) -> list[tuple[str, float, float]]:
     return [(works[call.work], call.start_s, call.end_s) for call in calls if call.work in works]
 
 
-def kill_function(run_id: str, function: str) -> None:
-    """Kill the processes of a run's function."""
-    for process in psutil.process_iter(["cmdline"]):
-        if any(f"{run_id}-{function}-" in word for word in process.info["cmdline"] or []):
-            process.kill()
+def front_of(run_id: str, function: str) -> psutil.Process:
+    """The replica of a run's function."""
+    return running(f"ServeReplica:{run_id}-{function}-")[0]
+
+
+def engine_of(run_id: str) -> psutil.Process:
+    """The engine, in a process of its own."""
+    children = front_of(run_id, "generation").children()
+    return next(child for child in children if "vllm.loop" in " ".join(child.cmdline()))
+
+
+def rank_of(run_id: str) -> psutil.Process:
+    """The rank of the learner: it listens where the learner's front calls it."""
+    called = {each.raddr.port for each in front_of(run_id, "learner").net_connections() if each.raddr}
+    return next(r for r in running("ray::LearnerActor") if called & {each.laddr.port for each in r.net_connections()})
+
+
+def running(named: str) -> list[psutil.Process]:
+    """The processes with this in their command."""
+    return [p for p in psutil.process_iter(["cmdline"]) if named in " ".join(p.info["cmdline"] or [])]
+
+
+def kill_at_work(process: psutil.Process) -> None:
+    """Kill a process while it computes: so the kernel ends the largest one when memory is short."""
+    end, spent_s = time.monotonic() + 120, math.inf
+    while (now_s := process.cpu_times().user) - spent_s < AT_WORK_S:
+        assert time.monotonic() < end, f"{process} does not work"
+        spent_s = now_s
+        time.sleep(0.1)
+    process.kill()

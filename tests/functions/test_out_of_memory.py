@@ -10,8 +10,14 @@ from rlhfless.functions.out_of_memory import GIB, OutOfMemory, engine_fault, nam
 PLANNED = {"learn": 3 * GIB, "generate": GIB // 2}
 
 
+def of_the_cpu() -> Exception:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)  # more than an address space has
+    return raised.value
+
+
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(), of_the_cpu()]
 )
 def test_a_learner(error: Exception) -> None:
     with pytest.raises(OutOfMemory) as told, naming_memory_errors("learner rank 0", "learn", PLANNED):

@@ -26,6 +26,7 @@ from rlhfless.control.run_files import leave_mark
 from rlhfless.control.security.keys import hashed
 from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
+from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.loop.driver import execute
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.loop.host import RunPaused, StopCause
@@ -210,7 +211,7 @@ class _Attempt:
         ending = ending_of(error)
         named = error.problems if isinstance(error, InputError | SpecError) else ()
         param = named[0].where if named else error.where if isinstance(error, UserError) else ""
-        code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CODES.get(ending.exit_code, "failed")
+        code = OUT_OF_MEMORY if isinstance(error, MemoryError | OutOfMemory) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text, param, named)
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
