@@ -21,7 +21,7 @@ from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.latency.startup import START_S
-from rlhfless.scaling.lengths import predictor_of
+from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.plan import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
@@ -109,10 +109,11 @@ def scaler_of(
     call: Call,
     pools: Sequence[ReplicaPool],
     ledger: FleetFigures,
+    lengths: LengthPredictor,
     earlier: Trace | None,
 ) -> Scaler:
-    """The scaler that a spec asks for. `pools` are the pools of all functions, the actors' pool first; `earlier` is the
-    trace of earlier attempts of the run."""
+    """The scaler that a spec asks for. `pools` are the pools of all functions, the actors' pool first. `lengths`: of
+    the run's responses. `earlier`: the trace of its earlier attempts."""
     limits = spec.generation.engine
     shape = None if prepared.shape is None else prepared.shape.up_to(prepared.max_model_len)
     speeds = EngineSpeeds(shape, limits.tensor_parallel_size, limits.max_sequences)
@@ -126,7 +127,7 @@ def scaler_of(
     spent_usd = ledger.cost_usd(())
     due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
     prefill = _prefill_of(spec, pools, ledger, speeds)
-    return Scaler(policy_of(spec, earlier, spent_usd), fleet, speeds, ledger, due, moves, prefill)
+    return Scaler(policy_of(spec, lengths, earlier, spent_usd), fleet, speeds, ledger, due, moves, prefill)
 
 
 def _prefill_of(
@@ -145,15 +146,15 @@ def _prefill_of(
     return PrefillActors(pool, speeds, start_s, spec.timeouts.sync_s)
 
 
-def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
-    """The policy of `scaling.policy`. In a resumed run it has seen the lengths of the trace, and the rest of a
-    contract for the whole run applies to the remaining steps."""
+def policy_of(spec: RunSpec, lengths: LengthPredictor, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
+    """The policy of `scaling.policy`. In a resumed run the rest of a contract for the whole run applies to the
+    remaining steps."""
     scaling = spec.scaling
     # Actors that never leave cost the same whatever is decided.
     contract = WeightedSpec(time_weight=1.0) if scaling.generation.fixed else scaling.contract
     run = _rest_of(spec, contract, earlier, spent_usd)
-    if isinstance(scaling.policy, CostAwareSpec) and earlier is not None:
-        return CostAware(scaling.policy, run, PredictedLengths(predictor_of(earlier)))
+    if isinstance(scaling.policy, CostAwareSpec):
+        return CostAware(scaling.policy, run, PredictedLengths(lengths))
     return make_policy(scaling.policy.type, scaling.policy, run)
 
 

@@ -34,10 +34,10 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
 )
 from rlhfless.loop.draw_journal import DrawJournal
-from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.precompute import Precomputation
+from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.rollout_request import RolloutRequest
-from rlhfless.records import FinishReason, Group, IntArray, ReplicaState, Rollout
+from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
 from rlhfless.scaling.selection import GroupGate
@@ -62,11 +62,11 @@ class GenerationStage:
         no_weights: Callable[[], str] = lambda: "",
         moves: PrefixMoves | None = None,
         prefill: PrefillActors | None = None,
-        earlier: EarlierResponses | None = None,
+        history: PromptHistory | None = None,
     ) -> None:
         """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
         time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
-        `moves` and `prefill`: see Precomputation. `earlier`: what engines draft from, if they do.
+        `moves` and `prefill`: see Precomputation. `history`: where engines that draft have their drafts from.
         """
         self._pool = pool
         self.request = request
@@ -76,7 +76,7 @@ class GenerationStage:
         self._clock = clock
         self._at_work = at_work
         self._no_weights = no_weights
-        self._earlier = earlier
+        self._history = history or PromptHistory(spec)
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
@@ -255,16 +255,11 @@ class GenerationStage:
             beat_s=self._spec.recovery.beat_s,
             timeout_s=self._spec.timeouts.generate_s,
             or_newer=self._spec.schedule.in_flight,
-            earlier=self._earlier_of(numbers),
+            earlier=self._history.responses({self._table.items[sample].prompt_id for sample in numbers}),
         )
         task = asyncio.create_task(self._stream(actor, number, request))
         self._streams[task] = actor
         task.add_done_callback(self._streams.pop)
-
-    def _earlier_of(self, numbers: Sequence[int]) -> dict[str, tuple[IntArray, ...]]:
-        if self._earlier is None:
-            return {}
-        return self._earlier.of({self._table.items[sample].prompt_id for sample in numbers})
 
     def _call_back_strays(self) -> None:
         """Call back samples that run on an actor of another slot than the slot they are assigned to."""
@@ -355,8 +350,7 @@ class GenerationStage:
         if ended:
             self._lost_in_a_row = 0
         self._journal.add(ended)
-        if self._earlier is not None:
-            self._earlier.add(ended)
+        self._history.ended(ended)
         for rollout in current:
             self._table.take_back(rollout)
         for rollout in ended:
@@ -408,8 +402,7 @@ class GenerationStage:
                 missing[rollout.key] = replace(missing[rollout.key], prior=rollout)
             else:
                 self._finished[rollout.prompt_id].append(rollout)
-                if self._earlier is not None:
-                    self._earlier.add([rollout])
+                self._history.ended([rollout])
                 del missing[rollout.key]
                 yield from self._completed(rollout.prompt_id)
         priors = [item.prior for item in missing.values() if item.prior is not None]

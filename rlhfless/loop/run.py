@@ -15,7 +15,6 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.algorithm_state import AlgorithmState
-from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.one_version import OneVersion
@@ -61,15 +60,12 @@ class Run(TrainedRun):
     weights: ActorWeights
     scaler: Scaler
     monitor: RolloutMonitor
-    earlier: EarlierResponses | None = None
-    """What engines draft from, if they do."""
+    history: PromptHistory
+    """What the run has drawn of each prompt."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)
     """The algorithm that the spec selects, as of each step."""
-
-    history: PromptHistory = field(init=False)
-    """What the steps drew, which decides how often prompts are drawn."""
 
     versions: OneVersion = field(init=False)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
@@ -78,9 +74,6 @@ class Run(TrainedRun):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.algorithms = AlgorithmState(self.spec.algorithm)
-        prompts = self.spec.prompts
-        assert prompts is not None, "a run that draws has prompts"
-        self.history = PromptHistory(prompts.draw_less, self.spec.seed, self.spec.schedule.max_staleness)
         self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
         if self.spec.schedule.streaming and (why := waits_for(self.spec)):
             log.info("the learner waits for all samples of a step: %s", why)
@@ -170,7 +163,7 @@ class Run(TrainedRun):
             no_weights=self._no_weights,
             moves=self.scaler.moves,
             prefill=self.scaler.prefill,
-            earlier=self.earlier,
+            history=self.history,
         )
         self.generation.watch(stage)
         return stage
@@ -262,7 +255,6 @@ class Run(TrainedRun):
             super()._notes(step),
             digest=self.published.version.digest,
             kl_coefficient=self.algorithms.coefficient_after(step),
-            prompts=self.history.saved(step),
         )
 
     async def restore(self) -> int:
@@ -270,7 +262,6 @@ class Run(TrainedRun):
         self._columns.clear()  # of weights that are restored
         step = await super().restore()
         newest = self.checkpoints.newest()
-        self.history.restore(newest.notes.prompts if newest else {})
         self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
         return step
 
@@ -283,17 +274,17 @@ class Run(TrainedRun):
     # -- ledger
 
     def take(self, step: int, experience: Experience) -> None:
-        """Put the rollouts into the ledger, and update the estimates of engine speed. A step that is done again counts
-        once."""
+        """Put the rollouts into ledger and history, and update the estimates of engine speed. A step that is done again
+        counts once."""
         if not self.ledger.has_rollouts_of(step):
             for group in (*experience.groups, *experience.greedy):
                 self.ledger.add_group(step, group)
+            self.history.learned(self.ledger.done_in_step(step)[1])
             self.scaler.learn_speeds(step)
 
     def close_step(self, record: StepRecord, experience: Experience) -> None:
         """Put the step into the ledger, and show its figures."""
         self.scaler.end_step(record)
-        self.history.add(record.step, experience)
         self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
         self.under_way.pop(record.step, None)
         for step, column in list(self._columns):

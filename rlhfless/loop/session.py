@@ -22,12 +22,12 @@ from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
-from rlhfless.loop.earlier import EarlierResponses
 from rlhfless.loop.host import Host
 from rlhfless.loop.janitor import janitor
 from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
 from rlhfless.loop.learner_size import size_of
 from rlhfless.loop.ledger import NOTHING, Ledger
+from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
 from rlhfless.loop.supervised import SupervisedRun
@@ -207,22 +207,16 @@ def _run_of(
     }
     if spec.supervised:
         return SupervisedRun(**common)
-    call = Call(session.run_id, journal.attempt, 0)
+    call, history = Call(session.run_id, journal.attempt, 0), PromptHistory(spec)
+    if earlier is not None:
+        history.read(earlier, session.folder / TRACE_FOLDER)
     return Run(
         **common,
         weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL)),
-        scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, earlier),
+        scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, history.lengths, earlier),
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit, spec.generation.quantization),
-        earlier=_earlier_responses(session),
+        history=history,
     )
-
-
-def _earlier_responses(session: Session) -> EarlierResponses | None:
-    if not session.spec.generation.speculation.remembers:
-        return None
-    responses = EarlierResponses()
-    responses.read(session.folder / TRACE_FOLDER)
-    return responses
 
 
 async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:

@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,6 @@ class CheckpointNotes:
     """Held-out figures before the first step of the run."""
     kl_coefficient: float | None = None
     """Of the next step, if it follows a target."""
-    prompts: Mapping[str, Any] = field(default_factory=dict)
-    """What the steps drew, as far as later steps depend on it."""
     parts: tuple[str, ...] = ()
     """The functions beside the learner whose state it has."""
     version: int = CHECKPOINT_VERSION
@@ -245,6 +243,7 @@ def read_notes(location: str | Path) -> CheckpointNotes:
         version = content.get("version")
         if version != CHECKPOINT_VERSION:
             raise CheckpointError(f"{location} has version {version}, and this rlhfless knows {CHECKPOINT_VERSION}")
+        content.pop("prompts", None)  # older checkpoints had what the trace says of them
         return CheckpointNotes(**content | {"parts": tuple(content.get("parts", ()))})
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{location} is no checkpoint of a run: {NOTES_FILE}: {error}") from error

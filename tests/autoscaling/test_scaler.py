@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fakes.fleet import FakeActor, FakePool
@@ -22,7 +21,7 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
-from rlhfless.scaling.lengths import StepSamples, predictor_of
+from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.policies.cost_aware import CostAware
@@ -44,7 +43,8 @@ class Life:
         self.spec = RunSpec.model_validate(values)
         speeds = EngineSpeeds(None, 1, sequences)
         due = StepDue(RunContract())
-        self.scaler = Scaler(policy_of(self.spec, None), self.scene.fleet, speeds, self.scene.ledger, due)
+        made = policy_of(self.spec, LengthPredictor(self.spec.generation.max_tokens), None)
+        self.scaler = Scaler(made, self.scene.fleet, speeds, self.scene.ledger, due)
         self.now_s = 0.0
 
     def stage(self, what: RolloutRequest) -> GenerationStage:
@@ -159,7 +159,8 @@ BASE: dict[str, Any] = {
 
 def contract_of(scaling: dict[str, Any], earlier: Trace | None = None, spent_usd: float = 0.0) -> Any:
     bounds = {"generation": {"min_actors": 1, "max_actors": 2}}
-    policy = policy_of(RunSpec.model_validate(BASE | {"scaling": bounds | scaling}), earlier, spent_usd)
+    spec = RunSpec.model_validate(BASE | {"scaling": bounds | scaling})
+    policy = policy_of(spec, LengthPredictor(64), earlier, spent_usd)
     return run_of(policy)
 
 
@@ -192,16 +193,12 @@ def test_in_a_fleet_that_never_changes_only_time_counts() -> None:
     assert contract_of({"contract": {"type": "weighted", "time_weight": 0.2}}).contract.time_weight == 0.2
 
 
-def test_a_resumed_policy_has_seen_the_lengths_of_its_trace() -> None:
-    resumed = policy_of(RunSpec.model_validate(BASE), EARLIER)
-    assert isinstance(resumed, CostAware)
-    known: Any = resumed._forecaster
-    expected = predictor_of(EARLIER)
-    begun = np.zeros(2, np.bool_)
-    samples = StepSamples(("p", "new"), np.arange(2), np.zeros(2), begun, begun)
-    forecast = known._predictor.forecast(samples)
-    assert (forecast.table == expected.forecast(samples).table).all()
-    assert forecast.mean_tokens[0] != forecast.mean_tokens[1]  # p was seen, the other was not
+def test_the_policy_forecasts_with_what_the_run_knows_of_its_responses() -> None:
+    lengths = LengthPredictor(64)
+    policy = policy_of(RunSpec.model_validate(BASE), lengths, EARLIER)
+    assert isinstance(policy, CostAware)
+    forecaster: Any = policy._forecaster
+    assert forecaster._predictor is lengths
 
 
 def test_the_spec_offers_policies_that_there_are_and_that_need_no_future() -> None:

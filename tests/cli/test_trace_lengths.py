@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlhfless.cli.length_scores import score_forecasts
 from rlhfless.records import FinishReason, Rollout, Score
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
-from rlhfless.scaling.lengths import QUANTILE_LEVELS, StepSamples, predictor_of
+from rlhfless.scaling.lengths import QUANTILE_LEVELS
 from rlhfless.scaling.lengths.quality import pinball, spearman
 from rlhfless.scaling.lengths.recorded import samples_at
 
@@ -74,15 +75,6 @@ def test_forecasts_beat_both_baselines_on_a_known_trace() -> None:
     assert 11 * 28 <= half.samples <= 11 * 32  # those that end just then have ended
 
 
-def test_a_resumed_predictor_has_seen_the_trace() -> None:
-    trace = known_trace()
-    predictor, begun = predictor_of(trace), np.zeros(2, np.bool_)
-    forecast = predictor.forecast(StepSamples(("p0", "p15"), np.arange(2), np.zeros(2), begun, begun))
-    medians = forecast.table[:, QUANTILE_LEVELS.tolist().index(0.5)]
-    assert predictor.max_tokens == MAX_TOKENS
-    assert medians == pytest.approx([20, 400], rel=0.2)
-
-
 def test_the_state_of_a_recorded_step_at_a_time() -> None:
     # A token every 10 ms: after 1.005 s the first has ended, and the others have drawn 100 tokens.
     rollouts = [rollout(1, "p", 0, 80), rollout(1, "p", 1, 400), rollout(1, "q", 0, MAX_TOKENS)]
@@ -105,7 +97,7 @@ def test_a_trace_that_cannot_be_judged() -> None:
     with pytest.raises(TraceError, match="rollouts of 1 steps; forecasts need 2"):
         score_forecasts(known_trace(1))
     with pytest.raises(TraceError, match=r"no generation\.max_tokens"):
-        predictor_of(Trace(TraceMeta("old", 1, {}, {}, {})))
+        score_forecasts(replace(known_trace(), meta=TraceMeta("old", 1, {}, {}, {})))
 
 
 def test_the_command_prints_the_table(tmp_path: Path) -> None:

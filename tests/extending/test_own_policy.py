@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from fakes.recorded_run import record
 from rlhfless.autoscaling.scaler import policy_of
 from rlhfless.cli import main
+from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.policies import make_policy
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import load_scenario
@@ -39,7 +40,7 @@ def test_a_policy_is_a_name_or_a_mapping_with_keys_of_its_own(load):
     assert load("{policy: cost_aware}").scaling.policy == CostAwareSpec()
     careless = load("{policy: {type: cost_aware, confidence: 0.6}}")
     assert careless.scaling.policy.confidence == 0.6
-    assert policy_of(careless, None)._deadline._asked == 0.6
+    assert policy_of(careless, LengthPredictor(64), None)._deadline._asked == 0.6
     assert load("{policy: {type: queue_reactive_keda, target_value: 8}}").scaling.policy.target_value == 8
 
 
@@ -48,7 +49,7 @@ def test_one_of_your_own_gets_its_keys_and_what_the_run_asks_for(load, tmp_path)
     spec = load(
         f"{{policy: {{type: '{OWN}', samples_per_actor: 4}}, contract: {contract}, generation: {{max_actors: 2}}}}"
     )
-    policy = policy_of(spec, None)
+    policy = policy_of(spec, LengthPredictor(64), None)
     assert type(policy).__name__ == "BySamples"
     assert policy.settings.samples_per_actor == 4
     assert policy.run.contract == CheapestSpec(deadline_s=90)

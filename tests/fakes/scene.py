@@ -16,6 +16,7 @@ from fakes.ledgers import ledger_in
 from fakes.stage import until
 from rlhfless.algorithms.passes import Part
 from rlhfless.functions.base import Call
+from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import rollout
 from rlhfless.prepare.prompts import PromptOrder
@@ -153,6 +154,7 @@ class Scene:
             journal=self.journal,
             checkpoints=None,  # type: ignore[arg-type]
             monitor=RolloutMonitor("float32"),
+            history=PromptHistory(spec),
         )
         self.run.published = weights_of(0)
 

@@ -56,8 +56,7 @@ class Draws:
     """Iterations of each step."""
 
     def request(self, step: int) -> RolloutRequest:
-        history = PromptHistory(None, self.spec.seed, self.spec.schedule.max_staleness)
-        prompts, selection = select(self.spec, step, self.order, history, self.journal)
+        prompts, selection = select(self.spec, step, self.order, PromptHistory(self.spec), self.journal)
         call = Call("run", 1, step)
         given = (tuple(prompts), 1, sampling_of(self.spec), Work.GENERATE, 3, step)
         return RolloutRequest(call, *given, selection=selection)

@@ -23,6 +23,7 @@ from rlhfless.records.checkpoints import (
     Checkpoints,
     checkpoints_of,
     export_model,
+    read_notes,
 )
 from rlhfless.spec import BestSpec, CheckpointSpec
 
@@ -78,6 +79,13 @@ def test_as_many_as_asked_for_and_at_most_one_more(
     last = set(sorted(scores)[-keep_last:])
     assert last <= keep <= set(scores)
     assert len(keep - last) <= 1
+
+
+def test_notes_of_an_older_rlhfless_are_read(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    file = tmp_path / "step-000001" / NOTES_FILE
+    file.write_text(json.dumps(notes(1).as_json() | {"prompts": {"streaks": {}, "recent": {}}}))
+    assert read_notes(file.parent) == notes(1)
 
 
 def test_half_a_checkpoint_and_one_of_another_version_are_no_checkpoints(tmp_path: Path) -> None:

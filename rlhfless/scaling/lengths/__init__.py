@@ -26,11 +26,11 @@ spread for each prompt, a learned drift, and evidence without the sample's own t
 without the step's running samples lost 6 % (pinball loss at half time); those without siblings 0.17 of rank
 correlation.
 
-Deterministic: the same steps give the same forecasts, so a resumed run learns its trace again (`predictor_of`).
+Deterministic: the same steps give the same forecasts, so a resumed run learns its trace again
+(rlhfless.loop.prompt_history).
 """
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, StepSamples
 from rlhfless.scaling.lengths.predictor import LengthPredictor
-from rlhfless.scaling.lengths.recorded import predictor_of
 
-__all__ = ["QUANTILE_LEVELS", "Forecast", "LengthPredictor", "StepSamples", "predictor_of"]
+__all__ = ["QUANTILE_LEVELS", "Forecast", "LengthPredictor", "StepSamples"]

@@ -1,4 +1,4 @@
-"""The samples of a recorded run, step by step, and the predictor that has learned them."""
+"""The samples of a recorded run, step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rlhfless.records import FinishReason
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.lengths.forecast import StepSamples
-from rlhfless.scaling.lengths.predictor import LengthPredictor
 
 Rollouts = Sequence[TracedRollout]
 
@@ -44,14 +43,3 @@ def max_tokens_of(trace: Trace) -> int:
             f"the spec in the trace of {trace.meta.run_id} has no generation.max_tokens, without which a "
             "truncated response cannot be told; restore meta.json from a copy of the run"
         ) from error
-
-
-def predictor_of(trace: Trace) -> LengthPredictor:
-    """The predictor of a resumed run: it has learned all steps of the run's trace.
-
-    Raises TraceError if the trace does not say what max_tokens was.
-    """
-    predictor = LengthPredictor(max_tokens_of(trace))
-    for rollouts in steps_of(trace):
-        predictor.learn(samples_at(rollouts))
-    return predictor
