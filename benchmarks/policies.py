@@ -2,9 +2,11 @@
 
     python benchmarks/policies.py [--quick] [--smoke] [--seeds 4] [--jobs 2] [--markdown docs/simulations.md] \
         [SCENARIO ...]
+    python benchmarks/policies.py --drafts [--seeds 4] [--jobs 2] [SCENARIO ...]
 
 Every result is printed, good and bad; `--markdown` writes the same for the documentation. `--quick` takes four of the
-scenarios, two seeds and two epochs. Ends with 1 if a run is below its lower bound (`step_bound.py`).
+scenarios, two seeds and two epochs. Ends with 1 if a run is below its lower bound (`step_bound.py`). `--drafts` prints
+what the choice of actors, drafts and both bring (docs/speculation.md), and nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.sim.experiment.compare import PolicyComparison, compare
+from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.shared import ONE_BY_ONE, Arrangement, arrangements
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.scenarios import Scenario, load_scenario
@@ -41,6 +44,12 @@ BESIDE = ("rlhfuse_tail", "queue_reactive_ray_serve", "queue_reactive_knative", 
 SETTINGS = {"rlhfless_published": {"time_weight": 1.0}}
 """Its lambda, which its paper does not give: here only time counts, for all of them."""
 
+DRAFTS = "reasoning-7b-h100-drafts"
+"""The scenario whose drafts all others get."""
+
+DRAFT_STEPS = 3
+"""Of which the first, in which no prompt is known, is not counted."""
+
 APART = "learner apart, devices given back"
 APART_STATIC = "learner apart, static"
 
@@ -52,9 +61,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--drafts", action="store_true", help="what actors, drafts and both bring")
     arguments = parsed(parser, scenarios=[SMALLEST], seeds=1)
     names = arguments.scenarios or (QUICK if arguments.quick else [path.stem for path in sorted(FOLDER.glob("*.yaml"))])
     seeds = 2 if arguments.quick else arguments.seeds
+    if arguments.drafts:
+        print(machine(), *drafts([name for name in names if name != DRAFTS], seeds, arguments.jobs), sep="\n")
+        return
     begun_s = time.process_time()
     measured = [run(name, seeds, arguments.jobs, arguments.quick, arguments.smoke) for name in names]
     spent_s = time.process_time() - begun_s
@@ -126,6 +139,40 @@ def single_devices(scenario: Scenario, jobs: int) -> PolicyComparison:
         PolicyEntry(name=OURS, label=APART, placement=placed, contract=within),
     )
     return compare(scenario.model_copy(update={"policies": entries, "cluster": cluster}), jobs=jobs)
+
+
+def drafts(names: Sequence[str], seeds: int, jobs: int) -> list[str]:
+    """Time and cost of the choice of actors, of drafts and of both, by those of neither."""
+    ratios = {name: drafts_bring(name, seeds, jobs) for name in names}
+    labels = [f"{label}: {what}" for label in (f"`{OURS}`", "drafts", "both") for what in ("time", "cost")]
+    lines = {name: list(values) for name, values in ratios.items()}
+    columns = list(zip(*ratios.values(), strict=True))
+    lines |= {
+        what: list(map(pick, columns)) for what, pick in (("median", statistics.median), ("least", min), ("most", max))
+    }
+    table = [row([name, *(f"{value:.3f}" for value in values)]) for name, values in lines.items()]
+    return [row(["scenario", *labels]), row(["---"] * (1 + len(labels))), *table]
+
+
+def drafts_bring(name: str, seeds: int, jobs: int) -> list[float]:
+    """The ratios of one scenario, means over the seeds."""
+    scenario, source = (load_scenario(FOLDER / f"{each}.yaml") for each in (name, DRAFTS))
+    entries = tuple(PolicyEntry(name=each) for each in (STATIC, OURS))
+    update = {"seeds": seeds, "steps": DRAFT_STEPS, "contract": WeightedContract(), "policies": entries}
+    plain = scenario.model_copy(update=update)
+    engine = plain.engine.model_copy(update={"speculation": source.engine.speculation})
+    sides = [compare(each, jobs=jobs) for each in (plain, plain.model_copy(update={"engine": engine}))]
+    neither, *others = (
+        [Totals.of(run.steps[1:]) for run in side.results[label]] for side in sides for label in (STATIC, OURS)
+    )
+    print(f"{name}: done", file=sys.stderr, flush=True)
+    return [
+        statistics.geometric_mean(
+            getattr(one, what) / getattr(base, what) for one, base in zip(runs, neither, strict=True)
+        )
+        for runs in others
+        for what in ("time_s", "usd")
+    ]
 
 
 def head(measured: Sequence[Measured], spent_s: float) -> list[str]:

@@ -243,6 +243,13 @@ def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest, printed: 
     check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *arguments]) if apart else printed(smoke.name, *arguments))
 
 
+def test_what_actors_drafts_and_both_bring(printed: Printed) -> None:
+    check(
+        Smoke("policies", (rf"\| gsm8k-3b-h100( \| {NUMBER}){{6}}",)),
+        printed("policies", "--drafts", "--jobs", "1", "--smoke"),
+    )
+
+
 def test_a_missing_peer_is_said(measured_runs: list[str], monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     text = printed("latency", *measured_runs)
