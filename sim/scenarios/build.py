@@ -94,7 +94,7 @@ class ScenarioLayout:
         devices: int | None = None,
         kinds: tuple[str, ...] | None = None,
     ) -> None:
-        self._scenario = scenario
+        self._scenario, self._measured = scenario, timing.measured_times(scenario)
         self._placement = placement
         first, *others = scenario.cluster.machines
         self.machines = (first, *(machines for machines in others if kinds is None or machines.kind in kinds))
@@ -132,8 +132,8 @@ class ScenarioLayout:
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
         model = timing.engine_shape(self._scenario)
-        up_s = timing.start_s(self._scenario, FunctionName.GENERATION, start_s(model))
-        turns = timing.turns_of(self._scenario, FunctionName.GENERATION, machines.kind, engine.devices)
+        up_s = timing.start_s(self._measured, FunctionName.GENERATION, start_s(model))
+        turns = timing.turns_of(self._scenario, self._measured, FunctionName.GENERATION, machines.kind, engine.devices)
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
@@ -156,7 +156,7 @@ class ScenarioLayout:
             scenario.learner.fixed_s,
             timing.forward_token_s(scenario, kind, count) * evaluated * scenario.learner.learned_share,
             timing.learn_token_s(scenario, kind, count),
-            timing.publish_s(scenario),
+            timing.publish_s(scenario, self._measured),
             scenario.learner.mini_batches * count,
             scenario.learner.epochs,
             scenario.schedule.streaming and self._placement.mode == "disaggregated",
@@ -166,7 +166,7 @@ class ScenarioLayout:
         """The slots of scoring, and of the reference and the critic if there are any."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        up_s = timing.start_s(self._scenario, FunctionName.SCORING, scoring.start_s)
+        up_s = timing.start_s(self._measured, FunctionName.SCORING, scoring.start_s)
         slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], up_s, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
         shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
@@ -200,13 +200,13 @@ class ScenarioLayout:
     def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
         """The slot of a function of the learner's side, whose state moves to host memory and back."""
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
-        up_s = timing.start_s(scenario, function, start_s(scenario.model.shape))
-        turns = timing.turns_of(scenario, function, kind, len(side))
+        up_s = timing.start_s(self._measured, function, start_s(scenario.model.shape))
+        turns = timing.turns_of(scenario, self._measured, function, kind, len(side))
         return SlotSetup(Allocation.of(side), node, up_s, turns.sleep_s, turns.wake_s)
 
     def transport(self, *, fixed: bool) -> Transport:
         """The way of the weights. `fixed`: no actor is ever released. Raises ValueError for a broadcast to others."""
-        spec, measured = self._scenario.transport, timing.measured_times(self._scenario)
+        spec, measured = self._scenario.transport, self._measured
         size = self._scenario.model.shape.total_bytes
         if measured is not None:
             return Transport(spec.kind, math.inf, measured.load_weights_s, size)

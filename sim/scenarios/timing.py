@@ -165,9 +165,8 @@ def measured_times(scenario: Scenario) -> LatencyFile | None:
     return load_latency(scenario.fleet.path) if isinstance(scenario.fleet, MeasuredTimes) else None
 
 
-def turns_of(scenario: Scenario, function: str, kind: str, devices: int) -> TurnTimes:
+def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, kind: str, devices: int) -> TurnTimes:
     """Sleep and wake of a function on so many devices: as measured, or by the priors of what it holds there."""
-    measured = measured_times(scenario)
     if measured is not None and (fit := measured.turns.get(function)) is not None:
         return TurnTimes(fit.sleep_s, fit.wake_s)
     if function == FunctionName.GENERATION:
@@ -178,9 +177,8 @@ def turns_of(scenario: Scenario, function: str, kind: str, devices: int) -> Turn
     return state_turns(held, scenario.cluster.sheet(kind), devices)
 
 
-def start_s(scenario: Scenario, function: str, expected_s: float) -> float:
+def start_s(measured: LatencyFile | None, function: str, expected_s: float) -> float:
     """A cold start of a function: as measured, or as it is expected to be."""
-    measured = measured_times(scenario)
     if measured is None:
         return expected_s
     if function == FunctionName.GENERATION:
@@ -188,11 +186,11 @@ def start_s(scenario: Scenario, function: str, expected_s: float) -> float:
     return measured.starts.get(function, expected_s)
 
 
-def publish_s(scenario: Scenario) -> float:
+def publish_s(scenario: Scenario, measured: LatencyFile | None) -> float:
     """Seconds in which the learner's first rank writes the weights."""
-    measured, transport = measured_times(scenario), scenario.transport
     if measured is not None:
         return measured.publish_s
+    transport = scenario.transport
     return transport.fixed_s + scenario.model.shape.total_bytes / transport.publish_bytes_per_s
 
 

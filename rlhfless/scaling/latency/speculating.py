@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlhfless.scaling.engine_model import EngineModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Speculating:
     """An `EngineModel`: of another one, with drafts."""
 
@@ -50,7 +51,7 @@ class Speculating:
                 "of both, and a depth of at most as many"
             )
 
-    @property
+    @cached_property
     def ways(self) -> tuple[Speculating, ...]:
         """This engine at each depth that it may choose, the least first."""
         if self.depth is not None:
