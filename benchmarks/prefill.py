@@ -30,15 +30,17 @@ from setting import engine_settings, median_ratio, random_head, spread
 from smoke import parsed
 from where import machine
 
-from rlhfless.autoscaling.engine_speeds import BYTES_PER_S, CALLS_S, prior_of
+from rlhfless.autoscaling.engine_speeds import CALLS_S, prior_of
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.functions.generation.engine import OFFER, Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
+from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.plan.prefill_apart import PIECES, AlikeEngines, StepShape, compare
+from rlhfless.scaling.plan.prefill_apart import AlikeEngines, StepShape, compare
+from rlhfless.scaling.prefill_pool import PIECES
 from rlhfless.spec import EngineSpec
 from rlhfless.text import parsed_json
 
@@ -130,7 +132,7 @@ async def measured_engine(engine: VllmEngine, prompt_tokens: int) -> EngineModel
 
 
 def predicted(step: StepShape, model: EngineModel, shape: ModelShape) -> float:
-    token_s = shape.kv_bytes / BYTES_PER_S["folder"]
+    token_s = kv_token_s(shape, 1, KV_BYTES_PER_S["folder"].value)
     found = compare(step, AlikeEngines(model, 2, SEQUENCES, token_s, CALLS_S))
     return found.together_s / found.apart_s
 

@@ -15,7 +15,6 @@ from typing import cast
 import numpy as np
 
 from rlhfless.prefixes.precompute import move_pays
-from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import EngineModel, ways_of
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
@@ -186,7 +185,7 @@ class SimulatedEngine:
         self.progress = pool.progress
         self._pool = pool
         self.asked: set[int] = set()
-        """Prefixes that the actor was asked to put into this engine's cache."""
+        """Nodes of the batch, prompts and shared prefixes, that the actor was asked to put into this engine's cache."""
         self._row = row
         self._n = pool.memory.engine[row]
 
@@ -263,43 +262,38 @@ class SimulatedEngine:
                 f"{self.shape.block_tokens}, and the engine has {self.shape.kv_blocks}; raise kv_blocks or shorten it"
             )
 
-    def has(self, prefix: int) -> bool:
-        """Whether all of a prefix of the batch's tree is in the cache."""
-        table, node = self.progress.table, self.progress.batch.groups + prefix
-        while node != NONE:
-            if self._lacks(node):
-                return False
-            node = int(table.parent[node])
-        return True
+    def has(self, node: int) -> bool:
+        """Whether all of a prompt or shared prefix is in the cache."""
+        return not any(map(self._lacks, self.progress.lineage(node)))
 
     def precompute(
-        self, prefixes: Sequence[int], at_s: float, fixed_s: float, token_s: Mapping[int, float]
+        self, nodes: Sequence[int], at_s: float, fixed_s: float, token_s: Mapping[int, float], *, sent: bool = False
     ) -> Precomputed:
-        """Puts prefixes of the batch's tree into the cache, each after its parent, in a call of their own from the
-        first boundary at or after `at_s` on; `fixed_s` is the time of an empty call. What does not fit is left out.
+        """Puts prompts or shared prefixes into the cache, each after its parent, in a call of their own from the first
+        boundary at or after `at_s` on; `fixed_s` is the time of an empty call. What does not fit is left out.
 
-        `token_s`: seconds per token of the prefixes that another actor can send.
+        `token_s`: seconds per token of the nodes that another actor can send. `sent`: it has sent them, whether that is
+        quicker than to compute them or not.
         """
         self._to_boundary(at_s)
-        self.asked.update(prefixes)
+        self.asked.update(nodes)
         done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s)
-        for prefix in prefixes:
-            tree = self.progress.batch.tree
-            for part in tree.lineage(prefix):  # with the shorter ones that were too short for a call of their own
-                self._put(part, token_s.get(prefix, math.inf), done)
-            done.cached_tokens += int(tree.tokens[prefix])
+        for node in nodes:
+            for part in self.progress.lineage(node):  # with those that were too short for their own call
+                self._put(part, token_s.get(node, math.inf), done, sent=sent)
+            done.cached_tokens += int(self.progress.table.depth[node])
         done.cached_tokens -= done.computed_tokens
         self._n["now_s"] = done.end_s
         return done
 
-    def _put(self, prefix: int, token_s: float, done: Precomputed) -> None:
-        """Adds a prefix whose own tokens are not cached to the cache, and its time and tokens to `done`."""
-        node, table = self.progress.batch.groups + prefix, self.progress.table
+    def _put(self, node: int, token_s: float, done: Precomputed, *, sent: bool) -> None:
+        """Adds a node whose own tokens are not cached to the cache, and its time and tokens to `done`."""
+        table = self.progress.table
         new = self._lacks(node) * self.shape.block_tokens
         if not new or not kernel.put(self._pool.memory, table, self._pool.limits, self._row, node):
             return
         compute_s = self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
-        if move_pays(new, compute_s, token_s):
+        if sent or move_pays(new, compute_s, token_s):
             done.moved_tokens += new
             done.end_s += new * token_s
         else:

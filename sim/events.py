@@ -86,4 +86,13 @@ class Worked:
     step: int
 
 
-SimulatedEvent = Due | Up | WeightsLoaded | SpotInterrupted | Worked
+@dataclass(frozen=True, slots=True)
+class PromptsComputed:
+    """A prefill actor has computed the prompts of a piece of a batch."""
+
+    step: int
+    """Of the batch."""
+    piece: int
+
+
+SimulatedEvent = Due | Up | WeightsLoaded | SpotInterrupted | Worked | PromptsComputed

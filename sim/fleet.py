@@ -285,7 +285,7 @@ class SimulatedFleet:
     def _up(self, slot: int, at_s: float) -> bool:
         replica = self.replicas[slot]
         replica.waking = False
-        if self._roles[slot] is not FunctionRole.SAMPLES:
+        if slot >= len(self.setup.actors):
             replica.serve(version_of(self._step), at_s)
             return True
         replica.note(replica.life.started(at_s))

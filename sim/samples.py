@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhfless.prefixes.tree import PrefixTree
-from rlhfless.prefixes.trie import NONE
+from rlhfless.prefixes.trie import NONE, lineage
 from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
@@ -144,6 +144,10 @@ class StepProgress:
     def unfinished(self) -> int:
         """The number of samples that have not finished."""
         return self.batch.samples - int(self.table.totals[FINISHED])
+
+    def lineage(self, node: int) -> list[int]:
+        """A prompt, by its group, or a shared prefix, and all prefixes that it begins with, the shortest first."""
+        return lineage(self.table.parent, node)
 
     @property
     def complete_s(self) -> Floats:

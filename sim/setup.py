@@ -109,6 +109,8 @@ class ActorShape:
     """Above 1: a straggler."""
     spot_mean_s: float = math.inf
     """Mean time until an actor is interrupted."""
+    prefills: bool = False
+    """It computes prompts for the actors that draw, from the first step to the end of the run; no policy decides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.max_staleness and self._takes_turns():
             raise ValueError("this schedule overlaps generation and learning; give them devices of their own")
+        if self.in_flight and self.prefill:
+            raise ValueError("this schedule loads weights in flight, and KV of old weights would be handed over")
         if self.transport.kind == "nccl" and self._takes_turns():
             raise ValueError("transport.kind is nccl, and a broadcast does not go between functions on one GPU")
         self._check_shares()
@@ -213,13 +217,20 @@ class Setup:
     def functions(self) -> tuple[str, ...]:
         """By slot, the names of their functions."""
         services = (service.function for service in self.services)
-        return (*[FunctionName.GENERATION] * len(self.actors), *services, FunctionName.LEARNER)
+        engines = (FunctionName.PREFILL if actor.prefills else FunctionName.GENERATION for actor in self.actors)
+        return (*engines, *services, FunctionName.LEARNER)
+
+    @property
+    def prefill(self) -> tuple[int, ...]:
+        """Slots of the actors that compute prompts."""
+        return tuple(slot for slot, actor in enumerate(self.actors) if actor.prefills)
 
     @property
     def roles(self) -> tuple[FunctionRole, ...]:
         """By slot."""
         services = (service.role for service in self.services)
-        return (*[FunctionRole.SAMPLES] * len(self.actors), *services, FunctionRole.UPDATES)
+        engines = (FunctionRole.PREFILLS if actor.prefills else FunctionRole.SAMPLES for actor in self.actors)
+        return (*engines, *services, FunctionRole.UPDATES)
 
     def _takes_turns(self) -> bool:
         """Whether the learner shares a device with an actor that it may not be awake beside."""

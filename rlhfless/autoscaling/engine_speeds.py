@@ -16,6 +16,7 @@ from dataclasses import replace
 from rlhfless.prefixes.precompute import move_pays
 from rlhfless.records import Invocation
 from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.devices import load_devices
 from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine
@@ -36,13 +37,8 @@ SEQUENCE_S = 1.8e-4
 SLOWEST = "l4"
 """The slowest accelerator of the table of devices."""
 
-CALLS_S = 0.05
-"""Seconds of a move's two calls, to the actor that has the KV and to the actor that gets it; as for a moved sample
-(rlhfless.scaling.capabilities.MOVE_S)."""
-
-BYTES_PER_S = {"folder": 0.5e9, "nixl": 10e9}
-"""Bytes per second of each connector, until a move was measured. Files are written and read once each, at some 1 GB/s
-(torch tensors, one core, shared memory); NIXL takes half of a network card of 200 Gbit/s."""
+CALLS_S = MOVE_S.value
+"""Seconds of a move's two calls, to the actor that has the KV and to the actor that gets it; as for a moved sample."""
 
 
 class EngineSpeeds:
@@ -85,12 +81,12 @@ class EngineSpeeds:
 
 class PrefixMoves:
     """Decides when an actor gets the KV of a prefix from another actor instead of computing it. The cost of a move is
-    learned in the run."""
+    learned in the run: of prefixes, and of prompts that are computed apart."""
 
-    def __init__(self, connector: str | None, kv_token_bytes: int, speeds: EngineSpeeds) -> None:
-        """`kv_token_bytes`: bytes of a token's KV. `connector`: as `generation.engine.kv_connector`."""
+    def __init__(self, prior_s: float, speeds: EngineSpeeds) -> None:
+        """`prior_s`: seconds per token until a move was measured; infinite without a connector."""
         self._speeds = speeds
-        self._prior_s = math.inf if connector is None else kv_token_bytes / BYTES_PER_S[connector]
+        self._prior_s = prior_s
         self._tokens, self._seconds = 0, 0.0
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Protocol
 
-from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
+from rlhfless.autoscaling.engine_speeds import CALLS_S, EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import ReplicaPool
@@ -26,6 +26,7 @@ from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
+from rlhfless.scaling.prefill_pool import PrefillPool
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, DevicePrice, PriceBook
 from rlhfless.spec import RunSpec
 
@@ -131,7 +132,16 @@ class LiveFleet:
             kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
             terms=self._terms(),
             prefix_token_s=float("inf") if self._moves is None else self._moves.token_s,
+            prefill=self._prefill_pool(),
         )
+
+    def _prefill_pool(self) -> PrefillPool | None:
+        """The actors that compute the prompts of a step that begins now: those that start meanwhile get none of it."""
+        actors = sum(len(pool.up()) for pool in self._prefill)
+        if not actors or self._moves is None:
+            return None
+        kind = self._prefill[0].up()[0].allocation.devices[0].kind
+        return PrefillPool(actors, self._speeds.model(kind), self._moves.token_s, CALLS_S)
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
         """The state of each slot, and its number of samples."""

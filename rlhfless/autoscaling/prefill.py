@@ -20,11 +20,10 @@ from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call
-from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
+from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.records import Work
-from rlhfless.scaling.plan.prefill_apart import PIECES
 
 log = logging.getLogger(__name__)
 
@@ -158,21 +157,3 @@ class PrefillActors:
         there = [slot for slot in range(len(self._pool.allocations)) if self._pool.expects(slot)]
         for slot in there[len(there) - spare :]:
             self._pool.release(slot)
-
-
-def pieces(items: Sequence[SampleItem], most_tokens: int) -> list[list[int]]:
-    """Numbers of samples whose prompts are handed over together: at least PIECES parts of all prompts if there are so
-    many, none of more than `most_tokens` unless it is one prompt. The samples of a prompt stay together."""
-    by_prompt: dict[Prompt, list[int]] = {}
-    for number, item in enumerate(items):
-        by_prompt.setdefault(item.prompt_token_ids, []).append(number)
-    limit = min(most_tokens, -(-sum(map(len, by_prompt)) // PIECES))
-    parts: list[list[int]] = []
-    left = 0
-    for prompt, numbers in by_prompt.items():
-        if not parts or len(prompt) > left:
-            parts.append([])
-            left = limit
-        parts[-1] += numbers
-        left -= len(prompt)
-    return parts

@@ -20,6 +20,8 @@ from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, StepRecord, Work
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.plan import CheapestUnderDeadline, RunContract, contract_for_step
@@ -119,15 +121,21 @@ def scaler_of(
     speeds = EngineSpeeds(shape, limits.tensor_parallel_size, limits.max_sequences)
     if earlier is not None:
         speeds.learn_trace(earlier)
-    kv_token_bytes = 0 if shape is None else shape.kv_bytes
-    connector = spec.generation.engine.kv_connector if kv_token_bytes else None
-    moves = PrefixMoves(connector, kv_token_bytes, speeds)
+    moves = PrefixMoves(_kv_token_s(spec, shape), speeds)
     starts = EngineStarts(spec, shape)
     fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves, starts)
     spent_usd = ledger.cost_usd(())
     due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
     prefill = _prefill_of(spec, pools, ledger, speeds)
     return Scaler(policy_of(spec, lengths, earlier, spent_usd), fleet, speeds, ledger, due, moves, prefill)
+
+
+def _kv_token_s(spec: RunSpec, shape: ModelShape | None) -> float:
+    """Seconds to move the KV of a token, until one was measured; infinite without a connector."""
+    engine = spec.generation.engine
+    if shape is None or engine.kv_connector is None:
+        return math.inf
+    return kv_token_s(shape, engine.tensor_parallel_size, KV_BYTES_PER_S[engine.kv_connector].value)
 
 
 def _prefill_of(

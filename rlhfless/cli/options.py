@@ -51,6 +51,13 @@ SharedPrefixes = Annotated[
     typer.Option("--share-prefixes", metavar="BOOL", help="Compare values of learner.share_prefixes: true, false."),
 ]
 
+PrefillActors = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--prefill-actors", metavar="N", help="Compare numbers of actors that compute prompts for the others; 0: none."
+    ),
+]
+
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 
 Database = Annotated[

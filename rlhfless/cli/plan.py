@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfless.cli.options import Engines, Overrides, Quantizations, SharedPrefixes, SpecFile, Speculations
+from rlhfless.cli.options import (
+    Engines,
+    Overrides,
+    PrefillActors,
+    Quantizations,
+    SharedPrefixes,
+    SpecFile,
+    Speculations,
+)
 
 if TYPE_CHECKING:
     from rlhfless.prepare.memory.changes import Change, Question
@@ -49,6 +57,7 @@ def plan(
     quantization: Quantizations = None,
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
+    prefill_actors: PrefillActors = None,
     bench: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,6 +92,7 @@ def plan(
         "quantization": quantization,
         "speculation": speculation,
         "share_prefixes": share_prefixes,
+        "prefill_actors": prefill_actors,
     }
     if compare:
         from rlhfless.cli.plan_compare import Asked, compare_devices

@@ -46,7 +46,7 @@ class Asked:
     """What is compared, as on the command line."""
 
     devices: Sequence[str]
-    tried: Mapping[str, Sequence[str] | None]
+    tried: Mapping[str, Sequence[Any] | None]
     """By the names of Dimensions."""
     benches: Sequence[str]
 

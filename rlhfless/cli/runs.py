@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rlhfless.cli.options import Engines, Overrides, Quantizations, SharedPrefixes, SpecFile, Speculations
+from rlhfless.cli.options import (
+    Engines,
+    Overrides,
+    PrefillActors,
+    Quantizations,
+    SharedPrefixes,
+    SpecFile,
+    Speculations,
+)
 from rlhfless.text import legible
 
 if TYPE_CHECKING:
@@ -111,6 +119,7 @@ def compare(
     quantization: Quantizations = None,
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
+    prefill_actors: PrefillActors = None,
     lengths_of: LengthsOf = None,
     deadline_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
@@ -133,6 +142,7 @@ def compare(
             quantization=quantization or [],
             speculation=speculation or [],
             share_prefixes=share_prefixes or [],
+            prefill_actors=prefill_actors or [],
             lengths_of=earlier,
             deadline_s=deadline_s,
         )

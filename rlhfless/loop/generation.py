@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.autoscaling.policy_runner import PolicyRunner
-from rlhfless.autoscaling.prefill import PrefillActors, pieces
+from rlhfless.autoscaling.prefill import PrefillActors
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
@@ -40,6 +40,7 @@ from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
+from rlhfless.scaling.prefill_pool import pieces
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores
@@ -234,8 +235,8 @@ class GenerationStage:
         theirs."""
         if not self._apart:
             return [list(numbers)]
-        items = [self._table.items[sample] for sample in numbers]
-        parts = pieces(items, self._spec.generation.engine.max_batch_tokens)
+        prompts = [self._table.items[sample].prompt_token_ids for sample in numbers]
+        parts = pieces(prompts, list(map(len, prompts)), self._spec.generation.engine.max_batch_tokens)
         return [[numbers[index] for index in part] for part in parts]
 
     def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:

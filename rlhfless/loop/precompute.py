@@ -96,9 +96,13 @@ class Precomputation:
                 return False
             asked.update(new)
             try:
+                start_s = time.monotonic()
                 await self._call(actor, new, version, offers)
             except CallTimeout as error:
                 log.warning("%s; the samples are drawn without that", error)
+                return True
+        if self._moves is not None and all(offer is not None for offer in offers):
+            self._moves.learn(sum(map(len, new)), time.monotonic() - start_s)
         return True
 
     async def _offer(self, actor: Replica, prefix: Prefix, version: str) -> KvOffer | None:

@@ -54,6 +54,16 @@ MOVE_S = Prior(
 )
 """Seconds until a sample is at another actor by its tokens; its KV is computed again there."""
 
+KV_BYTES_PER_S: Mapping[str, Prior] = {
+    "folder": Prior(
+        0.5e9,
+        "files that are written and read once each, at some 1 GB/s (torch tensors, one core, shared memory)",
+        date(2026, 11, 25),
+    ),
+    "nixl": Prior(10e9, "an assumption: half of a network card of 200 Gbit/s", date(2026, 11, 25)),
+}
+"""By `generation.engine.kv_connector`: the rate at which a device of an actor gets its part of some KV."""
+
 PUBLISH_BYTES_PER_S = Prior(
     4.5e9,
     "1 GB to shared memory with its digest, on 2 cores of an AMD EPYC (benchmarks/weights.py)",
@@ -109,6 +119,11 @@ def state_turns(state_bytes: float, sheet: DeviceSheet, devices: int) -> TurnTim
     """Of a function whose state goes to the host's memory and comes back, each device's part over its own link."""
     move_s = state_bytes / (devices * sheet.host_bytes_per_s.value)
     return TurnTimes(move_s, move_s)
+
+
+def kv_token_s(shape: ModelShape, tensor_parallel: int, bytes_per_s: float) -> float:
+    """Seconds until the KV of one token is at another actor, each of whose devices gets its own heads."""
+    return shape.kv_bytes / min(tensor_parallel, shape.kv_heads) / bytes_per_s
 
 
 def load_s(shape: ModelShape, devices: int) -> float:

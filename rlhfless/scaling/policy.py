@@ -23,6 +23,7 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Decision, FunctionRole, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.leases import RentalTerms
+from rlhfless.scaling.prefill_pool import PrefillPool
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -94,6 +95,8 @@ class FleetView:
     """The cost of giving a device back and taking it again."""
     prefix_token_s: float = math.inf
     """Seconds per token of a shared prefix that an actor gets from another one; infinite if no connector does that."""
+    prefill: PrefillPool | None = None
+    """The actors that compute the prompts of the step; None: generation actors do that themselves."""
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""

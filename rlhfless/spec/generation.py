@@ -40,6 +40,9 @@ def _engine(name: str) -> str:
 EngineType = Annotated[str, AfterValidator(_engine)]
 
 
+KvConnector = Literal["folder", "nixl"]
+
+
 class EngineSpec(SpecModel):
     """Settings of one engine. Fields that are left out are chosen for the device."""
 
@@ -69,7 +72,7 @@ class EngineSpec(SpecModel):
     """Run vLLM's scheduler and workers in processes of their own. On by default on GPUs and where an actor has several
     devices, which need it; off for one CPU core, where a single process is faster."""
 
-    kv_connector: Literal["folder", "nixl"] | None = None
+    kv_connector: KvConnector | None = None
     """How the KV of shared prefixes moves from actor to actor, where that takes less time than to compute it: files in
     the folder of the weights (actors of one node), or NIXL (GPUs; its package must be installed). By default each actor
     computes its own. Models with several kinds of attention layers then hold more KV: vLLM's connectors treat all

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.capabilities import MOVE_S
+from rlhfless.scaling.capabilities import MOVE_S, kv_token_s
 from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
@@ -100,6 +100,8 @@ class ScenarioLayout:
         self.machines = (first, *(machines for machines in others if kinds is None or machines.kind in kinds))
         """The machines whose devices the layout uses."""
         self.devices = first.devices if devices is None else devices
+        self.prefills = placement.prefill_actors > 0
+        """Whether other actors compute the prompts of those that draw."""
         self._first = DevicesByNode.of(first, self.devices)
         devices_of_first = self._first.all
         apart = placement.mode == "disaggregated"
@@ -120,9 +122,11 @@ class ScenarioLayout:
             if index == 0 and self._placement.mode == "disaggregated":
                 devices = devices.without(self.learner_side)
             shapes += self._of_kind(machines, devices)
-        if not shapes:
-            what = f"no node has {self._scenario.engine.devices} devices left for an actor"
-            hint = "lower engine.tensor_parallel or placement.learner_devices, or take more devices"
+            if index == 0 and (apart := self._placement.prefill_actors):
+                shapes[-apart:] = [replace(shape, prefills=True) for shape in shapes[-apart:]]
+        if all(shape.prefills for shape in shapes):
+            what = f"no node has {self._scenario.engine.devices} devices left for an actor that draws"
+            hint = "lower engine.tensor_parallel, placement.learner_devices or prefill_actors, or take more devices"
             raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, hint)])
         return tuple(shapes)
 
@@ -226,14 +230,14 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
     Raises InputError for a schedule that the placement forbids.
     """
     terms = RentalTerms() if reserved else lease_terms(scenario, layout)
-    prefix_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
+    moved = timing.engine_shape(scenario), scenario.engine.tensor_parallel, scenario.cluster.kv_bytes_per_s
     try:
         return Setup(
             layout.actors(),
             layout.services(),
             layout.learner(),
             layout.transport(fixed=reserved),
-            Links(scenario.beat_s, MOVE_S.value, prefix_token_s),
+            Links(scenario.beat_s, MOVE_S.value, kv_token_s(*moved)),
             scenario.steps_ahead,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
@@ -244,6 +248,8 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
         )
     except ValueError as error:
         key, hint = "schedule", "set placement.mode to `disaggregated`, or the schedule to `sync`"
+        if scenario.schedule.in_flight and layout.prefills:
+            key, hint = "placement.prefill_actors", "set it to 0, or take a schedule that loads weights between steps"
         if scenario.transport.kind == "nccl":
             key, hint = "transport.kind", "take `auto`, or static policies alone with a learner on devices of its own"
         problem = Problem(key, str(error), hint)

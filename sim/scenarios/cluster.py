@@ -107,7 +107,8 @@ class ClusterSpec(SpecModel):
     never give one back."""
 
     kv_bytes_per_s: Positive = 12.5e9
-    """Rate at which an actor gets the KV of a shared prefix from another one: 100 Gbit/s by default."""
+    """Rate at which each device of an actor gets its part of the KV of a prompt or shared prefix from another one: 100
+    Gbit/s by default."""
 
     def sheet(self, kind: str) -> DeviceSheet:
         """The figures of a kind of device among the machines."""

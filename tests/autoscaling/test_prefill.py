@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from fakes.cluster import CALL, FakeCluster, pool_of
 from fakes.stage import until
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
-from rlhfless.autoscaling.prefill import Offers, PrefillActors, pieces
+from rlhfless.autoscaling.prefill import Offers, PrefillActors
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.records import FunctionName, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.plan.prefill_apart import PIECES
+from rlhfless.scaling.prefill_pool import PIECES, pieces
 
 V2 = WeightVersion("run", 1, 2, "d")
 LONG, OTHER = tuple(range(640)), tuple(range(1000, 1640))
@@ -168,7 +168,8 @@ def test_pieces_have_every_sample_once_and_keep_a_prompt_together(
         for sample in range(samples)
     ]
     random.shuffle(items)
-    parts = pieces(items, most_tokens)
+    texts = [item.prompt_token_ids for item in items]
+    parts = pieces(texts, list(map(len, texts)), most_tokens)
     assert sorted(number for part in parts for number in part) == list(range(len(items)))
     of_part = [{items[number].prompt_token_ids for number in part} for part in parts]
     assert sum(map(len, of_part)) == len(prompts)

@@ -91,6 +91,7 @@ PURE = (
         (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x"),
         long=True,
     ),
+    Smoke("prefill_sweep", (rf"8 +128 x 8 +256 +256 +{NUMBER} s +{NUMBER} +\d +{NUMBER}",)),
     Smoke("prefix_ablation", (r"few-shot-7b-h100 +engine", rf"plan and learner +{NUMBER} +{NUMBER}x")),
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")

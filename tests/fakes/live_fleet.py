@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes.cluster import FakeCluster, pool_of
-from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.loop.ledger import Ledger
@@ -22,9 +22,15 @@ class Fleet:
     """A live fleet of two allocations for actors, with scoring and a learner on half of a core each."""
 
     def __init__(
-        self, folder: Path, fewest: int = 1, sequences: int = 256, hold: Bounds | None = None, actors: Any = None
+        self,
+        folder: Path,
+        fewest: int = 1,
+        sequences: int = 256,
+        hold: Bounds | None = None,
+        actors: Any = None,
+        prefill: tuple[str, ...] = (),
     ) -> None:
-        """`actors` is their pool, if given."""
+        """`actors` is their pool, if given; `prefill` names actors that compute prompts; KV takes 1 ms a token."""
         self.spec = RunSpec.model_validate(
             {
                 "model": {"path": "m"},
@@ -46,7 +52,10 @@ class Fleet:
         )
         pools = [self.actors, self.scoring, learner]
         speeds = EngineSpeeds(None, 1, 256)
-        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, max_model_len=100)
+        if prefill:
+            pools.append(pool_of(self.cluster, *prefill, function=FunctionName.PREFILL))
+        moves = PrefixMoves(0.001, speeds) if prefill else None
+        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, 100, moves)
 
     def decisions(self) -> list[Decision]:
         self.ledger.write([])

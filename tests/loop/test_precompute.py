@@ -107,14 +107,14 @@ def test_the_price_of_a_move_is_learned() -> None:
     """1,000 bytes a token at 0.5 GB/s are 2 us; the prior's engine computes a token in some microseconds."""
     speeds = EngineSpeeds(None, 1, 8)
     compute_s = speeds.model("cpu-core").prefill_s(10_000)
-    moves = PrefixMoves("folder", 1000, speeds)
+    moves = PrefixMoves(1000 / 0.5e9, speeds)
     assert moves.token_s == pytest.approx(2e-6)
     assert moves.pay("cpu-core", 10_000, 0) == (compute_s > 0.05 + 0.02)
     moves.learn(1000, 0.05 + 0.5)
     moves.learn(3000, 0.05 + 1.5)
     assert moves.token_s == pytest.approx(0.0005)
     assert not moves.pay("cpu-core", 10, 0)
-    none = PrefixMoves(None, 1000, speeds)
+    none = PrefixMoves(math.inf, speeds)
     assert math.isinf(none.token_s)
     assert not none.pay("cpu-core", 10**6, 0)
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.compute import sensitivity
-from rlhfless.control.compute.dimensions import SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
+from rlhfless.control.compute.dimensions import PREFILL, SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
 from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
@@ -107,7 +107,7 @@ def compared(
     """All choices for devices such as `8xh100`, or for the price book's. Raises InputError for devices that do not
     exist."""
     choices = [
-        replace(each, changes={**each.changes, **way.changes}, rollouts=way.rollouts)
+        replace(each, changes={**each.changes, **way.on(planner.spec, each.kind)}, rollouts=way.rollouts)
         for each in choices_of(planner.spec, devices)
         for way in dimensions.ways(planner.spec)
     ]
@@ -282,6 +282,7 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "quantization": choice.rollouts.quantization_of(spec),
         "speculation": choice.changes.get(SPECULATION, {}).get("method", spec.generation.speculation.method),
         "share_prefixes": choice.changes.get(SHARE_PREFIXES, spec.learner.share_prefixes),
+        "prefill_actors": choice.changes.get(PREFILL, spec.scaling.prefill.model_dump())["max_actors"],
         "latency": None if found is None else found.latency,
         "changes": dict(choice.changes),
         "on_front": on_front,

@@ -25,6 +25,7 @@ from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.capabilities import KV_BYTES_PER_S
 from rlhfless.scaling.intervals import Interval, length, union
 from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
@@ -269,6 +270,9 @@ def _scenario(
     seeds: int,
 ) -> Scenario:
     spec = asked.spec
+    engines = {"prefill_actors": spec.scaling.prefill.max_actors}
+    if spec.placement.mode == "disaggregated":
+        engines["learner_devices"] = spec.placement.learner_devices
     policy, drawn = spec.scaling.policy.type, Drawn.of(spec, lengths.signal)
     values: dict[str, Any] = {
         "name": spec.name,
@@ -282,8 +286,7 @@ def _scenario(
         "steps": steps,
         "seeds": seeds,
         "schedule": _schedule(spec),
-        "placement": {"mode": spec.placement.mode}
-        | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
+        "placement": {"mode": spec.placement.mode} | engines,
         "learner": {
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
@@ -328,7 +331,9 @@ def _cluster(asked: Question) -> dict[str, Any]:
     per_node = min(asked.count, NODE_DEVICES)
     nodes = math.ceil(asked.count / per_node)
     machines = [{"kind": asked.sheet.kind, "nodes": nodes, "devices_per_node": per_node}]
-    return {"machines": machines, "prices": asked.spec.scaling.prices}
+    connector = asked.spec.generation.engine.kv_connector
+    rate = {} if connector is None else {"kv_bytes_per_s": KV_BYTES_PER_S[connector].value}
+    return {"machines": machines, "prices": asked.spec.scaling.prices} | rate
 
 
 def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:

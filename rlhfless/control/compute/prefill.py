@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfless.autoscaling.engine_speeds import BYTES_PER_S, CALLS_S, prior_of
+from rlhfless.autoscaling.engine_speeds import CALLS_S, prior_of
+from rlhfless.control.compute.dimensions import connector_on
 from rlhfless.control.compute.prediction import Lengths
 from rlhfless.prepare.memory.changes import Question
+from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
 from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.plan.prefill_apart import AlikeEngines, PoolComparison, StepShape, compare
+from rlhfless.sim.scenarios.timing import Packed
 from rlhfless.spec import RunSpec
 
 
@@ -43,19 +47,26 @@ def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None
     if spec.supervised:
         return None
     count = spec.scaling.generation.most_actors + spec.scaling.prefill.max_actors
-    connector = spec.generation.engine.kv_connector or ("folder" if kind == CPU_KIND else "nixl")
+    connector = connector_on(spec, kind)
     engine = spec.generation.engine
     engines = AlikeEngines(
-        model or prior_of(kind, asked.shape, engine.tensor_parallel_size),
+        model or _expected(asked),
         count,
         engine.max_sequences,
-        asked.shape.kv_bytes / engine.tensor_parallel_size / BYTES_PER_S[connector],
+        kv_token_s(asked.shape, engine.tensor_parallel_size, KV_BYTES_PER_S[connector].value),
         CALLS_S,
     )
     found: PoolComparison = compare(_step(spec, lengths), engines)
     if not found.prefill:
         return None
     return PlannedPrefill(count, found.prefill, found.together_s, found.apart_s, found.pays, connector)
+
+
+def _expected(asked: Question) -> EngineModel:
+    """An engine by its device's data sheet: on GPUs as predictions have it, on CPU cores as runs expect it."""
+    kind = asked.sheet.kind
+    prior = prior_of(kind, asked.shape, asked.spec.generation.engine.tensor_parallel_size)
+    return prior if kind == CPU_KIND else Packed.of(prior, RUNTIME_S)
 
 
 def _step(spec: RunSpec, lengths: Lengths) -> StepShape:

@@ -22,9 +22,9 @@ export function comparisonOf({ rows, sensitivity }) {
   return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" }), sensitivityOf(rows, sensitivity)];
 }
 
-function remarkOf({ engine, quantization, speculation, share_prefixes: shared, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {
+function remarkOf({ engine, quantization, speculation, share_prefixes: shared, prefill_actors: apart, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {
   const [busiest, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0] ?? [];
-  const draws = [engine !== "vllm" && engine, quantization !== "off" && quantization, speculation !== "off" && `drafts of ${speculation}`, !shared && "prompts not shared"];
+  const draws = [engine !== "vllm" && engine, quantization !== "off" && quantization, speculation !== "off" && `drafts of ${speculation}`, !shared && "prompts not shared", apart > 0 && `prompts computed by ${apart} of the actors`];
   const found = predicted ? [best && "on the front", `${busiest} works ${percent(share)} of the time`] : [change ? `fits with ${change}` : problems[0] ?? reason];
   return [...draws, planOnly, ...found].filter(Boolean).join("; ");
 }

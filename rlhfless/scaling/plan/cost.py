@@ -18,6 +18,10 @@ A group may exceed what the engine runs at once (KV tokens, with each sequence's
 limit of sequences). Then the longest sequences that fit go first, and each waiting sequence is admitted when another
 ends. It adds its tokens at the rate of a full batch of similar sequences: a(B) / B seconds a token, with B the mean of
 the numbers that fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
+
+Where other actors compute the prompts (`PrefillPool`), these are asked for from the long end of the list on: a group
+[i, j) waits until those after j are computed, and the first of its own PIECES pieces. Then its sequences run as above,
+but for each prompt the actor reads its KV instead of computing it. It ends no sooner than its last pieces would alone.
 """
 
 from __future__ import annotations
@@ -26,10 +30,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan import kernel
 from rlhfless.scaling.plan.kernel import Times
 from rlhfless.scaling.plan.options import DeviceOption
 from rlhfless.scaling.plan.responses import Floats, Ints, Responses
+from rlhfless.scaling.prefill_pool import PIECES, PrefillPool
 
 
 class CapacityError(ValueError):
@@ -42,13 +48,24 @@ class GroupTimes:
     `order` [samples] are the samples from short to long.
     """
 
-    def __init__(self, device: DeviceOption, step: Responses, order: Ints) -> None:
+    def __init__(self, device: DeviceOption, step: Responses, order: Ints, prefill: PrefillPool | None = None) -> None:
+        """`prefill`: the actors that compute the prompts; None: this one does."""
         tokens, prompt = step.tokens[order], step.prompt[order]
         context = step.prompt_tokens[prompt]
         reading_s = device.engine.context_s * tokens * (context + (tokens - 1) / 2)
         self._curve = device.curve
         self._lengths = _sums(tokens)
-        charged_s, again_s = _charges(step.tree, *_prefills_s(device, step), prompt)
+        own, shared = step.prompt_tokens - step.tree.shared_tokens, step.tree.own_tokens.astype(float)
+        held_tokens, again_tokens = _charges(step.tree, own, shared, prompt)
+        engine = device.engine if prefill is None else prefill.model
+        charged_s, again_s = _charges(step.tree, *_prefills_s(engine, step), prompt)
+        self._apart = prefill is not None
+        self._wait = np.zeros(tokens.size + 1)
+        if prefill is not None:
+            computed_s = _sums(charged_s) / prefill.actors
+            self._wait = prefill.move_s + computed_s[-1] - computed_s
+            charged_s = np.diff(computed_s) / PIECES + prefill.kv_token_s * held_tokens
+            again_s = prefill.kv_token_s * again_tokens
         self._rest = _sums(reading_s + charged_s)
         longest = np.maximum.accumulate(tokens) if step.longest is None else step.longest
         end_s, start_s = self._pieces(np.concatenate(([0.0], longest)))
@@ -57,16 +74,14 @@ class GroupTimes:
                 f"{device.kind}: kv_capacity_tokens is {device.kv_capacity_tokens}, too little for a response that has "
                 f"{most:.0f} tokens with its prompt; offer only devices with more memory, or cap the lengths"
             )
-        own, shared = step.prompt_tokens - step.tree.shared_tokens, step.tree.own_tokens.astype(float)
-        held = tokens + _charges(step.tree, own, shared, prompt)[0]
-        floor, waiting_s = self._waves(device, _sums(held), float(context.max()))
+        floor, waiting_s = self._waves(device, _sums(tokens + held_tokens), float(context.max()))
         again_s = np.append(again_s, 0.0)
         self.table = Times(end_s, start_s, again_s, waiting_s, floor, np.array(device.curve.knots))
 
     def _pieces(self, running_longest: Floats) -> tuple[Floats, Floats]:
         """For a group whose size lies in piece m, the time is `end[m, j] - start[m, i]`."""
         curve, sums = self._curve, self._lengths
-        end = curve.at_zero_s * running_longest + self._rest + curve.slopes_s[0] * sums
+        end = curve.at_zero_s * running_longest + self._rest + curve.slopes_s[0] * sums + self._wait
         ends = [end]
         for knot, bend in zip(curve.knots[1:-1], np.diff(curve.slopes_s), strict=True):
             end = end.copy()
@@ -99,14 +114,24 @@ class GroupTimes:
         """`time_s` of one group that is not empty."""
         return kernel.one_s(self.table, begin, end)
 
+    def with_last_piece_s(self, begins: Ints, end: int, seconds: Floats) -> Floats:
+        """`seconds` [groups] of the groups that end where the one before begins, the first one at `end`; with prompts
+        computed apart, of each no less than its last pieces take once they have come."""
+        if not self._apart or not begins.size:
+            return seconds
+        begins, ends = begins[:, None], np.concatenate(([end], begins[:-1]))[:, None]
+        rest = begins - (begins - ends) * np.arange(1, PIECES) // PIECES
+        first_s = (self._wait[rest] - self._wait[ends]) / PIECES  # a piece of the group, and not one of the rest
+        return np.asarray(np.maximum(seconds, (self.time_s(begins, rest) + first_s).max(axis=1)))
 
-def _prefills_s(device: DeviceOption, step: Responses) -> tuple[Floats, Floats]:
+
+def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:
     """Seconds to prefill of each prompt what comes after its shared prefixes, [prompts]; and of each shared prefix what
     comes after the one before it, [prefixes]. As differences of whole prefills: an engine does the parts of many
     prompts in one iteration, so no part pays for an iteration of its own."""
     tree = step.tree
     sizes, where = np.unique(np.concatenate([step.prompt_tokens, tree.tokens]), return_inverse=True)
-    whole_s = np.array([device.engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
+    whole_s = np.array([engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
     prompts_s, prefixes_s = np.split(whole_s, [step.prompt_tokens.size])
     before_s = np.append(prefixes_s, 0.0)
     return prompts_s - before_s[tree.leaf], prefixes_s - before_s[tree.parent]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan.contract import require_amount
 from rlhfless.scaling.plan.curve import IterationCurve, fit_curve
+from rlhfless.scaling.prefill_pool import PrefillPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class FleetOptions:
     max_actors: int
     weight_sync_s: float = 0.0
     """One actor's load of the new weights, after its wait and before its work; it is paid for."""
+    prefill: PrefillPool | None = None
+    """Other actors, which compute the prompts of these; the plan does not pay for them."""
 
     def __post_init__(self) -> None:
         kinds = [device.kind for device in self.devices]

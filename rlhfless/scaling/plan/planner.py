@@ -35,6 +35,9 @@ from rlhfless.scaling.plan.step_plan import ActorPlan, Plan
 RESOLUTION = 1.004
 """Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent."""
 
+ROUNDING = 1e-9
+"""Share of a limit by which an end that was added up from its parts may be later."""
+
 LIMITS = 32
 """Limits of the frontier: of a cluster of 64 devices 14 percent apart."""
 
@@ -220,11 +223,15 @@ class Search:
         for tier in way:
             done, most = len(tiers), min(tier.standby.actors, self._max_actors - len(tiers))
             limits = limit_s - tier.ready_s, tier.stop, most
+            first = end
             took, end = kernel.take(tier.times.table, *limits, end, begins[done:], ends_s[done:])
-            ends_s[done : done + took] += tier.ready_s
+            groups = slice(done, done + took)
+            ends_s[groups] = tier.ready_s + tier.times.with_last_piece_s(begins[groups], first, ends_s[groups])
             tiers += [tier] * took
             if end == 0:
                 ends_s = ends_s[: len(tiers)]
+                if ends_s.max() > limit_s * (1 + ROUNDING):  # the last prompts come too late
+                    return None
                 usd = float(ends_s @ [each.device.usd_per_s for each in tiers])
                 usd += math.fsum(each.device.between_usd for each in tiers)
                 return Cut(begins[: len(tiers)], ends_s, tuple(tiers), float(ends_s.max()), usd)
@@ -237,7 +244,11 @@ def _cheaper(cut: Cut) -> tuple[float, float, int]:
 
 def _ways(step: Responses, options: FleetOptions, order: Ints) -> Iterable[list[TierActors]]:
     """The orders in which kinds take from the list, each kind with its soonest actors first."""
-    times = {index: GroupTimes(device, step, order) for index, device in enumerate(options.devices) if device.actors}
+    times = {
+        index: GroupTimes(device, step, order, options.prefill)
+        for index, device in enumerate(options.devices)
+        if device.actors
+    }
     for way in orders(options, order.size):
         yield [
             TierActors(options.devices[index], standby, standby.wait_s + options.weight_sync_s, times[index], stop)

@@ -25,9 +25,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-
-PIECES = 8
-"""Parts in which prompts are handed over: the engine that draws begins with the first. Each is a call of two actors."""
+from rlhfless.scaling.prefill_pool import PIECES, PrefillPool
 
 LEAST_GAIN = 0.05
 """Apart has to be faster by this share: of one pool, actors can be released one by one, and nothing is moved."""
@@ -68,6 +66,10 @@ class AlikeEngines:
     move_s: float
     """Seconds of a move's calls."""
 
+    def pool(self, actors: int) -> PrefillPool:
+        """So many of them for the prompts."""
+        return PrefillPool(actors, self.model, self.kv_token_s, self.move_s)
+
 
 @dataclass(frozen=True, slots=True)
 class PoolComparison:
@@ -104,12 +106,11 @@ def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
     """Seconds with `prefill` of the engines for the prompts."""
     if not math.isfinite(engines.kv_token_s):
         return math.inf
-    prompts = math.ceil(step.prompts / (engines.count - prefill))
-    prefilled_s = step.prompts / prefill * engines.model.prefill_s(step.prompt_tokens) / PIECES
-    moved_s = prompts / PIECES * step.prompt_tokens * engines.kv_token_s
+    pool, prompts = engines.pool(prefill), math.ceil(step.prompts / (engines.count - prefill))
+    prefilled_s = step.prompts * pool.computed_s(step.prompt_tokens) / PIECES
+    moved_s = pool.moved_s(prompts / PIECES * step.prompt_tokens)
     arrivals = [
-        ((piece + 1) * prefilled_s + engines.move_s + moved_s, *part)
-        for piece, part in enumerate(_parts(step, prompts))
+        ((piece + 1) * prefilled_s + pool.move_s + moved_s, *part) for piece, part in enumerate(_parts(step, prompts))
     ]
     # An engine reads the KV of the other pieces while it draws from the first.
     return drawn_s(arrivals, step.prompt_tokens, engines) + (PIECES - 1) * moved_s

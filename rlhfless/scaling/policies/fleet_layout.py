@@ -21,7 +21,7 @@ class Layout:
     generation: tuple[int, ...]
     """Slots for generation actors, which the run may use now."""
     others: tuple[int, ...]
-    """Slots for all other functions."""
+    """Slots for all other functions, but not for prefill, which no policy decides."""
     learner_nodes: frozenset[str]
     alike: tuple[Ints, ...]
     """Slots for generation actors, in sets of slots that differ only in their place."""
@@ -37,7 +37,9 @@ class Layout:
         if not generation:
             raise ValueError("no slot holds a generation actor; give the fleet at least one")
         others = tuple(
-            slot for slot, replica_slot in enumerate(replica_slots) if replica_slot.role is not FunctionRole.SAMPLES
+            slot
+            for slot, replica_slot in enumerate(replica_slots)
+            if replica_slot.role not in (FunctionRole.SAMPLES, FunctionRole.PREFILLS)
         )
         nodes = frozenset(
             replica_slot.node for replica_slot in replica_slots if replica_slot.role is FunctionRole.UPDATES

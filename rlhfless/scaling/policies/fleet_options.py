@@ -44,7 +44,8 @@ class FleetOptionsCache:
             self.device(now.layout.replica_slots[slot]).offered(tuple(offered[kind]), between_usd(slot))
             for kind, slot in of_kind.items()
         )
-        return FleetOptions(devices, len(standby), now.view.fleet.load_s), behind
+        fleet = now.view.fleet
+        return FleetOptions(devices, len(standby), fleet.load_s, fleet.prefill), behind
 
 
 def _limits(device: DeviceOption) -> tuple[int, int, float]:

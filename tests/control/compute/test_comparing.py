@@ -19,7 +19,15 @@ from rlhfless.control.compute.comparing import (
     spec_of,
     try_choice,
 )
-from rlhfless.control.compute.dimensions import QUANTIZATION, SHARE_PREFIXES, SPECULATION, Dimensions, Way
+from rlhfless.control.compute.dimensions import (
+    CONNECTOR,
+    PREFILL,
+    QUANTIZATION,
+    SHARE_PREFIXES,
+    SPECULATION,
+    Dimensions,
+    Way,
+)
 from rlhfless.control.compute.planning import Planner
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
@@ -148,6 +156,15 @@ def test_each_setting_is_tried_with_each_other_and_is_one_of_the_run() -> None:
     ]
     changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **ways[3].changes}))
     assert (changed.generation.speculation.method, changed.learner.share_prefixes) == ("suffix", False)
+
+
+def test_numbers_of_prefill_actors_are_tried_with_a_connector_of_the_devices() -> None:
+    none, two = Dimensions(prefill_actors=(0, 2)).ways(SPEC)
+    assert none.on(SPEC, "h100") == {PREFILL: {"min_actors": 0, "max_actors": 0}}
+    assert two.on(SPEC, "h100")[CONNECTOR] == "nixl"
+    assert two.on(SPEC, CPU_KIND)[CONNECTOR] == "folder"
+    changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **two.on(SPEC, "h100")}))
+    assert (changed.scaling.prefill.min_actors, changed.generation.engine.kv_connector) == (2, "nixl")
 
 
 def test_drafts_that_nobody_measured_are_not_compared(tmp_path: Path) -> None:

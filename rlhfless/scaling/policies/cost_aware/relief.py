@@ -213,17 +213,24 @@ def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
 
 def kv_again_s(now: PolicyContext, actors: Actors, source: int, rows: Ints) -> float:
     """Seconds until the KV of some of a slot's samples is at another actor: it is computed again there, of a prefix
-    that they share once for all of them, or got from another actor, whichever is sooner."""
+    that they share once for all of them, or got from another actor, whichever is sooner. Where prompts are computed
+    apart, the actors that have computed them give them again."""
     rows = rows[actors.begun[rows]]
     engine = now.layout.replica_slots[source].engine
     if not rows.size or engine is None:
         return now.view.fleet.move_s
-    group, shared = now.view.group[actors.samples[rows]], 0
-    if now.view.prefixes is not None:
-        shared = int(now.view.prefixes.shared_tokens[group].mean())
+    view, shared = now.view, 0
+    group, prefill = view.group[actors.samples[rows]], view.fleet.prefill
+    if prefill is not None:
+        shared = int(view.prompt_tokens[group].mean())
+        shared_s = prefill.move_s + prefill.moved_s(float(view.prompt_tokens[np.unique(group)].sum()))
+    else:
+        if view.prefixes is not None:
+            shared = int(view.prefixes.shared_tokens[group].mean())
+        shared_s = _prefixes_s(now, engine.model, group)
     mean = int(actors.context[rows].mean())
     own_s = (engine.model.prefill_s(mean) - engine.model.prefill_s(shared)) * rows.size
-    return now.view.fleet.move_s + own_s + _prefixes_s(now, engine.model, group)
+    return view.fleet.move_s + own_s + shared_s
 
 
 def _prefixes_s(now: PolicyContext, model: EngineModel, groups: Ints) -> float:
