@@ -2,8 +2,8 @@
 Pure.
 
 A prior says where it is from and when. What a run's ledger has measured takes its place (the live fleet's own,
-`rlhfless simulate --calibrate`, `rlhfless plan --lengths-of`), and starts, loads and publications of a self-test
-(`--measured`).
+`rlhfless simulate --calibrate`, `rlhfless plan --lengths-of`), and starts, sleep, wakes, loads and publications of a
+self-test (`--measured`).
 
 Not here, because no fleet does it, live or simulated: policies that decide who sleeps, a learner that is released, KV
 of samples that moves to another actor, weights that actors pass on to each other, a broadcast to actors that share GPUs

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
+from rlhfless.functions.generation.engine import EngineSettings, LoadReport, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
 from rlhfless.prepare.memory.assumed import shared_kv_bytes
@@ -116,7 +116,8 @@ def _bound(devices: tuple[str, ...], *, on_gpus: bool) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _up(subject: Subject) -> Engines:
+def running(subject: Subject) -> Engines:
+    """The engine that the check `engine` has started."""
     assert isinstance(subject.engines, Engines)
     return subject.engines
 
@@ -153,7 +154,7 @@ def start(subject: Subject) -> Measured:
 )
 def perturbed(subject: Subject) -> Measured:
     """A perturbed version must reach every tensor, and move the outputs to where the learner's are."""
-    (weights, publish_s), engines = _published(subject, -1, perturbed=True), _up(subject)
+    (weights, publish_s), engines = _published(subject, -1, perturbed=True), running(subject)
     before = engines.run(engines.engine.logprobs(subject.probe))
     began_s = time.perf_counter()
     report, after = engines.load(weights)
@@ -187,16 +188,21 @@ def probe(subject: Subject) -> Measured:
     weights, publish_s = _published(subject, 1)
     subject.results |= {"published": weights, "publish_s": publish_s}
     began_s = time.perf_counter()
-    measured = _loaded(subject, _up(subject))
+    measured = loaded(subject, running(subject))
     load_s = subject.results["load_s"] = time.perf_counter() - began_s
     size = weights.size_bytes / 1e9
     return measured | {"publish_gb_per_s": size / publish_s, "load_gb_per_s": size / load_s}
 
 
-def _loaded(subject: Subject, engines: Engines) -> dict[str, Any]:
+def loaded(subject: Subject, engines: Engines) -> dict[str, Any]:
     """Load the published weights, and compare the probe."""
+    return compared(subject, *engines.load(subject.results["published"]))
+
+
+def compared(subject: Subject, report: LoadReport, logprobs: tuple[float, ...]) -> dict[str, Any]:
+    """The probe's logprobs after a load of the published weights, against the learner's. Raises Wrong if they are
+    apart."""
     weights = subject.results["published"]
-    report, logprobs = engines.load(weights)
     allowed = allowed_difference(weights.probe, _tolerance(subject))
     measured = {
         "largest_share": largest_difference(logprobs, weights.probe.logprobs) / allowed,
@@ -218,7 +224,7 @@ def _request(subject: Subject, number: int, most: int = DRAWN_TOKENS, prompt: in
 @check("speed", "see the trace", needs=("probe",))
 def speed(subject: Subject) -> Measured:
     """Tokens per second of several batches, and of a prefill: the seconds of an iteration follow."""
-    engines, spec = _up(subject), subject.spec.generation.engine
+    engines, spec = running(subject), subject.spec.generation.engine
     engines.draw(_request(subject, 0))  # whatever is compiled at the first request is not counted
     points: list[tuple[float, float]] = []
     for number in sorted({min(batch, spec.max_sequences) for batch in BATCHES}):
@@ -247,7 +253,7 @@ def speed(subject: Subject) -> Measured:
 )
 def moved(subject: Subject) -> Measured:
     """Samples that go on after some tokens, as on another actor, against the same drawn in one go."""
-    engines = _up(subject)
+    engines = running(subject)
     whole = [_request(subject, number, most=4 * MOVED_AFTER) for number in range(MOVED)]
     expected = engines.draw(*whole)
     long = [pair for pair in zip(whole, expected, strict=True) if len(pair[1]) > MOVED_AFTER]
@@ -277,7 +283,7 @@ def moved(subject: Subject) -> Measured:
 )
 def restart(subject: Subject) -> Measured:
     """The engine is killed while the learner trains; a new one starts beside it and loads."""
-    engines = _up(subject)
+    engines = running(subject)
     up(subject).ask(rank_work.learn, rank_work.batch(subject))
     began_s = time.monotonic()
     engines.engine.kill()
@@ -287,7 +293,7 @@ def restart(subject: Subject) -> Measured:
     engines.start()
     seconds = time.monotonic() - began_s
     metrics = up(subject).answers()[0][0]
-    measured = {"gone_s": gone_s, "restart_s": seconds, **_loaded(subject, engines)}
+    measured = {"gone_s": gone_s, "restart_s": seconds, **loaded(subject, engines)}
     if not math.isfinite(metrics["gradient_norm"]):
         raise Wrong("the learner's gradient was not finite", **measured)
     return measured
@@ -296,14 +302,14 @@ def restart(subject: Subject) -> Measured:
 @check("learner after engine", "lower generation.engine.gpu_memory_fraction", needs=("restart",))
 def other_order(subject: Subject) -> Measured:
     """A learner that starts beside an engine that is up; in a run the learner starts first."""
-    engines = _up(subject)
+    engines = running(subject)
     count = len(up(subject).about)
     up(subject).close()
     began_s = time.monotonic()
     subject.ranks = RankProcesses(subject, count)
     measured = {"learner_start_s": time.monotonic() - began_s}
     subject.results["published"] = _published(subject, 2)[0]
-    return measured | _loaded(subject, engines)
+    return measured | loaded(subject, engines)
 
 
 @check(
@@ -314,11 +320,11 @@ def other_order(subject: Subject) -> Measured:
 )
 def two_devices(subject: Subject) -> Measured:
     """An engine over two GPUs, in place of the one that is up."""
-    _up(subject).close()
+    running(subject).close()
     subject.engines = None
     both = Engines(subject, tensor_parallel=2)
     try:
         seconds = {f"{name}_s": value for name, value in both.engine.start_seconds.items()}
-        return seconds | {"graphs": not is_eager(both.engine.settings)} | _loaded(subject, both)
+        return seconds | {"graphs": not is_eager(both.engine.settings)} | loaded(subject, both)
     finally:
         both.close()

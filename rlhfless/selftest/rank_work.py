@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.functions.training.checkpoint import drain
 from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout
 from rlhfless.spec import LearnerSpec, RunSpec
@@ -101,6 +102,26 @@ def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
     """Logprobs after a step, which two ranks must take as one does."""
     rank.learn(packed, Passes())
     return rank.evaluate(packed)
+
+
+def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
+    """Sleep and wake twice: the first time also makes room in the host's memory, which is kept. Returns the second
+    one's seconds and bytes, and whether the logprobs are what they were."""
+    before, parking, device = rank.evaluate(packed), Parking(rank.kept_on_device()), rank._policy.device
+    for _ in range(2):
+        held = held_bytes(device)
+        began_s = time.perf_counter()
+        parking.park()
+        asleep_s, freed = time.perf_counter(), held - held_bytes(device)
+        parking.restore()
+        woken_s = time.perf_counter()
+    return {
+        "sleep_s": asleep_s - began_s,
+        "wake_s": woken_s - asleep_s,
+        "freed_bytes": freed,
+        "state_bytes": parking.size_bytes,
+        "same": np.array_equal(before, rank.evaluate(packed)),
+    }
 
 
 def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:

@@ -16,10 +16,10 @@ from rlhfless.control.compute.planning import Planner
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
-from rlhfless.selftest import engines, machine, ranks
+from rlhfless.selftest import engines, machine, ranks, sleeping
 from rlhfless.selftest.check import CheckOutcome, outcomes
 from rlhfless.selftest.subject import BUNDLED, Subject, opened
-from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
+from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 
@@ -36,11 +36,13 @@ CHECKS = (
     ranks.learner,
     ranks.packing,
     ranks.peak,
+    sleeping.learner,
     engines.start,
     engines.perturbed,
     engines.probe,
     engines.speed,
     engines.moved,
+    sleeping.engine,
     engines.restart,
     engines.other_order,
     engines.two_devices,
@@ -119,6 +121,7 @@ def _latency(subject: Subject) -> LatencyFile:
         call_s=0.0,
         load_weights_s=results["load_s"],
         start_s=sum(results["start"].values()),
+        turns={name: TurnFit(**seconds) for name, seconds in results.get(sleeping.TURNS, {}).items()},
         group_s=0.0,
         learn=LineFit(fixed_s=0.0, token_s=learn_s),
         evaluate=LineFit(fixed_s=0.0, token_s=FORWARD_SHARE * learn_s),

@@ -48,7 +48,7 @@ class TurnFit(SpecModel):
     sleep_s: NotNegative
     """Until its devices' memory is free."""
     wake_s: NotNegative
-    """Until it has the memory again. An actor wakes as it loads, so that `load_weights_s` has it."""
+    """Until it has the memory again. In a run an actor wakes as it loads, so that `load_weights_s` has it."""
 
 
 class LatencyFile(SpecModel):

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -84,3 +86,13 @@ def edit_json(folder: Path, file: str, change) -> None:
     values = json.loads((folder / file).read_text())
     change(values)
     (folder / file).write_text(json.dumps(values))
+
+
+def save_reward_model_of(policy: Path, folder: Path) -> str:
+    """A reward model of the policy's sizes and tokenizer, with random weights."""
+    torch.manual_seed(1)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    config = AutoConfig.from_pretrained(policy, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
