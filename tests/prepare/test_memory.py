@@ -572,6 +572,15 @@ def test_functions_that_take_turns_need_the_largest_of_them_and_a_process_for_ea
     assert [part.asleep_bytes for part in in_turn.functions] == [PROCESS_BYTES] * len(sizes)
 
 
+def test_turns_on_one_core_hold_the_largest_function_and_of_several_cores_all() -> None:
+    """Each core has its own turns, and all of them have one memory."""
+    for cores in (1, 2):
+        run = spec(scaling={"generation": {"min_actors": cores}}, placement={"mode": "colocated", "turns": True})
+        (machine,) = asked(QWEN_05B, "cpu-core", cores, run).plan().devices
+        held = [part.largest.size_bytes for part in machine.functions]
+        assert machine.size_bytes == (max(held) if cores == 1 else sum(held))
+
+
 def test_the_functions_of_other_runs_that_sleep_on_a_device_are_counted() -> None:
     alone = asked(QWEN_05B, "h100", 1, spec(placement={"mode": "colocated", "turns": True}))
     shared = dataclasses.replace(alone, spec=edited(alone.spec, {"placement.tenants": 3}))

@@ -64,6 +64,16 @@ def test_a_plan_goes_by_what_was_measured(spec: Path, tmp_path: Path) -> None:
     assert step_s(spec, report(tmp_path, model, slower)) > 2 * as_measured
 
 
+def test_a_plan_of_turns_goes_by_measured_sleep_and_wakes(spec: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(spec.read_text()) | {"placement": {"turns": True, "devices": 1}}
+    (tmp_path / "turns.yaml").write_text(yaml.safe_dump(values))
+    steps = [
+        step_s(tmp_path / "turns.yaml", report(tmp_path, values["model"]["path"], LATENCY | {"turns": turns}))
+        for turns in ({}, {"learner": {"sleep_s": 2.0, "wake_s": 3.0}})
+    ]
+    assert steps[1] - steps[0] == pytest.approx(5.0, abs=0.1)
+
+
 def test_a_tiny_step_is_not_made_up_to_what_data_sheets_and_assumed_overheads_say(spec: Path, tmp_path: Path) -> None:
     model = yaml.safe_load(spec.read_text())["model"]["path"]
     quick = LATENCY | {

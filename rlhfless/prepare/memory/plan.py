@@ -187,8 +187,10 @@ def memory_plan(
 
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     """The cores of a machine, which share its memory."""
+    if len(plans) == 1 and plans[0].count == 1:
+        return (plans[0],)
     functions = tuple(part for plan in plans for part in plan.functions for _ in range(plan.count))
-    # Each core has its own turns, and this is the memory of all cores: counted as without turns, to be safe.
+    # Each of several cores has its own turns, and this is the memory of all: counted as without turns, to be safe.
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
