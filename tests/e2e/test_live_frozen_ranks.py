@@ -11,11 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from fakes import saboteur
 from fakes.live_runs import fault_opening
+from fakes.model_folders import save_reward_model_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel
@@ -33,16 +32,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.m
 
 STEPS = 4
 LEASE_S = 12.0
-
-
-def save_reward_model(policy: Path, folder: Path) -> str:
-    """Of the policy's sizes and tokenizer, with random weights."""
-    torch.manual_seed(1)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    config = AutoConfig.from_pretrained(policy, num_labels=1, pad_token_id=tokenizer.pad_token_id)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 async def rank_of(pool: ReplicaPool | None, number: int) -> int:
@@ -73,7 +62,7 @@ async def drive(start: Session) -> tuple[Recovered, int]:
 
 
 def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_reward_model(assets / "model", tmp_path / "rewards")
+    path = save_reward_model_of(assets / "model", tmp_path / "rewards")
     reasons: list[str] = []
     give_up = Replica.give_up
 
