@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.scaling.plan import best_of
+from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.contracts import (
     contract_of,
     in_order,
@@ -119,7 +120,8 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[Exp
         contracts = _contracts(scenario, entry, results, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
-            unwatched = scenario.model_copy(update={"beat_s": NO_BEATS_S})
+            # Steps that leave groups to later ones end at a beat.
+            unwatched = scenario if selects(scenario.schedule) else scenario.model_copy(update={"beat_s": NO_BEATS_S})
             tasks += [ExperimentTask(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
             tasks += [

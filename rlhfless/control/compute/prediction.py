@@ -30,6 +30,7 @@ from rlhfless.scaling.intervals import Interval, length, union
 from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
+from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.compare import NO_BEATS_S, compare
 from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import RunResult
@@ -175,7 +176,7 @@ def predicted(
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
-        if quick:
+        if quick and not selects(own):  # which end a step at a beat
             measured["beat_s"] = NO_BEATS_S
         drafts = _drafts(asked.spec, lengths) if latency is None else {}  # which a fit has already
         measured["engine"] = _engine(asked, rollouts) | drafts | measured.get("engine", {})

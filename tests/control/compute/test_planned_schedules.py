@@ -193,3 +193,20 @@ def test_a_run_that_chooses_is_predicted_as_what_it_would_choose(
     found = whole(question(schedule="auto"), {}, LENGTHS, None, fp8, quick=True)
     assert found.cost.step_s == seconds[chosen]
     assert tried == [(schedule, {}, LENGTHS, None, fp8, True) for schedule in seconds]
+
+
+@pytest.mark.parametrize(("schedule", "beats"), [("sync", False), ("partial", True), ("tail_batching", True)])
+def test_steps_that_end_with_enough_groups_are_predicted_with_the_beats_at_which_they_end(
+    schedule: str, beats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: dict[str, Any] = {}
+
+    def scenario(*asked: Any) -> Any:
+        measured.update(asked[4])
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(prediction, "_engine", lambda *_: {})
+    monkeypatch.setattr(prediction, "_scenario", scenario)
+    with pytest.raises(ValueError, match="far enough"):
+        prediction.predicted(question(schedule=schedule), {}, LENGTHS, None, quick=True)
+    assert ("beat_s" not in measured) == beats
