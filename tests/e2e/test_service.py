@@ -66,7 +66,7 @@ class Up:
             if "rlhfless.control.driver" in words and words[-1].endswith(run_id):
                 process.kill()
 
-    def until(self, run_id: str, reached: Callable[[RunObject], bool], timeout_s: float = 240) -> RunObject:
+    def until(self, run_id: str, reached: Callable[[RunObject], bool], timeout_s: float = 480) -> RunObject:
         end = time.monotonic() + timeout_s
         with self.client as client:
             while True:
