@@ -89,7 +89,7 @@ def test_what_is_put_off_is_drawn_again_from_its_first_token() -> None:
     assert steps[2].progress.table.tokens.tolist() == [190, 150]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.sampled_from(
         [PartialSpec(ahead=0.5), PartialSpec(ahead=1, max_staleness=1), TailBatchingSpec(over_sampling=1.6)]
