@@ -6,8 +6,7 @@
 #   scripts/test.sh PYTEST ci      the rest without live benchmarks and what is marked `seldom`, which find the least a minute
 #   scripts/test.sh PYTEST chart   the chart on the cluster of KUBECONFIG
 #
-# Several processes of tests can run beside each other, as the nodes of a cluster do; what they print is shown one after
-# the other.
+# Several processes of tests can run beside each other; what they print is shown one after the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -113,10 +112,9 @@ else
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark and not seldom"; fi
     OMP_NUM_THREADS=1 beside "long ones without engines" 30 -m "$long and not engine" -n "$(nproc)" --dist worksteal $(with long)
+    finish
     long+=" and engine"
-    # The functions of the nodes are stand-ins, which hold no model: beside the runs below memory would be short, and Ray
-    # ends workers then.
-    beside "nodes of a cluster" 20 -m "$long" "$nodes"
+    beside "nodes of a cluster" 20 -m "$long" "$nodes" # alone, because they wait for limits of seconds
     finish
     beside "faults of runs" 35 -m "$long" "${faults[@]}"
     finish
