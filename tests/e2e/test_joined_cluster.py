@@ -44,6 +44,7 @@ def killed_after(text: str, spec: Path, log: Path) -> Path:
     return next((spec.parent / "runs").iterdir())
 
 
+@pytest.mark.seldom
 def test_a_resumed_run_takes_over_what_its_killed_driver_left(
     cluster: str, whole: Whole, assets: Path, tmp_path: Path
 ) -> None:
