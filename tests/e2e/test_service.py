@@ -95,8 +95,6 @@ def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     assert left == []
 
 
-@pytest.mark.seldom
-@pytest.mark.long
 def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole: Whole) -> None:
     """Three kills: a driver at work, its successor while it starts, and the service with it."""
     with up.client as client:
