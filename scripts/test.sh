@@ -107,7 +107,7 @@ if [ "$part" = short ]; then
     finish # engines beside them took twice their time, and a run in which actors are drained was too slow to be caught at it
     beside "with engines" 40 -m "engine and not long" $(with engine)
 elif [ "$part" = chart ]; then
-    beside "the chart on a cluster" 40 -m kubernetes tests/kubernetes
+    beside "the chart on a cluster" 25 -m kubernetes tests/kubernetes
 else
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark and not seldom"; fi
