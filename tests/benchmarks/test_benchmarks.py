@@ -121,6 +121,7 @@ LIVE = (
             for ratio in ("8 : 1", "1 : 8")
         ),
     ),
+    Smoke("turns", (rf"on the core \d+ MiB, plan \d+, ratio {NUMBER}", rf"step / functions at work {NUMBER}")),
     Smoke("sleep", (rf"learner: given back {NUMBER}", rf"actor: given back {NUMBER}", rf"wake / start {NUMBER}")),
     Smoke(
         "weights",
