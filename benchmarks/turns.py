@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from ranks import status_of
 from setting import live_run, random_head, spec_of, spread
 from smoke import parsed
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -103,7 +104,7 @@ def watched(run: Run) -> Iterator[tuple[list[str], list[list[int]]]]:
 
     def read() -> None:
         while not ended.wait(EVERY_S):
-            rows.append([held(pid) for pid in ids])
+            rows.append([status_of(pid)["RssAnon"] for pid in ids])
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
@@ -112,11 +113,6 @@ def watched(run: Run) -> Iterator[tuple[list[str], list[list[int]]]]:
     finally:
         ended.set()
         reading.join()
-
-
-def held(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def shares(record: StepRecord, calls: list[Invocation]) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 # Tests, in processes by what they start; at the end one list of what was skipped, and how to get what it needs.
 #
 #   scripts/test.sh PYTEST short   what `make test` runs
-#   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks
+#   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks, the chart if KUBECONFIG is set
 #   scripts/test.sh PYTEST ci      the rest without live benchmarks and what is marked `seldom`, which find the least a minute
 #   scripts/test.sh PYTEST chart   the chart on the cluster of KUBECONFIG
 #
@@ -106,9 +106,7 @@ if [ "$part" = short ]; then
         -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder
     finish # engines beside them took twice their time, and a run in which actors are drained was too slow to be caught at it
     beside "with engines" 40 -m "engine and not long" $(with engine)
-elif [ "$part" = chart ]; then
-    beside "the chart on a cluster" 25 -m kubernetes tests/kubernetes
-else
+elif [ "$part" != chart ]; then
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark and not seldom"; fi
     OMP_NUM_THREADS=1 beside "long ones without engines" 30 -m "$long and not engine" -n "$(nproc)" --dist worksteal $(with long)
@@ -116,12 +114,15 @@ else
     long+=" and engine"
     beside "nodes of a cluster" 20 -m "$long" "$nodes" # alone, because they wait for limits of seconds
     finish
-    beside "faults of runs" 35 -m "$long" "${faults[@]}"
+    beside "faults of runs" 50 -m "$long" "${faults[@]}"
     finish
-    beside "other long ones" 35 -m "$long" $(with long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
+    beside "other long ones" 50 -m "$long" $(with long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
     finish
     [ "$part" = ci ] || beside "memory runs short" 10 -m "$long" "$memory" # it is seldom, and pytest fails with no test
-    [ "$part" = ci ] || [ -z "${KUBECONFIG:-}" ] || beside "the chart on a cluster" 40 -m kubernetes tests/kubernetes
+    finish
+fi
+if [ "$part" = chart ] || { [ "$part" = long ] && [ -n "${KUBECONFIG:-}" ]; }; then
+    beside "the chart on a cluster" 30 -m kubernetes tests/kubernetes
 fi
 finish
 if [ ${#failed[@]} -gt 0 ]; then

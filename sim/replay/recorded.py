@@ -178,7 +178,7 @@ class AsRecorded:
 
     def _siblings(self, step: int, prompt_id: str) -> list[TracedRollout]:
         """The group that is drawn in a step; a later step may learn from it."""
-        steps = self._rows[prompt_id.rstrip(AGAIN)]
+        steps = self._rows[prompt_id if prompt_id in self._rows else prompt_id.rstrip(AGAIN)]
         return steps[next((learned for learned in steps if learned >= step), max(steps))]
 
 
