@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
-from rlhfless.functions.attention_kernels import runs_side_by_side
+from rlhfless.functions.attention_kernels import gradient_difference, runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.head import OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
@@ -423,6 +423,11 @@ def _can_share(policy: PolicyNetwork, path: str) -> bool:
     if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
+    tolerance = CHECK_TOLERANCE[policy.compute_dtype]
+    if not (wrong := gradient_difference(policy.device, policy.compute_dtype)) <= tolerance:
+        log.warning("torch's attention kernels on this %s have gradients that differ by %.2g of the largest from plain "
+                    "attention's: prefixes are computed for each sequence", policy.device.type, wrong)  # fmt: skip
+        return False
     vocabulary = policy.vocabulary
     rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(vocabulary).repeat(2, 1)
     rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
@@ -432,7 +437,7 @@ def _can_share(policy: PolicyNetwork, path: str) -> bool:
     try:
         ours = packed()[0, torch.from_numpy(layout.index)]
         difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if difference <= CHECK_TOLERANCE[policy.compute_dtype]:
+        if difference <= tolerance:
             return True
         reason = f"its outputs differ by {difference:.2g} of the largest"
     except SharingUnsupported as error:

@@ -53,6 +53,8 @@ def join(
     `timeout_s` bounds the rendezvous and each collective operation; torch raises an error that names the operation.
     """
     device, timeout = default_device(), timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL takes the current one
     # What is kept in the host's memory is reduced there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method, timeout, world_size=ranks, rank=rank)

@@ -67,6 +67,7 @@ def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -
         try:
             work, arguments = end.recv()
         except EOFError:
+            made[0].close()
             return
         answer(work, made[0], *arguments)
 

@@ -371,6 +371,7 @@ VARIABLES = (
         ("VLLM_ENABLE_V1_MULTIPROCESSING", (ARGUMENTS,), "one process on a CPU core"),
         ("VLLM_WORKER_MULTIPROC_METHOD", (ARGUMENTS,), "workers end with the engine"),
         ("VLLM_BATCH_INVARIANT", (ARGUMENTS,), "logprobs that do not depend on the batch"),
+        ("VLLM_USE_FLASHINFER_SAMPLER", (ARGUMENTS,), "no sampler that takes no seeds"),
         ("VLLM_CACHE_ROOT", ("rlhfless/selftest/machine.py",), "where its cache is"),
     )),
     SourceText("TORCHDYNAMO_DISABLE", "torch/_dynamo/eval_frame.py", (ARGUMENTS,), "an eager engine compiles nothing"),

@@ -16,6 +16,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fakes.commands import COMMAND, assert_nothing_is_left, offspring, start, wait_for, write_spec
+from fakes.user_environment import user_environment
 from rlhfless.records import FunctionName
 from rlhfless.records.traces import read_trace
 
@@ -23,13 +24,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -> None:
+    """In the environment of a user, who has no package that only the tests need."""
     (tmp_path / "my_rewards.py").write_text("def longer(response_tokens):\n    return response_tokens / 400\n")
     rewards = [{"type": "python", "target": "my_rewards:longer", "name": "length"}]
     scaling = {"hold_reference": "never"}
     kl = {"kl": {"coefficient": 0.01}}
     spec = write_spec(assets, tmp_path, rewards=rewards, algorithm=kl, scaling=scaling)
     log = tmp_path / "out.log"
-    process = start(spec, log)
+    process = start(spec, log, command=user_environment(tmp_path / "environment"))
     assert process.wait(timeout=400) == 0, log.read_text()
     text = log.read_text()
     for expected in ("step 2/2", "held-out prompts", "length greedy", "generation", "learner", "checkpoint"):

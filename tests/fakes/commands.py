@@ -23,12 +23,12 @@ def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
     return path
 
 
-def start(spec: Path, log: Path, *options: str) -> subprocess.Popen[bytes]:
+def start(spec: Path, log: Path, *options: str, command: Path | None = None) -> subprocess.Popen[bytes]:
     """The command in a session of its own, as a terminal would start it: with Ctrl-C not ignored, which a shell
     does to what it starts in the background."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [*COMMAND, "run", str(spec), *options],
+            [str(command or COMMAND[0]), "run", str(spec), *options],
             cwd=spec.parent,
             stdout=output,
             stderr=subprocess.STDOUT,

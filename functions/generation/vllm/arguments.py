@@ -197,6 +197,9 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
     }
     if settings.device != "cpu":
         fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))
+        # It draws without the seeds of requests and without their logprobs, so it would never be used; to find out
+        # whether it could be, a start compiles it for a minute.
+        fixed["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if settings.is_local:
         fixed["HF_HUB_OFFLINE"] = "1"
     if is_eager(settings):

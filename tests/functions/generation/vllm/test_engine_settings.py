@@ -89,6 +89,11 @@ def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_gpus_alone() -
         assert engine_environment(settings, {}).get("VLLM_BATCH_INVARIANT") == found
 
 
+def test_the_sampler_that_takes_no_seeds_is_off_on_gpus() -> None:
+    inherited = {"VLLM_USE_FLASHINFER_SAMPLER": "1"}
+    assert engine_environment(_settings("cuda"), inherited)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
 def test_the_processes_of_an_engine() -> None:
     """One on a CPU core; on a GPU, and for several devices, more than one."""
     assert not has_core_process(_settings())

@@ -1,0 +1,34 @@
+"""The environment that a user installs: the pinned list without what only the checks and tests need."""
+
+from __future__ import annotations
+
+import sysconfig
+import venv
+from importlib import metadata
+from pathlib import Path
+
+from fakes.places import ROOT
+
+
+def user_environment(folder: Path) -> Path:
+    """Make it, of links into this one; its command `rlhfless`."""
+    venv.EnvBuilder(symlinks=True).create(folder)
+    (packages,) = (folder / "lib").glob("python3*/site-packages")
+    hidden = {place for name in _only_for_tests() for place in _places(name)}
+    for place in Path(sysconfig.get_path("purelib")).iterdir():
+        if place.name not in hidden:
+            (packages / place.name).symlink_to(place)
+    command = folder / "bin" / "rlhfless"
+    command.write_text(f"#!{folder}/bin/python\nfrom rlhfless.cli.main import main\nmain()\n")
+    command.chmod(0o755)
+    return command
+
+
+def _only_for_tests() -> list[str]:
+    lines = (ROOT / "requirements" / "test.txt").read_text().splitlines()
+    return [line.partition("==")[0] for line in lines if line and not line.startswith("#")]
+
+
+def _places(name: str) -> set[str]:
+    """The folders and files of a distribution in site-packages."""
+    return {file.parts[0] for file in metadata.files(name) or () if file.parts[0] not in ("..", "__pycache__")}
