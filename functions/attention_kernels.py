@@ -84,10 +84,10 @@ def gradient_difference(device: torch.device, dtype: torch.dtype) -> float:
     shares = []
     for (queries, keys, causal), head in itertools.product(CHECKED, CHECKED_HEADS):
         shapes = [(1, 2, count, head) for count in (queries, keys, keys, queries)]
-        *inputs, upstream = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
-        expected = _plain_gradients(upstream, inputs, causal=causal)
-        output, logsumexp = attend(*inputs, scale=head**-0.5, causal=causal)
-        ours = attend_backward(upstream, *inputs, output, logsumexp, scale=head**-0.5, causal=causal)
+        query, key, value, upstream = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
+        expected = _plain_gradients(upstream, (query, key, value), causal=causal)
+        output, logsumexp = attend(query, key, value, scale=head**-0.5, causal=causal)
+        ours = attend_backward(upstream, query, key, value, output, logsumexp, scale=head**-0.5, causal=causal)
         shares += [(one - other).abs().max() / other.abs().max() for one, other in zip(ours, expected, strict=True)]
     return float(torch.stack(shares).max())  # of NaN and a number, NaN
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
+from rlhfless.functions.attention_kernels import gradient_difference
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.parking import Parking, held_bytes
+from rlhfless.functions.policy import CHECK_TOLERANCE
 from rlhfless.functions.training.checkpoint import drain
 from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout
 from rlhfless.spec import LearnerSpec, RunSpec
@@ -123,6 +125,13 @@ def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
         "state_bytes": parking.size_bytes,
         "same": np.array_equal(before, rank.evaluate(packed)),
     }
+
+
+def kernels_differ(rank: LearnerRank) -> tuple[float, float]:
+    """How far gradients of the attention that shares prefixes are from plain attention's, and how far they may be, as
+    parts of the largest. Where they are farther, the rank shares none."""
+    policy = rank._policy
+    return gradient_difference(policy.device, policy.compute_dtype), CHECK_TOLERANCE[policy.compute_dtype]
 
 
 def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:

@@ -136,11 +136,16 @@ def learner(subject: Subject) -> Measured:
     needs=("learner",),
 )
 def packing(subject: Subject) -> Measured:
-    """Logprobs of a batch whose sequences share prompts: padded, and with the prompts computed once."""
+    """Logprobs of a batch whose sequences share prompts: padded, and with the prompts computed once. And the gradients
+    of the attention that they are computed with."""
+    share, allowed = up(subject).do(rank_work.kernels_differ)[0]
+    gradients = {"gradient_difference": share, "allowed_difference": allowed}
+    if not share <= allowed:
+        raise Wrong("the gradients of torch's attention kernels are wrong here, so no prefixes are shared", **gradients)
     difference = up(subject).do(rank_work.packed_difference, rank_work.batch(subject))[0]
     if difference is None:
         raise NotHere("this model's attention does not share prefixes: its batches are padded")
-    return _same(subject, difference)
+    return {**gradients, **_same(subject, difference)}
 
 
 @check("1 against 2 ranks", "report it with this file: the learner's sharding is wrong here")
