@@ -17,6 +17,7 @@ from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, WeightVersion, Work
+from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.capabilities import MOVE_S
@@ -36,6 +37,13 @@ from rlhfless.spec import LearnerSpec, PartialSpec, TailBatchingSpec
 
 FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
 """Tokens of a forward pass where the spec of a trace does not say."""
+
+NEARLY = 0.9
+"""Part of the prompt tokens that could be saved. A prefix is computed once in each micro-batch that has it, so some are
+computed again."""
+
+ALWAYS = 1.0
+"""Of the padded pass's tokens: packing pays wherever it saves any."""
 
 AS_IT_WAS = OtherDevices()
 
@@ -143,9 +151,23 @@ def _prefix_use(trace: Trace) -> PrefixUse:
     learner = trace.meta.spec.get("learner") or {}
     if not learner.get("share_prefixes", True):
         return PrefixUse(planned=True)
-    pays_below = expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
+    pays_below = ALWAYS if _packed_all(trace) else expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
     budget_tokens = int(learner.get("micro_batch_tokens", FORWARD_TOKENS))
     return PrefixUse(planned=True, forward=SharedForward(budget_tokens, pays_below))
+
+
+def _packed_all(trace: Trace) -> bool:
+    """Whether the learner computed nearly every shared prompt token once. It looks at the tokens: beginnings of
+    responses that siblings have in common make packing pay where lengths, which are all that a trace has, say no."""
+    saved = sum(
+        call.cached_tokens
+        for call in trace.invocations
+        if call.work is Work.LEARN and call.function == FunctionName.LEARNER
+    )
+    counted = f"{PROMPT_TOKENS_COMPUTED}/{FunctionName.LEARNER}", f"{PROMPT_TOKENS_UNIQUE}/{FunctionName.LEARNER}"
+    computed, unique = (sum(step.metrics.get(name, 0.0) for step in trace.steps) for name in counted)
+    shared = computed + saved - unique
+    return shared > 0 and saved >= NEARLY * shared
 
 
 class AsRecorded:

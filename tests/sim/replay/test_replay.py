@@ -10,12 +10,14 @@ import pytest
 
 from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
 from rlhfless.control.compute.simulating import best_static
+from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.records import Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies import make_policy
-from rlhfless.sim.replay.calibrate import calibrate, line_through
+from rlhfless.sim.replay.calibrate import calibrate, device_kind, line_through
 from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
 from rlhfless.sim.replay.measured import helper_cores, shared_s
@@ -269,6 +271,27 @@ def test_a_replay_reproduces_the_prompt_tokens_that_were_computed(tmp_path: Path
     # Two actors compute the 320 tokens and four times 300; of each sample what fills no block of 32.
     assert 1.5 < found["generation"].measured < 3
     assert again.errors[-1].error < 0.05
+
+
+@pytest.mark.parametrize(("saved", "packs_all"), [(900, True), (810, True), (800, False), (0, False)])
+def test_a_learner_that_computed_nearly_all_prompts_once_does_so_again(
+    saved: int, packs_all: bool, one_actor: Path, latency: LatencyFile
+) -> None:
+    """Of 1,000 prompt tokens of a step 100 are different, so 900 can be saved. A trace has no tokens, and does not show
+    what responses of siblings have in common."""
+    trace = read_trace(one_actor)
+    metrics = {"prompt_tokens_computed/learner": 1000.0 - saved, "prompt_tokens_unique/learner": 100.0}
+    told = replace(
+        trace,
+        invocations=[
+            replace(call, cached_tokens=saved) if call.work is Work.LEARN else call for call in trace.invocations
+        ],
+        steps=[replace(step, metrics={**step.metrics, **metrics}) for step in trace.steps],
+    )
+    forward = setup_of(told, latency).prefixes.forward
+    assert forward is not None
+    usual = expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
+    assert forward.pays_below == (1.0 if packs_all else usual)
 
 
 def test_a_run_is_replayed_in_its_own_schedule(one_actor: Path, latency: LatencyFile) -> None:
