@@ -112,12 +112,15 @@ class PolicyNetwork:
     def in_step(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Micro-batches, and as many empty ones after them as it takes for all ranks to have the same number.
         *Collective*."""
-        most = len(parts)
-        if self.mesh is not None and self.mesh.size() > 1:
-            count = torch.tensor(most, device=self.device)
-            dist.all_reduce(count, op=dist.ReduceOp.MAX)
-            most = int(count)
-        return [*parts, *[NO_SEQUENCES] * (most - len(parts))]
+        return [*parts, *[NO_SEQUENCES] * (self.most(len(parts)) - len(parts))]
+
+    def most(self, count: int) -> int:
+        """The largest of all ranks' counts. *Collective*."""
+        if self.mesh is None or self.mesh.size() == 1:
+            return count
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
     def settle(self) -> None:
         """Free the parameters that passes have gathered, before the shards are written to. *Collective*."""
@@ -419,31 +422,36 @@ def _can_lie_side_by_side(policy: PolicyNetwork, path: str) -> bool:
 
 @torch.no_grad()
 def _can_share(policy: PolicyNetwork, path: str) -> bool:
-    """Whether the model's attention can share prefixes: two sequences with a common prefix, both ways."""
+    """Whether the model's attention can share prefixes, on every rank: two sequences with a common prefix, both ways,
+    and the gradients of the kernels. *Collective.*"""
     if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
-    tolerance = CHECK_TOLERANCE[policy.compute_dtype]
-    if not (wrong := gradient_difference(policy.device, policy.compute_dtype)) <= tolerance:
-        log.warning("torch's attention kernels on this %s have gradients that differ by %.2g of the largest from plain "
-                    "attention's: prefixes are computed for each sequence", policy.device.type, wrong)  # fmt: skip
-        return False
-    vocabulary = policy.vocabulary
+    tolerance, vocabulary = CHECK_TOLERANCE[policy.compute_dtype], policy.vocabulary
     rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(vocabulary).repeat(2, 1)
     rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
     layout, padded, packed = both_passes(policy, rows)
     expected = padded().flatten(0, 1)
     policy.model.set_attn_implementation(NAME)
+    level, reason = logging.INFO, ""
     try:
         ours = packed()[0, torch.from_numpy(layout.index)]
         difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if difference <= tolerance:
-            return True
-        reason = f"its outputs differ by {difference:.2g} of the largest"
+        wrong = gradient_difference(policy.device, policy.compute_dtype)
+        if not difference <= tolerance:
+            reason = f"its outputs differ by {difference:.2g} of the largest"
+        elif not wrong <= tolerance:
+            level = logging.WARNING
+            reason = (
+                f"torch's attention kernels have gradients that differ by {wrong:.2g} of the largest from plain ones"
+            )
     except SharingUnsupported as error:
         reason = str(error)
     finally:
         policy.settle()
+    if not policy.most(bool(reason)):
+        return True
     policy.model.set_attn_implementation("sdpa")
-    log.info("model %r cannot share prefixes, which are computed for each sequence: %s", path, reason)
+    reason = reason or "it cannot on another rank"
+    log.log(level, "model %r cannot share prefixes, which are computed for each sequence: %s", path, reason)
     return False
