@@ -31,7 +31,7 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     kl = {"kl": {"coefficient": 0.01}}
     spec = write_spec(assets, tmp_path, rewards=rewards, algorithm=kl, scaling=scaling)
     log = tmp_path / "out.log"
-    process = start(spec, log, command=user_environment(tmp_path / "environment"))
+    process = start(spec, log, command=[str(user_environment(tmp_path / "environment"))])
     assert process.wait(timeout=400) == 0, log.read_text()
     text = log.read_text()
     for expected in ("step 2/2", "held-out prompts", "length greedy", "generation", "learner", "checkpoint"):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -23,12 +24,12 @@ def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
     return path
 
 
-def start(spec: Path, log: Path, *options: str, command: Path | None = None) -> subprocess.Popen[bytes]:
+def start(spec: Path, log: Path, *options: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[bytes]:
     """The command in a session of its own, as a terminal would start it: with Ctrl-C not ignored, which a shell
     does to what it starts in the background."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [str(command or COMMAND[0]), "run", str(spec), *options],
+            [*command, "run", str(spec), *options],
             cwd=spec.parent,
             stdout=output,
             stderr=subprocess.STDOUT,

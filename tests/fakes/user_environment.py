@@ -7,14 +7,14 @@ import venv
 from importlib import metadata
 from pathlib import Path
 
-from fakes.places import ROOT
+from fakes.pins import pinned
 
 
 def user_environment(folder: Path) -> Path:
     """Make it, of links into this one; its command `rlhfless`."""
     venv.EnvBuilder(symlinks=True).create(folder)
     (packages,) = (folder / "lib").glob("python3*/site-packages")
-    hidden = {place for name in _only_for_tests() for place in _places(name)}
+    hidden = {place for name in pinned("test.txt") for place in _places(name)}
     for place in Path(sysconfig.get_path("purelib")).iterdir():
         if place.name not in hidden:
             (packages / place.name).symlink_to(place)
@@ -22,11 +22,6 @@ def user_environment(folder: Path) -> Path:
     command.write_text(f"#!{folder}/bin/python\nfrom rlhfless.cli.main import main\nmain()\n")
     command.chmod(0o755)
     return command
-
-
-def _only_for_tests() -> list[str]:
-    lines = (ROOT / "requirements" / "test.txt").read_text().splitlines()
-    return [line.partition("==")[0] for line in lines if line and not line.startswith("#")]
 
 
 def _places(name: str) -> set[str]:

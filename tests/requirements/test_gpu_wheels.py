@@ -9,9 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fakes.places import ROOT
-
-REQUIREMENTS = ROOT / "requirements"
+from fakes.pins import REQUIREMENTS, pinned
 
 HARMLESS = {"build_backend.py", "opencensus/__init__.py", "opencensus/common/__init__.py"}
 """The first was packed by mistake twice, and is never imported; the others have the same content in both wheels."""
@@ -31,9 +29,8 @@ def rows() -> Rows:
 
 
 def test_the_table_is_of_the_pinned_list(rows: Rows) -> None:
-    lines = [line for line in (REQUIREMENTS / "gpu.txt").read_text().splitlines() if not line.startswith("#")]
-    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-    assert {name: version for name, (version, *_) in rows.items()} == pins, "run scripts/gpu_wheels.py"
+    versions = {name: version for name, (version, *_) in rows.items()}
+    assert versions == pinned("gpu.txt"), "run scripts/gpu_wheels.py"
 
 
 def test_no_two_wheels_share_a_path(rows: Rows) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.pins import pinned
 from fakes.places import ROOT
 
 DIFFER = {"apache-tvm-ffi"}
@@ -46,13 +47,6 @@ def imported() -> Iterator[tuple[str, Path]]:
             for module in (name.split(".")[0] for name in found):
                 if module not in sys.stdlib_module_names and module != "rlhfless":
                     yield module, file
-
-
-def pinned(name: str) -> dict[str, str]:
-    lines = [line.strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
-    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
-    assert all(len(pair) == 2 for pair in pairs), f"{name} has a line that pins nothing"
-    return {normal(package): version for package, version in pairs}
 
 
 def test_cpu_and_gpu_run_the_same_releases() -> None:

@@ -1,0 +1,17 @@
+"""The pinned lists in requirements/."""
+
+from __future__ import annotations
+
+from packaging.utils import canonicalize_name
+
+from fakes.places import ROOT
+
+REQUIREMENTS = ROOT / "requirements"
+
+
+def pinned(name: str) -> dict[str, str]:
+    """The version of each distribution that a list names."""
+    lines = [line.strip() for line in (REQUIREMENTS / name).read_text().splitlines()]
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    assert all(len(pair) == 2 for pair in pairs), f"{name} has a line that pins nothing"
+    return {canonicalize_name(package): version for package, version in pairs}
