@@ -197,8 +197,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
     }
     if settings.device != "cpu":
         fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))
-        # It draws without the seeds of requests and without their logprobs, so it would never be used; to find out
-        # whether it could be, a start compiles it for a minute.
+        # vLLM uses it for no request that has a seed, so never here; to ask whether it could, a start needs FlashInfer.
         fixed["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if settings.is_local:
         fixed["HF_HUB_OFFLINE"] = "1"
