@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 import uuid
@@ -32,7 +33,7 @@ HEAD, WORKER = "ray.io/node-type=head", "ray.io/node-type=worker"
 CONTROL_PLANE = "app.kubernetes.io/component=control-plane"
 GPU_GROUP = "ray.io/group=h100"
 MODEL = "/data/runs/.helm-test"
-"""Where `helm test` leaves its model."""
+"""Where `helm test` leaves its model: the fixture `tested`."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,13 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
         removed(namespace)
 
 
+@pytest.fixture(scope="module")
+def tested(release: Release) -> subprocess.CompletedProcess[str]:
+    """`helm test`, as it ended: a test whose run takes the model that it leaves can run alone."""
+    only = ("--filter", f"name={release.name}-test")  # the self-test is for nodes that are up
+    return release.helm("test", release.name, *only, "--timeout", "10m", timeout_s=620)
+
+
 def spec(steps: int, **changes: Any) -> dict[str, Any]:
     return {
         "name": "cluster",
@@ -68,6 +76,12 @@ def spec(steps: int, **changes: Any) -> dict[str, Any]:
         "placement": {"kind": "cpu-core", "devices": 2},
         "scaling": {"generation": {"min_actors": 1, "max_actors": 1}},
     } | changes
+
+
+def group(name: str) -> int:
+    """The number of a group of pods with GPUs in this folder's values."""
+    groups = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())["ray"]["gpuGroups"]
+    return [found["name"] for found in groups].index(name)
 
 
 def whole(release: Release, run: str, steps: int, folder: Path) -> None:
@@ -109,26 +123,29 @@ def test_its_accounts_may_do_what_they_need_and_nothing_else(release: Release) -
     assert not [name for name in mounts if "kube-api-access" in name], "a worker has an account's token"
 
 
-def test_its_own_test_passes(release: Release) -> None:
-    only = ("--filter", f"name={release.name}-test")  # the self-test is for nodes that are up
-    done = release.helm("test", release.name, *only, "--timeout", "10m", timeout_s=620)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Failed" not in done.stdout
+def test_its_own_test_passes(release: Release, tested: subprocess.CompletedProcess[str]) -> None:
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    assert "Failed" not in tested.stdout
     (run,) = release.call("GET", "/v1/runs")["data"]
     assert (run["status"], run["step"]) == ("succeeded", 2)
 
 
+@pytest.mark.usefixtures("tested")
 def test_killed_pods_lose_nothing(release: Release, tmp_path: Path) -> None:
-    steps = 16
+    """The control plane is killed last: while it is away the run goes on, up to its end."""
+    steps = 24
     run = release.call("POST", "/v1/runs", spec(steps, checkpoint={"every_steps": 4}))["id"]
-    for after, selector in ((2, CONTROL_PLANE), (6, WORKER), (10, HEAD)):
+    release.until(run, lambda found: found["step"] >= 2, 300)
+    release.kill(HEAD)
+    release.until(run, lambda found: found["attempt"] > 1, 300)
+    for after, selector in ((6, WORKER), (10, CONTROL_PLANE)):
         release.until(run, lambda found, after=after: found["step"] >= after, 300)
         release.kill(selector)
-    ended = release.until(run, lambda found: found["status"] == "succeeded", 420)
-    assert ended["attempt"] > 1, "the head was not missed"
+    release.until(run, lambda found: found["status"] == "succeeded", 420)
     whole(release, run, steps, tmp_path)
 
 
+@pytest.mark.usefixtures("tested")
 def test_a_run_goes_on_over_upgrade_and_rollback(release: Release, tmp_path: Path) -> None:
     steps = 30
     run = release.call("POST", "/v1/runs", spec(steps))["id"]
@@ -189,6 +206,7 @@ def on_gpus(steps: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.usefixtures("tested")
 def test_worker_pods_follow_a_run_over_a_lost_pod_and_a_cordoned_node_and_go(release: Release, tmp_path: Path) -> None:
     """There is one node that executes anything: once it is cordoned, the run waits until it may be used again."""
     steps = 16
@@ -220,6 +238,25 @@ def test_worker_pods_follow_a_run_over_a_lost_pod_and_a_cordoned_node_and_go(rel
     release.upgrade()
 
 
+@pytest.mark.usefixtures("tested")
+def test_runs_take_turns_on_the_devices_of_a_pod(release: Release, tmp_path: Path) -> None:
+    """One pod of two GPUs may come: the second run shares it with the first, whose driver is another one."""
+    steps = 8
+    placement = {"kind": "h100", "devices": 2, "mode": "disaggregated", "learner_devices": 1, "tenants": 2}
+    release.upgrade("--set", f"ray.gpuGroups[{group('h100')}].maxNodes=1,controlPlane.maxDrivers=2")
+    runs = [release.call("POST", "/v1/runs", spec(steps, placement=placement))["id"] for _ in range(2)]
+    for run in runs:
+        release.until(run, lambda found: found["step"] >= 1, 420)
+    (kind,) = (found for found in release.call("GET", "/v1/devices")["data"] if found["kind"] == "h100")
+    assert [(found["run_id"], found["granted"]) for found in kind["runs"]] == [(run, 2) for run in runs]
+    assert (kind["total"], kind["free"], len(release.pods(GPU_GROUP))) == (2, 0, 1)
+    for run in runs:
+        release.until(run, lambda found: found["status"] == "succeeded", 420)
+        whole(release, run, steps, tmp_path)
+    release.upgrade()
+
+
+@pytest.mark.usefixtures("tested")
 def test_a_run_says_why_its_nodes_do_not_come(release: Release) -> None:
     wants = spec(1, placement={"kind": "a100-80gb", "devices": 8})
     run = release.call("POST", "/v1/runs", wants)["id"]
@@ -236,9 +273,7 @@ def test_a_run_says_why_its_nodes_do_not_come(release: Release) -> None:
 def test_sixty_four_nodes_of_eight_gpus(release: Release) -> None:
     if len(json.loads(kubectl("get", "nodes", "-l", "type=kwok", "-o", "json"))["items"]) < 64:
         pytest.skip("the cluster has no 64 nodes of KWOK (label type=kwok): its size is not tested")
-    groups = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())["ray"]["gpuGroups"]
-    many = next(number for number, group in enumerate(groups) if group["name"] == "many")
-    release.upgrade("--set", f"ray.gpuGroups[{many}].minNodes=64")
+    release.upgrade("--set", f"ray.gpuGroups[{group('many')}].minNodes=64")
     end_s = time.monotonic() + 300
     while len(there := release.objects("pods", "ray.io/group=many")) < 64 or any(
         pod["status"]["phase"] != "Running" for pod in there
