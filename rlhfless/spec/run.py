@@ -409,7 +409,7 @@ class RunSpec(SpecModel):
         if self.generation.engine.kv_connector is None:
             raise ValueError(
                 f"{apart}, but generation.engine.kv_connector is not set: nothing brings the KV of a prompt to the "
-                "actor that draws from it; set it to folder (actors of one node) or nixl (GPUs), or max_actors to 0"
+                "actor that draws from it; set it to folder (actors of one node) or nixl, or max_actors to 0"
             )
         if self.placement.in_turns:
             raise ValueError(

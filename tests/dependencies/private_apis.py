@@ -372,6 +372,8 @@ VARIABLES = (
         ("VLLM_WORKER_MULTIPROC_METHOD", (ARGUMENTS,), "workers end with the engine"),
         ("VLLM_BATCH_INVARIANT", (ARGUMENTS,), "logprobs that do not depend on the batch"),
         ("VLLM_USE_FLASHINFER_SAMPLER", (ARGUMENTS,), "no sampler that takes no seeds"),
+        ("VLLM_NIXL_SIDE_CHANNEL_HOST", (ARGUMENTS,), "offers of KV are told at the node's address"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", (ARGUMENTS,), "several engines on a node"),
         ("VLLM_CACHE_ROOT", ("rlhfless/selftest/machine.py",), "where its cache is"),
     )),
     SourceText("TORCHDYNAMO_DISABLE", "torch/_dynamo/eval_frame.py", (ARGUMENTS,), "an eager engine compiles nothing"),

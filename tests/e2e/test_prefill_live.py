@@ -33,14 +33,14 @@ KILLED = {2: FunctionName.PREFILL, 3: FunctionName.GENERATION}
 """Steps in which an actor of the pool is killed."""
 
 
-def session(assets: Path, folder: Path, **scaling: Any) -> Session:
+def session(assets: Path, folder: Path, connector: str = "folder", **scaling: Any) -> Session:
     folder.mkdir()
     write_prompts(folder / "train.jsonl")
     spec = RunSpec.model_validate(
         spec_values(
             assets,
             prompts={"path": str(folder / "train.jsonl")},
-            generation={"max_tokens": 60, "progress_interval_s": 0.05, "engine": {"kv_connector": "folder"}},
+            generation={"max_tokens": 60, "progress_interval_s": 0.05, "engine": {"kv_connector": connector}},
             # Lengths differ, so every step moves the weights.
             rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 60}],
             weights={},
@@ -78,8 +78,11 @@ def check_same_samples(trace: Trace, one: Trace) -> None:
         assert logprobs[row.step, row.prompt_id, row.sample_index] == pytest.approx(row.logprobs, abs=1e-5)
 
 
-def test_prompts_are_computed_apart_and_samples_are_the_same(assets: Path, tmp_path: Path, one: Trace) -> None:
-    trace = drawn(session(assets, tmp_path / "apart", **APART))
+@pytest.mark.parametrize("connector", ["folder", "nixl"])
+def test_prompts_are_computed_apart_and_samples_are_the_same(
+    assets: Path, tmp_path: Path, one: Trace, connector: str
+) -> None:
+    trace = drawn(session(assets, tmp_path / "apart", connector, **APART))
     check_same_samples(trace, one)
     calls = [call for call in trace.invocations if call.work is Work.PRECOMPUTE]
     computed = [call for call in calls if call.function == FunctionName.PREFILL]

@@ -71,7 +71,9 @@ class Core:
         self._kv_folder = kv_folder(settings)
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
         configured = time.monotonic()
+        cores = os.sched_getaffinity(0)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        os.sched_setaffinity(0, cores)  # on CPUs vLLM's NixlConnector has bound this thread to the machine's last core
         self._closing = False
         if isinstance(self._engine.engine_core, SyncMPClient):
             threading.Thread(target=self._end_with_core, name="core-watch", daemon=True).start()

@@ -77,10 +77,26 @@ def test_a_connector_whose_package_is_missing_is_refused_before_the_engine_start
     text = str(refused.value)
     assert "generation.engine.kv_connector is nixl" in text
     assert "the package nixl is not installed beside this engine" in text
-    assert "install it on every node, or set kv_connector to folder (engines of one node)" in text
+    assert (
+        "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of one node)"
+        in text
+    )
     monkeypatch.setattr(arguments_module.importlib.util, "find_spec", lambda _: object())
     transfer = engine_arguments(_settings("cuda", kv_connector="nixl"))["kv_transfer_config"]
     assert transfer["kv_connector"] == "NixlConnector"
+
+
+def test_engines_with_nixl_listen_at_their_nodes_address_each_at_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    first, second = (
+        engine_environment(_settings(kv_connector="nixl"), {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}) for _ in range(2)
+    )
+    assert first["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert len({"5600", first["VLLM_NIXL_SIDE_CHANNEL_PORT"], second["VLLM_NIXL_SIDE_CHANNEL_PORT"]}) == 3
+    assert first["UCX_NET_DEVICES"] == "lo"
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "0.0.0.0")  # stands for an address of the network
+    assert "UCX_NET_DEVICES" not in engine_environment(_settings("cuda", kv_connector="nixl"), {})
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in engine_environment(_settings(kv_connector="folder"), {})
 
 
 def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_gpus_alone() -> None:
