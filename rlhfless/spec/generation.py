@@ -74,9 +74,9 @@ class EngineSpec(SpecModel):
 
     kv_connector: KvConnector | None = None
     """How the KV of shared prefixes moves from actor to actor, where that takes less time than to compute it: files in
-    the folder of the weights (actors of one node), or NIXL (of any nodes; its package must be installed). By default each
-    actor computes its own. Models with several kinds of attention layers then hold more KV: vLLM's connectors treat all
-    alike."""
+    the folder of the weights (actors of one node), or NIXL (of any nodes; its package must be installed). By default
+    each actor computes its own. Models with several kinds of attention layers then hold more KV: vLLM's connectors
+    treat all alike."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""

@@ -116,8 +116,8 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
         if importlib.util.find_spec("nixl") is None:
             raise ValueError(
                 "generation.engine.kv_connector is nixl, but the package nixl is not installed beside this engine; "
-                "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of one "
-                "node)"
+                "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of "
+                "one node)"
             )
         return {"kv_connector": "NixlConnector", **either_way}
     if settings.store.token:
