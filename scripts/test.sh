@@ -94,6 +94,12 @@ trap 'exit 143' TERM
 # 20 s of its processor.
 with() { grep -rl --include='test_*.py' "mark\.$1" tests; }
 
+# Of these files those with tests of runs, which hold devices of this machine and wait for each other's, and the others:
+# an engine's start takes one core, so that the two kinds run beside each other.
+of_runs() { with "$1" | grep "$runs"; }
+of_engines() { with "$1" | grep -v "$runs"; }
+runs='^tests/\(e2e\|control\|extending\|benchmarks\|selftest\|fleet/test_three_nodes\)'
+
 # A Ray of several nodes, and one that is short of memory: each in a process of its own.
 nodes=tests/fleet/test_three_nodes.py
 memory=tests/e2e/test_memory_pressure.py
@@ -105,7 +111,8 @@ if [ "$part" = short ]; then
     OMP_NUM_THREADS=1 beside "without engines" 40 -m "not engine and not kubernetes and not long" \
         -n $(($(nproc) + 1)) --dist loadfile --no-loadscope-reorder
     finish # engines beside them took twice their time, and a run in which actors are drained was too slow to be caught at it
-    beside "with engines" 40 -m "engine and not long" $(with engine)
+    beside "of engines" 40 -m "engine and not long" $(of_engines engine)
+    beside "of runs" 40 -m "engine and not long" $(of_runs engine)
 elif [ "$part" != chart ]; then
     long="long and not kubernetes"
     if [ "$part" = ci ]; then long+=" and not benchmark and not seldom"; fi
@@ -114,9 +121,10 @@ elif [ "$part" != chart ]; then
     long+=" and engine"
     beside "nodes of a cluster" 20 -m "$long" "$nodes" # alone, because they wait for limits of seconds
     finish
+    beside "long ones of engines" 50 -m "$long" $(of_engines long)
     beside "faults of runs" 50 -m "$long" "${faults[@]}"
     finish
-    beside "other long ones" 50 -m "$long" $(with long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
+    beside "other runs" 50 -m "$long" $(of_runs long | grep -vxF "$(printf '%s\n' "$nodes" "$memory" "${faults[@]}")")
     finish
     [ "$part" = ci ] || beside "memory runs short" 10 -m "$long" "$memory" # it is seldom, and pytest fails with no test
     finish

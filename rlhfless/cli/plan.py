@@ -222,8 +222,8 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
     """Time and cost, as the service's plan has them."""
     from rich.console import Console
 
-    from rlhfless.cli.runs_tables import devices_table, schedules_lines
-    from rlhfless.control.objects.costs import PlannedDevices, PlannedSchedule
+    from rlhfless.cli.runs_tables import devices_table, schedules_lines, sizes_lines
+    from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule
     from rlhfless.telemetry.numbers import money
 
     console = Console(highlight=False)
@@ -232,6 +232,9 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
     if rows := [PlannedSchedule.model_validate(each) for each in schedules["schedules"]]:
         console.print()
         console.print(schedules_lines(rows, schedules["schedule_reason"]))
+    if sizes := [PlannedLearner.model_validate(each) for each in schedules["learner_sizes"]]:
+        console.print()
+        console.print(sizes_lines(sizes, schedules["learner_reason"]))
     for source, usd in row["costs_usd"].items():
         text = "no price was read" if usd is None else money(usd)
         console.print(f"the run at the price of the table, {source}: {text}")

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.cli.tables import functions_table, table
-from rlhfless.control.objects.costs import PlannedDevices, PlannedSchedule, PlanObject, UsageObject
+from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule, PlanObject, UsageObject
 from rlhfless.control.objects.runs import RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.text import legible
@@ -65,6 +65,7 @@ def plan_lines(plan: PlanObject) -> RenderableType:
     """The plan for the run's own devices, and the missing inputs of a better answer."""
     parts: list[RenderableType] = [devices_table([plan.chosen])]
     parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
+    parts += [Text(""), sizes_lines(plan.learner_sizes, plan.learner_reason)] if plan.learner_sizes else []
     parts.append(Text(f"\nresponse lengths: {plan.lengths}"))
     return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
 
@@ -80,6 +81,16 @@ def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> Rend
         why = Text(legible(f"refused: {row.refused}" if row.refused else "chosen" if row.chosen else ""))
         name = f"{row.schedule}, streaming" if row.streaming else row.schedule
         made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, why)
+    return Group(made, *([Text(legible(reason))] if reason else []))
+
+
+def sizes_lines(rows: Sequence[PlannedLearner], reason: str | None) -> RenderableType:
+    """Time and cost with each number of the learner's ranks, and which is chosen."""
+    made = table("learner", "step", "cost", "run", "cost", texts=1)
+    made.add_column("")
+    for row in rows:
+        cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
+        made.add_row(f"{count(row.ranks)} rank{'s' * (row.ranks != 1)}", *cells, "chosen" if row.chosen else "")
     return Group(made, *([Text(legible(reason))] if reason else []))
 
 

@@ -109,7 +109,11 @@ def score(response, answer):
 """
 
 
-@pytest.mark.parametrize(("how", "encoding"), [((), "ascii"), (("--json",), "utf-8")], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("how", "encoding"),
+    [((), "ascii"), pytest.param(("--json",), "utf-8", marks=pytest.mark.long)],
+    ids=["text", "json"],
+)
 def test_any_text_in_rows_and_errors_can_be_shown(spec, write_rows, tmp_path, encoding, how):
     (tmp_path / "outside_reward.py").write_text(REWARD)
     rows = [{"prompt": "w9 \ud800", "response": "w1 \udcff\0", "answer": "→\udfff", "note\udcff": "\udcff"}]

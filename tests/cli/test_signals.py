@@ -215,9 +215,18 @@ main.main()
     ("module", "function", "arguments", "number", "code"),
     [
         ("prepare.preflight", "preflight", ["run", "{spec}"], signal.SIGTERM, 143),
-        ("prepare.preflight", "preflight", ["validate", "{spec}"], signal.SIGINT, 130),
+        pytest.param(
+            "prepare.preflight", "preflight", ["validate", "{spec}"], signal.SIGINT, 130, marks=pytest.mark.long
+        ),
         ("sim.experiment.compare", "compare", ["simulate", "{scenario}"], signal.SIGINT, 130),
-        ("prepare.reward_trial", "try_rewards", ["rewards", "test", "{spec}", "{spec}"], signal.SIGTERM, 143),
+        pytest.param(
+            "prepare.reward_trial",
+            "try_rewards",
+            ["rewards", "test", "{spec}", "{spec}"],
+            signal.SIGTERM,
+            143,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_command_ends_with_the_signals_own_code(

@@ -92,6 +92,7 @@ def scenario(tmp_path, *entries):
     return load_scenario(path)
 
 
+@pytest.mark.long
 def test_the_simulator_runs_it_in_any_process(tmp_path):
     """With at most as many samples an actor as static co-located has, it is static co-located; with more, slower."""
     chosen = {"name": OWN, "placement": {"mode": "colocated"}}

@@ -188,7 +188,8 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
     assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.long
 def test_moments_in_8_bits_hold_what_the_plan_says(ranks: int) -> None:
     from rlhfless.functions.rehearsal import peak_bytes
 

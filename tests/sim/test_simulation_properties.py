@@ -36,6 +36,9 @@ from rlhfless.sim.setup import Setup
 from rlhfless.spec import CostAwareSpec
 from rlhfless.spec.fleet import ContractSpec
 
+EXACT = 1e-9
+"""Of sums in another order."""
+
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
@@ -113,7 +116,7 @@ def test_more_bandwidth_never_takes_longer(run: Run, bytes_per_s: float, pulls: 
         simulation, _ = play(setup, run.batches, InTurns())
         simulation.close()
         ends.append(simulation.ledger.steps[-1].end_s)
-    assert ends[1] <= ends[0]
+    assert ends[1] <= ends[0] * (1 + EXACT)
 
 
 @given(runs(), st.floats(0.05, 5.0))
@@ -142,5 +145,5 @@ def test_no_step_is_shorter_than_its_longest_response(run: Run) -> None:
             decode_s(MODEL, 1, int(prompt) + 1, int(length) - 1)
             for prompt, length in zip(prompts, batch.response_tokens, strict=True)
         )
-        assert step.metrics["generation_s"] >= alone_s
-        assert step.end_s - step.start_s >= step.metrics["generation_s"]
+        assert step.metrics["generation_s"] >= alone_s * (1 - EXACT)
+        assert step.end_s - step.start_s >= step.metrics["generation_s"] * (1 - EXACT)

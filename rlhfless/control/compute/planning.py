@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.control.compute.dimensions import like
+from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.prefill import PlannedPrefill, planned_prefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
@@ -116,8 +117,11 @@ class Planner:
         }
 
     def schedules(self, asked: Question, *, fits: bool) -> dict[str, Any]:
-        """`schedules` and `schedule_reason` of PlanObject, for a run that `fits`."""
-        return schedules_of(asked, self.quick().predicted) if fits else NO_SCHEDULES
+        """`schedules`, `learner_sizes` and the reasons of both of PlanObject, for a run that `fits`."""
+        if not fits:
+            return NO_SCHEDULES | NO_SIZES
+        predict = self.quick().predicted
+        return schedules_of(asked, predict) | sizes_of(asked, predict)
 
     def prefill(self, asked: Question) -> PlannedPrefill | None:
         """Whether to compute prompts apart pays; None where it cannot be."""

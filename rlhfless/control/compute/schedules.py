@@ -106,7 +106,7 @@ def _chosen(spec: RunSpec, tried: Sequence[_Tried]) -> _Tried | None:
     open_ = [each for each in tried if each.found is not None and not each.refused and _allowed(spec, each.schedule)]
     if not open_:
         return None
-    return open_[best_of([each.figures for each in open_], spec.scaling.contract, _limit(spec))]
+    return open_[best_of([each.figures for each in open_], spec.scaling.contract, limit_of_run(spec))]
 
 
 def _allowed(spec: RunSpec, schedule: ScheduleSpec) -> bool:
@@ -116,7 +116,7 @@ def _allowed(spec: RunSpec, schedule: ScheduleSpec) -> bool:
     return in_order and schedule.max_staleness <= spec.schedule.max_staleness
 
 
-def _limit(spec: RunSpec) -> float | None:
+def limit_of_run(spec: RunSpec) -> float | None:
     """The contract's limit on the whole run, in seconds or US dollars."""
     contract = spec.scaling.contract
     if isinstance(contract, WeightedSpec):
@@ -133,7 +133,9 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
         f"{chosen.name} is chosen by the contract (of a step: {contract}), among schedules whose samples are at most "
         f"{bound} version{'' if bound == 1 else 's'} behind, as with schedule.type {spec.schedule.type}"
     ]
-    if (limit := _limit(spec)) is not None and chosen.figures[isinstance(spec.scaling.contract, FastestSpec)] > limit:
+    if (limit := limit_of_run(spec)) is not None and chosen.figures[
+        isinstance(spec.scaling.contract, FastestSpec)
+    ] > limit:
         parts.append("none of them keeps it")
     refused: dict[str, list[str]] = {}
     for each in tried:

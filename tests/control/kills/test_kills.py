@@ -120,7 +120,7 @@ KILLS = {"sqlite": 5, "postgresql": 12}
 """By database: each is of a driver, or one of four of the service, whose start takes seconds of a processor."""
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
+@pytest.fixture(params=["sqlite", "postgresql"])
 def killed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Killed, Postgres | None]]:
     server = None
     with tempfile.TemporaryDirectory() as open_to_its_user:
@@ -157,6 +157,7 @@ def check_whole(service: Killed, runs: list[dict[str, Any]]) -> None:
         assert [event["message"] for event in events if event["type"] == "status"][-1] == "all steps are done"
 
 
+@pytest.mark.long
 def test_no_kill_loses_or_doubles_anything(killed: tuple[Killed, Postgres | None]) -> None:
     service, server = killed
     kills = KILLS["postgresql" if server else "sqlite"]

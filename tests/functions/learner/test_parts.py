@@ -87,7 +87,11 @@ def exactly(learner: LearnerRank, _: int, batch: PackedBatch, order: list[list[i
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("algorithm", [ALGORITHMS[0], ALGORITHMS[4]], ids=lambda algorithm: algorithm.type)
+@pytest.mark.parametrize(
+    "algorithm",
+    [ALGORITHMS[0], pytest.param(ALGORITHMS[4], marks=pytest.mark.long)],
+    ids=lambda algorithm: algorithm.type,
+)
 def test_in_float64_parts_are_the_whole_to_1e9(tiny_model: str, batch: Any, tmp_path: Any, algorithm: Any) -> None:
     def learned(ranks: int, order: list[list[int]], sent: int, tried: bool, **changes: Any) -> list[Any]:
         folder = tmp_path / f"{ranks}-{len(order)}-{sent}"

@@ -31,7 +31,11 @@ def learn(learner: LearnerRank, _: int, batch: PackedBatch) -> tuple[dict[str, f
     return metrics, {name: value.numpy() for name, value in learner.weights().items()}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.type)
+@pytest.mark.parametrize(
+    "algorithm",
+    [ALGORITHMS[0], *(pytest.param(algorithm, marks=pytest.mark.long) for algorithm in ALGORITHMS[1:])],
+    ids=lambda algorithm: algorithm.type,
+)
 def test_any_cut_is_one(tiny_model: str, batch: PackedBatch, tmp_path: Any, algorithm: Any) -> None:
     def learned(ranks: int, micro_batch_tokens: int) -> list[Any]:
         folder = tmp_path / f"{ranks}-{micro_batch_tokens}"

@@ -80,6 +80,7 @@ def learn_exactly(learner: LearnerRank, _: int, batches: list[PackedBatch]) -> t
     return metrics, arrays(learner.weights()), (*learner.probe_logprobs(PROBE), *moved), samples
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
     """Three updates: of a batch whose chunks are unequal, of one sequence (a rank has no work), and of two. Untied, the
@@ -139,6 +140,7 @@ def test_only_the_rank_that_writes_copies_what_is_published_and_once(tiny_model,
     assert [(taken, copied) for taken, copied, _ in others] == [({}, 0)] * (ranks - 1)
 
 
+@pytest.mark.long
 def test_in_float64_ranks_that_split_a_copy_each_are_one_to_1e9(batch, tmp_path):
     """Four ranks: two copies, each split over two. In the second update three of them have no work, and the first has
     several micro-batches, after the last of which copies exchange gradients."""
@@ -187,7 +189,7 @@ def restore_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location
     return restored, arrays(learner.weights())
 
 
-@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("bits", [32, pytest.param(8, marks=pytest.mark.long)])
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one_two_and_three(tiny_model, batch, tmp_path, bits):
     """With moments in 8 bits, another rounding of a gradient can move a code to its neighbour, 1.4 % away."""
     given = {"batch": batch, "location": tmp_path / "runs" / "checkpoint"}
@@ -203,6 +205,7 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one_two_and_three(tiny_model, b
                 np.testing.assert_allclose(resumed[name], value, atol=atol, rtol=0, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_copies_is_resumed_by_one_rank_and_by_copies(tiny_model, batch, tmp_path):
     given = {"batch": batch, "location": tmp_path / "runs" / "checkpoint"}
     copies = {"shard_ranks": 2}
@@ -269,6 +272,7 @@ def learn_and_hand_over(learner: LearnerRank, rank: int, batch: PackedBatch, tak
     return learner.hand_over(given), tensors
 
 
+@pytest.mark.long
 def test_one_rank_then_two_then_one_are_one_rank_to_the_last_moment(tiny_model, batch, tmp_path):
     """Each group goes on from what the one before it has handed over: weights, moments and average."""
     last: dict[str, dict[str, np.ndarray]] = {}

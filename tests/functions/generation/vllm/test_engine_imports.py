@@ -67,6 +67,7 @@ def numba_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 async def test_an_engine_beside_numba_is_refused_with_the_reason(numba_first: Path) -> None:
     with pytest.raises(EngineDead, match="numba is imported in the process that is to start vLLM"):
         await VllmEngine.start(SETTINGS)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # In a process of its own: what imports vLLM must not have imported numba, as other tests have.
 UNREADABLE = """
 import torch
@@ -158,6 +160,7 @@ assert kept_or_made("key", other, lambda: again) is again
 """
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_take_codes_is_loaded_and_not_read_back_and_a_chart_of_experts_is_cheap_and_kept(
     tmp_path: Path,
 ) -> None:

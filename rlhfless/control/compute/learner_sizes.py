@@ -1,0 +1,60 @@
+"""The sizes of a learner that may change its number of ranks (`learner.min_ranks`), side by side: time and cost of the
+run with each, and the one that the contract chooses.
+
+A run begins with `learner.ranks`, and looks between two steps which number suits its contract by the times that it has
+measured (rlhfless.scaling.learner_ranks); devices of the others are given back. So each size is the run on fewer
+devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rlhfless.control.compute.schedules import Predict, limit_of_run
+from rlhfless.prepare.memory.assumed import rank_counts
+from rlhfless.prepare.memory.changes import Question, edited
+from rlhfless.scaling.plan import best_of, contract_for_step
+
+NO_SIZES: dict[str, Any] = {"learner_sizes": [], "learner_reason": None}
+
+
+def sizes_of(asked: Question, predict: Predict) -> dict[str, Any]:
+    """`learner_sizes` and `learner_reason` of PlanObject; nothing for a learner of one size."""
+    spec = asked.spec
+    if spec.learner.fewest_ranks == spec.learner.world_size:
+        return NO_SIZES
+    counts = rank_counts(spec, asked.sheet.kind, asked.count, asked.sequence_tokens)
+    found = {ranks: one.cost for ranks in counts if (one := predict(_with(asked, ranks))[0]) is not None}
+    if not found:
+        return NO_SIZES
+    figures = [(cost.wall_s, cost.cost_usd) for cost in found.values()]
+    chosen = list(found)[best_of(figures, spec.scaling.contract, limit_of_run(spec))]
+    rows = [
+        {
+            "ranks": ranks,
+            "step_s": cost.step_s,
+            "step_usd": cost.cost_usd / cost.steps,
+            "wall_s": cost.wall_s,
+            "cost_usd": cost.cost_usd,
+            "chosen": ranks == chosen,
+        }
+        for ranks, cost in found.items()
+    ]
+    contract = contract_for_step(spec.scaling.contract, steps_left=spec.steps)
+    begins = f"the run begins with {counts[0]}, and takes the number that suits the times of its steps"
+    return {
+        "learner_sizes": rows,
+        "learner_reason": f"{chosen} of {counts[0]} ranks are chosen by the contract (of a step: {contract}); {begins}",
+    }
+
+
+def _with(asked: Question, ranks: int) -> Question:
+    """The run whose learner has so many ranks from the first step on, without the devices that these leave. A reference
+    or a critic beside it has no more then, either; live they keep theirs."""
+    spec = asked.spec
+    fewer = spec.learner.world_size - ranks
+    changes: dict[str, Any] = {"learner.ranks": ranks, "learner.min_ranks": None}
+    if not spec.supervised:
+        changes["placement.learner_devices"] = spec.placement.learner_devices - fewer
+    return replace(asked, spec=edited(spec, changes), count=asked.count - fewer)

@@ -1,0 +1,68 @@
+"""Numbers of the learner's ranks side by side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
+from rlhfless.control.compute.prediction import Predicted
+from rlhfless.control.objects.costs import PlannedCost, PlannedLearner
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.spec import RunSpec
+
+
+def question(min_ranks: int | None = 1, **contract: Any) -> Question:
+    """Two actors, and a learner of four ranks."""
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "m"},
+            "prompts": {"path": "p.jsonl"},
+            "rewards": [{"type": "exact_match"}],
+            "steps": 10,
+            "placement": {"mode": "disaggregated", "learner_devices": 4},
+            "learner": {"ranks": 4, "min_ranks": min_ranks},
+        }
+        | ({"scaling": {"contract": contract}} if contract else {})
+    )
+    return Question(spec, None, SimpleNamespace(kind="cpu-core"), 6, 1024, 0)  # type: ignore[arg-type]
+
+
+def predict(asked: Question) -> tuple[Predicted | None, str | None]:
+    """Samples take 10 s, learning 12 s of one device; a device costs 1 USD a second. None for three ranks."""
+    ranks = asked.spec.learner.world_size
+    assert (asked.spec.placement.learner_devices, asked.count) == (ranks, 2 + ranks)
+    if ranks == 3:
+        return None, "cannot be cut so"
+    step_s = 10 + 12 / ranks
+    cost = PlannedCost(
+        steps=10, step_s=step_s, wall_s=10 * step_s, wall_low_s=0, wall_high_s=0,
+        cost_usd=10 * step_s * asked.count, cost_low_usd=0, cost_high_usd=0,
+    )  # fmt: skip
+    return Predicted(cost, 1.0, 1.0, {}), None
+
+
+@pytest.mark.parametrize(
+    ("contract", "chosen"),
+    [
+        ({"type": "cheapest", "deadline_s": 14}, 4),
+        ({"type": "cheapest", "deadline_s": 17}, 2),
+        ({"type": "cheapest", "deadline_s": 30}, 2),  # 64 USD a step, of 66 and 78
+        ({"type": "fastest", "budget_usd": 70}, 2),
+        ({"type": "weighted", "time_weight": 1}, 4),
+    ],
+)
+def test_the_number_that_suits_the_contract_is_chosen(contract: dict[str, Any], chosen: int) -> None:
+    found = sizes_of(question(**contract), predict)
+    rows = [PlannedLearner.model_validate(row) for row in found["learner_sizes"]]
+    assert [(row.ranks, row.step_s, row.step_usd) for row in rows] == [(4, 13, 78), (2, 16, 64), (1, 22, 66)]
+    assert [row.ranks for row in rows if row.chosen] == [chosen]
+    assert found["learner_reason"].startswith(f"{chosen} of 4 ranks are chosen by the contract (of a step: ")
+
+
+def test_a_learner_of_one_size_has_none() -> None:
+    assert sizes_of(question(None), predict) == NO_SIZES
+    assert sizes_of(question(4), predict) == NO_SIZES
+    assert sizes_of(question(1), lambda _: (None, "no sizes are known")) == NO_SIZES
