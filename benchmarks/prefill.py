@@ -1,11 +1,13 @@
 """Prompts computed apart, against one pool, on two CPU cores.
 
-    python benchmarks/prefill.py [--rounds 5] [--prompts 16] [--samples 4] [--tokens 576] [--spread 0.8] [--smoke]
+    python benchmarks/prefill.py [--rounds 5] [--prompts 16] [--samples 4] [--tokens 576] [--spread 0.8]
+        [--connector folder] [--smoke]
 
 Two engines, each on a core of its own, draw the same requests in two ways that take turns. One pool: each engine
 computes half of the prompts and draws from them. Apart: one engine computes all prompts in pieces, the other takes the
-KV of each piece by files in shared memory and draws all responses. A prompt and its mean response have --tokens tokens
-together, at 8 : 1 and at 1 : 8; responses are lognormal with --spread (0: equal lengths), and the longest begin first.
+KV of each piece by --connector (folder: files in shared memory; nixl) and draws all responses. A prompt and its mean
+response have --tokens tokens together, at 8 : 1 and at 1 : 8; responses are lognormal with --spread (0: equal lengths),
+and the longest begin first.
 
 one / apart  seconds in one pool over seconds apart, median of neighbouring rounds: above 1 is faster apart
 plan         the same ratio by `rlhfless plan`: from the data sheet of the device, and from this machine's own figures,
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from setting import engine_settings, median_ratio, random_head, spread
@@ -42,6 +45,7 @@ from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.plan.prefill_apart import AlikeEngines, StepShape, compare
 from rlhfless.scaling.prefill_pool import PIECES
 from rlhfless.spec import EngineSpec
+from rlhfless.spec.generation import KvConnector
 from rlhfless.text import parsed_json
 
 VOCABULARY = 64
@@ -131,18 +135,18 @@ async def measured_engine(engine: VllmEngine, prompt_tokens: int) -> EngineModel
     return LinearEngine(one_s - sequence_s, sequence_s, 0.0, max(few - one_s / 4, 0.0) / prompt_tokens, 0.0)
 
 
-def predicted(step: StepShape, model: EngineModel, shape: ModelShape) -> float:
-    token_s = kv_token_s(shape, 1, KV_BYTES_PER_S["folder"].value)
+def predicted(step: StepShape, model: EngineModel, shape: ModelShape, connector: KvConnector) -> float:
+    token_s = kv_token_s(shape, 1, KV_BYTES_PER_S[connector].value)
     found = compare(step, AlikeEngines(model, 2, SEQUENCES, token_s, CALLS_S))
     return found.together_s / found.apart_s
 
 
-async def started(model: Path, store: Path, core: int) -> VllmEngine:
+async def started(model: Path, store: Path, core: int, connector: KvConnector) -> VllmEngine:
     """An engine on one core; its process inherits the core of this one."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
-        spec = EngineSpec(kv_cache_gib=1.0, max_sequences=SEQUENCES, kv_connector="folder")
+        spec = EngineSpec(kv_cache_gib=1.0, max_sequences=SEQUENCES, kv_connector=connector)
         return await VllmEngine.start(engine_settings(model, store, engine=spec, max_model_len=2048))
     finally:
         os.sched_setaffinity(0, cores)
@@ -151,7 +155,7 @@ async def started(model: Path, store: Path, core: int) -> VllmEngine:
 async def measure(model: Path, store: Path, arguments: argparse.Namespace) -> None:
     shape = ModelShape.of_config(parsed_json((model / "config.json").read_bytes()))
     cores = sorted(os.sched_getaffinity(0))
-    engines = [await started(model, store, core) for core in (cores[0], cores[-1])]
+    engines = [await started(model, store, core, arguments.connector) for core in (cores[0], cores[-1])]
     own = await measured_engine(engines[0], arguments.tokens)
     for prompt_part, response_part in RATIOS:
         prompt_tokens = arguments.tokens * prompt_part // (prompt_part + response_part)
@@ -174,7 +178,8 @@ async def measure(model: Path, store: Path, arguments: argparse.Namespace) -> No
             for one, other in zip(*map(chain.from_iterable, (drawn[0], drawn[1])), strict=True):
                 tokens += len(one.token_ids)
                 same += sum(a == b for a, b in zip(one.token_ids, other.token_ids, strict=True))
-        plan = [predicted(step, model_, shape) for model_ in (prior_of(CPU_KIND, shape), own)]
+        models = prior_of(CPU_KIND, shape), own
+        plan = [predicted(step, model_, shape, arguments.connector) for model_ in models]
         lengths = f"responses of {step.response_tokens[-1]} to {step.response_tokens[0]}"
         print(f"{prompt_part} : {response_part}, prompts of {prompt_tokens}, {lengths}", end="")
         print(f": one / apart {median_ratio(*times):.3f}", end="")
@@ -191,6 +196,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=576)
     parser.add_argument("--spread", type=float, default=0.8)
+    parser.add_argument("--connector", choices=get_args(KvConnector), default="folder")
     arguments = parsed(parser, rounds=1, prompts=4, samples=2, tokens=99)
     print(machine())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -18,13 +18,14 @@ class Devices:
         self._terms = terms
         self._since_s: dict[str, float] = {}
         """When the lease of a device began."""
-        self._devices = [
-            () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)
-            for slot_setup in slot_setups
-        ]
+        self._devices = [_in_turn(slot_setup) for slot_setup in slot_setups]
         """By slot: the devices on which its replica takes turns with other replicas."""
         self._holder: dict[str, int] = {}
         self._free_s: dict[str, float] = {}
+
+    def change(self, slot: int, slot_setup: SlotSetup) -> None:
+        """Other devices for a slot, which holds none now."""
+        self._devices[slot] = _in_turn(slot_setup)
 
     def held(self, slot: int) -> tuple[str, int] | None:
         """A device that a slot needs and another slot holds, and that other slot."""
@@ -58,3 +59,7 @@ class Devices:
         for device in self._devices[slot]:
             del self._holder[device]
             self._free_s[device] = at_s
+
+
+def _in_turn(slot_setup: SlotSetup) -> tuple[str, ...]:
+    return () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)

@@ -22,7 +22,7 @@ from rlhfless.sim.devices import Devices
 from rlhfless.sim.events import Agenda, Due, SimulatedEvent, SpotInterrupted, Up, WeightsLoaded
 from rlhfless.sim.ledger import SimulatedLedger, version_of
 from rlhfless.sim.replica import SimulatedReplica
-from rlhfless.sim.setup import Setup
+from rlhfless.sim.setup import Setup, SlotSetup
 
 
 class SimulationError(RuntimeError):
@@ -131,6 +131,13 @@ class SimulatedFleet:
         if replica is not None:
             self._end(slot, max(at_s, replica.busy_s))
         self.pass_turns(at_s)
+
+    def restart(self, slot: int, slot_setup: SlotSetup, at_s: float) -> None:
+        """Ends the replica at a slot, and starts one there on other devices."""
+        self._end(slot, max(at_s, self.replicas[slot].busy_s))
+        self.slot_setups = (*self.slot_setups[:slot], slot_setup, *self.slot_setups[slot + 1 :])
+        self._devices.change(slot, slot_setup)
+        self.start(slot, at_s)
 
     def require_weights(self, step: int, at_s: float) -> None:
         """From `at_s` on, actors need the weights after `step` training steps: actors with other weights are STALE."""

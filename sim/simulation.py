@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,9 +40,10 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.events import PromptsComputed, SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation
+from rlhfless.sim.learner_size import LearnerSize
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import Setup
+from rlhfless.sim.setup import LearnerShape, Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
 from rlhfless.sim.work import StepUnderWay, learn, take, update
 
@@ -53,8 +55,12 @@ that starts and releases replicas in a loop)."""
 class Simulation:
     """A run on the virtual clock, which starts at 0 without any replica."""
 
-    def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
+    def __init__(
+        self, setup: Setup, policy: Policy, prices: PriceBook, learner_size: LearnerSize | None = None
+    ) -> None:
+        """`learner_size`: of a learner whose number of devices changes."""
         self.setup = setup
+        self._learner_size = learner_size
         self.ledger = SimulatedLedger()
         self.fleet = SimulatedFleet(setup, self.ledger, self._idle)
         self.now_s = 0.0
@@ -212,8 +218,20 @@ class Simulation:
         self._query([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
         self._learned = under_way.number
+        if self._learner_size is not None:
+            shape = self._learner_size.choose(self.fleet, self.ledger, self.now_s)
+            if shape is not None:
+                self._change_learner(shape)
         if self.setup.in_flight and self._steps and self._steps[-1].generated_s is None:
             self.fleet.load_in_flight(self._learned, self.now_s, self._steps[-1].generation.reload)
+
+    def _change_learner(self, shape: LearnerShape) -> None:
+        """The learner ends, and starts on other devices. A step that waits for the weights begins when it is up."""
+        self.setup = replace(self.setup, learner=shape)
+        self._fleet_view = fleet_view(self.setup, self._prices)
+        self.fleet.restart(self._learner, shape.slot_setup, self.now_s)
+        if not self._steps:
+            self.now_s += shape.slot_setup.start_s
 
     def _interrupted(self, at_s: float, event: SpotInterrupted, current: StepUnderWay) -> None:
         replica = self.fleet.replicas.get(event.slot)

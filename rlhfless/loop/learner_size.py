@@ -21,24 +21,27 @@ from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.prepare.memory.assumed import devices_of, rank_counts
 from rlhfless.prepare.memory.room import on_this_node
-from rlhfless.records import Decision, Invocation, Work
+from rlhfless.records import Decision, Work
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.function_kinds import publisher_of
-from rlhfless.scaling.intervals import length, union
-from rlhfless.scaling.learner_ranks import RankChoice, StepMeasured, after_fault, allocations_with, choose_ranks
+from rlhfless.scaling.learner_ranks import (
+    LEARNER_RANKS,
+    RankChoice,
+    StepMeasured,
+    after_fault,
+    allocations_with,
+    choose_ranks,
+    learning,
+    released_usd_per_s,
+    saved_usd_per_s,
+)
 from rlhfless.scaling.placement import Allocation, Node, Placement
 from rlhfless.scaling.plan.contract import contract_for_step
-from rlhfless.scaling.prices import SECONDS_PER_HOUR
 
 log = logging.getLogger(__name__)
 
-LEARNER_RANKS = "learner_ranks"
-"""Kind of the decisions about the number of ranks."""
-
 GROW_S = 20.0
 """Longest wait for devices that were free a moment ago."""
-
-_LEARNS = (Work.EVALUATE, Work.LEARN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ class LearnerSize:
                 free = [allocation for allocation in allocations if there(allocation)]
                 if free:
                     possible[ranks] = max(free, key=self._in_common)
-        usd_per_s = {ranks: self._usd_per_s(allocation) for ranks, allocation in possible.items()}
+        prices = self._run.ledger.prices
+        usd_per_s = {ranks: saved_usd_per_s(prices, allocation) for ranks, allocation in possible.items()}
         spec, spent = self._run.spec, self._run.ledger.spent(self._run.pools.values())
         left = spec.steps - step
         contract = contract_for_step(
@@ -149,24 +153,22 @@ class LearnerSize:
     def _in_common(self, allocation: Allocation) -> int:
         return len({*allocation.devices} & {*self._allocation.devices})
 
-    def _usd_per_s(self, allocation: Allocation) -> float:
-        prices = self._run.ledger.prices
-        per_hour = (prices.device(device.kind).usd_per_hour * share for device, share in allocation.shared)
-        return sum(per_hour) / SECONDS_PER_HOUR
-
     def _measured(self, since_s: float, steps_left: int) -> StepMeasured:
-        learner, now_s = self._run.learner, time.time()
+        learner, prices, now_s = self._run.learner, self._run.ledger.prices, time.time()
         change_s = self._change_s
         if change_s is None:
             change_s = self._run.ledger.mean_start_s(learner.function) or 0.0
-        others = (pool for pool in self._run.pools.values() if pool is not learner)
+        others = [pool for pool in self._run.pools.values() if pool is not learner]
+        every = [*self._candidates[max(self._candidates)], *(one for pool in others for one in pool.allocations)]
+        released_usd = released_usd_per_s(prices, (device for one in every for device in one.devices))
+        held_usd = sum(saved_usd_per_s(prices, each.allocation) for pool in others for each in pool.replicas())
         learn_s, alone_s = learning(self._run.ledger.calls_since(since_s), learner.function, since_s)
         return StepMeasured(
             ranks=self.ranks,
             step_s=now_s - since_s,
             learn_s=learn_s,
             alone_s=alone_s,
-            others_usd_per_s=sum(self._usd_per_s(each.allocation) for pool in others for each in pool.replicas()),
+            others_usd_per_s=released_usd + held_usd,
             change_s=change_s,
             steps_left=steps_left,
         )
@@ -249,15 +251,6 @@ class LearnerSize:
     def _record(self, step: int, at_s: float, before: int, reason: str, figures: Mapping[str, float | str]) -> None:
         inputs: dict[str, float | int | str | bool] = {"before": before, "reason": reason, **figures}
         self._run.ledger.add_decision(Decision(step, at_s, LEARNER_RANKS, str(self.ranks), inputs))
-
-
-def learning(calls: Sequence[Invocation], learner: str, since_s: float) -> tuple[float, float]:
-    """Seconds since a time (unix time) in which the learner learned, and in which it alone worked at that."""
-    spans = [(max(call.start_s, since_s), call.end_s, call.function == learner and call.work in _LEARNS)
-             for call in calls]  # fmt: skip
-    everything = length(union((start_s, end_s) for start_s, end_s, _ in spans))
-    others = length(union((start_s, end_s) for start_s, end_s, learns in spans if not learns))
-    return length(union((start_s, end_s) for start_s, end_s, learns in spans if learns)), everything - others
 
 
 def size_of(

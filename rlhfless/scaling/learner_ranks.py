@@ -8,11 +8,19 @@ most ranks whose devices are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlhfless.scaling.placement import Allocation, Placement, rank_devices
+from rlhfless.records import Invocation, Work
+from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.placement import Allocation, Device, Placement, rank_devices
 from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+
+LEARNER_RANKS = "learner_ranks"
+"""Kind of the decisions about the number of ranks."""
+
+_LEARNS = (Work.EVALUATE, Work.LEARN)
 
 
 def allocations_with(placement: Placement, whole: Allocation, ranks: int, count: int) -> tuple[Allocation, ...]:
@@ -60,7 +68,8 @@ class StepMeasured:
     alone_s: float
     """The part of that in which no other function worked: what a change of the number changes first."""
     others_usd_per_s: float
-    """The cost of all devices that are not the learner's."""
+    """The cost of all devices that are not the learner's, and the part of its own that goes on when they are given
+    back, as where they are owned."""
     change_s: float
     """Expected time of a change."""
     steps_left: int
@@ -77,6 +86,27 @@ class StepMeasured:
         return step_s, cost_usd
 
 
+def saved_usd_per_s(prices: PriceBook, allocation: Allocation) -> float:
+    """US dollars per second that the release of an allocation saves."""
+    per_hour = (prices.device(device.kind).saved_usd_per_hour * share for device, share in allocation.shared)
+    return sum(per_hour) / SECONDS_PER_HOUR
+
+
+def released_usd_per_s(prices: PriceBook, devices: Iterable[Device]) -> float:
+    """US dollars per second that these devices cost even if nothing holds them."""
+    kinds = {device.name: device.kind for device in devices}
+    return sum(prices.device(kind).released_usd_per_hour for kind in kinds.values()) / SECONDS_PER_HOUR
+
+
+def learning(calls: Sequence[Invocation], learner: str, since_s: float) -> tuple[float, float]:
+    """Seconds since a time in which the learner learned, and in which it alone worked at that."""
+    spans = [(max(call.start_s, since_s), call.end_s, call.function == learner and call.work in _LEARNS)
+             for call in calls]  # fmt: skip
+    everything = length(union((start_s, end_s) for start_s, end_s, _ in spans))
+    others = length(union((start_s, end_s) for start_s, end_s, learns in spans if not learns))
+    return length(union((start_s, end_s) for start_s, end_s, learns in spans if learns)), everything - others
+
+
 @dataclass(frozen=True, slots=True)
 class RankChoice:
     """A number of ranks for the steps to come."""
@@ -89,7 +119,8 @@ class RankChoice:
 
 def choose_ranks(measured: StepMeasured, usd_per_s: Mapping[int, float], contract: Contract) -> RankChoice:
     """The number of ranks that suits the contract of a step best, of those in `usd_per_s`, which are the numbers whose
-    devices are there and the present one. Of equal ones the present one, then the smallest."""
+    devices are there and the present one, with the US dollars per second that the release of so many would save. Of
+    equal ones the present one, then the smallest."""
     expected = {ranks: measured.step_with(ranks, usd_per_s) for ranks in usd_per_s}
     order = sorted(usd_per_s, key=lambda ranks: (ranks != measured.ranks, ranks))
     chosen = min(order, key=lambda ranks: _rank(expected, ranks, contract))

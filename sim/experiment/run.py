@@ -15,6 +15,7 @@ from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
+from rlhfless.sim.learner_size import LearnerSize
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
@@ -172,7 +173,10 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
         policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
     else:
         policy = kind.make(settings, terms)
-    simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
+    sizes = layout.learner_sizes()
+    fleet = setup(scenario, layout, task.seed, reserved=kind.reserved)
+    learner_size = LearnerSize(sizes, fleet, terms, prices) if len(sizes) > 1 else None
+    simulation = Simulation(fleet, policy, prices, learner_size)
     for _ in steps_of(simulation, selects(scenario.schedule), drawn):
         on_step()
     trace = simulation.close()

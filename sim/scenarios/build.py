@@ -150,10 +150,26 @@ class ScenarioLayout:
             for node, devices in devices.actors(engine.devices)
         ]
 
-    def learner(self) -> LearnerShape:
-        """The slot of the learner."""
-        scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_side)
-        slot_setup = self._slot(FunctionName.LEARNER, self._first.devices[0][0], tuple(self.learner_side))
+    def learner_sizes(self) -> dict[int, LearnerShape]:
+        """The shapes of a learner whose number of devices may change, by that number; empty for one that keeps it. The
+        start of each is that of a change: its state goes to the host's memory, and from there to the new group."""
+        fewest, most = self._scenario.learner.min_devices, len(self.learner_side)
+        if fewest is None:
+            return {}
+        if self._placement.mode != "disaggregated":
+            problem = Problem(
+                "learner.min_devices", "the learner shares its devices", "leave it out, or place it apart"
+            )
+            raise InputError(self._scenario.name, [problem])
+        needed = timing.learner_devices_needed(self._scenario, self._scenario.cluster.machines[0].kind)
+        shapes = {count: self.learner(count) for count in range(max(fewest, needed), most + 1)}
+        return {count: replace(shape, slot_setup=_changed(shape.slot_setup)) for count, shape in shapes.items()}
+
+    def learner(self, devices: int | None = None) -> LearnerShape:
+        """The slot of the learner, on all devices of its side, or on so many of them."""
+        side = tuple(self.learner_side[-(devices or len(self.learner_side)) :])
+        scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(side)
+        slot_setup = self._slot(FunctionName.LEARNER, self._first.devices[0][0], side)
         evaluated = evaluated_share(scenario.learner.mini_batches, scenario.learner.epochs)
         return LearnerShape(
             slot_setup,
@@ -296,6 +312,10 @@ def _spot_mean_s(scenario: Scenario, machines: MachinesSpec) -> float:
     spot = load_price_book(scenario.cluster.prices).device(machines.kind).spot
     rate = spot.interruptions_per_hour * scenario.engine.devices if spot is not None else 0.0
     return SECONDS_PER_HOUR / rate if rate else math.inf
+
+
+def _changed(slot_setup: SlotSetup) -> SlotSetup:
+    return replace(slot_setup, start_s=slot_setup.sleep_s + slot_setup.start_s + slot_setup.wake_s)
 
 
 def _number(device: Device) -> int:

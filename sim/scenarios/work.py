@@ -151,6 +151,10 @@ class LearnerTimingSpec(SpecModel):
     """Share of the samples of a step that is learned. The others are drawn and scored, and no more: greedy ones, and
     groups that are left out."""
 
+    min_devices: Count | None = None
+    """Between two steps the learner may give devices back, down to so many, and take them again, as its contract has it
+    (`learner.min_ranks` of a run): with placement `disaggregated`. By default it keeps all."""
+
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
 

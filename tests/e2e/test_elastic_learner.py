@@ -21,7 +21,7 @@ import pytest
 from fakes import saboteur
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.driver import drive_steps
-from rlhfless.loop.learner_size import LEARNER_RANKS, LearnerSize, SizeChange
+from rlhfless.loop.learner_size import LearnerSize, SizeChange
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.trained_run import TrainedRun
@@ -29,7 +29,7 @@ from rlhfless.prepare.preflight import preflight
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import RankChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS, RankChoice
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks

@@ -13,12 +13,12 @@ import pytest
 from fakes.live_runs import PausesAfter, fault_opening, tokens_of
 from rlhfless.loop.driver import execute
 from rlhfless.loop.host import Host, RunPaused
-from rlhfless.loop.learner_size import LEARNER_RANKS, LearnerSize, SizeChange
+from rlhfless.loop.learner_size import LearnerSize, SizeChange
 from rlhfless.loop.session import Session
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import RankChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS, RankChoice
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 

@@ -15,6 +15,7 @@ from rlhfless.control.compute.schedules import Predict, limit_of_run
 from rlhfless.prepare.memory.assumed import rank_counts
 from rlhfless.prepare.memory.changes import Question, edited
 from rlhfless.scaling.plan import best_of, contract_for_step
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book
 
 NO_SIZES: dict[str, Any] = {"learner_sizes": [], "learner_reason": None}
 
@@ -28,18 +29,20 @@ def sizes_of(asked: Question, predict: Predict) -> dict[str, Any]:
     found = {ranks: one.cost for ranks in counts if (one := predict(_with(asked, ranks))[0]) is not None}
     if not found:
         return NO_SIZES
-    figures = [(cost.wall_s, cost.cost_usd) for cost in found.values()]
+    released_usd_per_s = _released_usd_per_s(asked)
+    usd = [cost.cost_usd + (counts[0] - ranks) * released_usd_per_s * cost.wall_s for ranks, cost in found.items()]
+    figures = [(cost.wall_s, cost_usd) for cost, cost_usd in zip(found.values(), usd, strict=True)]
     chosen = list(found)[best_of(figures, spec.scaling.contract, limit_of_run(spec))]
     rows = [
         {
             "ranks": ranks,
             "step_s": cost.step_s,
-            "step_usd": cost.cost_usd / cost.steps,
+            "step_usd": cost_usd / cost.steps,
             "wall_s": cost.wall_s,
-            "cost_usd": cost.cost_usd,
+            "cost_usd": cost_usd,
             "chosen": ranks == chosen,
         }
-        for ranks, cost in found.items()
+        for (ranks, cost), cost_usd in zip(found.items(), usd, strict=True)
     ]
     contract = contract_for_step(spec.scaling.contract, steps_left=spec.steps)
     begins = f"the run begins with {counts[0]}, and takes the number that suits the times of its steps"
@@ -47,6 +50,12 @@ def sizes_of(asked: Question, predict: Predict) -> dict[str, Any]:
         "learner_sizes": rows,
         "learner_reason": f"{chosen} of {counts[0]} ranks are chosen by the contract (of a step: {contract}); {begins}",
     }
+
+
+def _released_usd_per_s(asked: Question) -> float:
+    """What a device that is given back goes on to cost."""
+    price = load_price_book(asked.spec.scaling.prices).device(asked.sheet.kind)
+    return price.released_usd_per_hour / SECONDS_PER_HOUR
 
 
 def _with(asked: Question, ranks: int) -> Question:

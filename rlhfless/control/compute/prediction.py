@@ -292,6 +292,7 @@ def _scenario(
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
             "learned_share": drawn.learned_share,
+            "min_devices": spec.learner.min_ranks if spec.placement.mode == "disaggregated" else None,
             "state_bytes_per_parameter": _state_bytes(asked),
             "micro_batch_tokens": spec.learner.micro_batch_tokens,
         }

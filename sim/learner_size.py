@@ -1,0 +1,96 @@
+"""A learner whose number of devices changes between two steps, as in a live run (rlhfless.loop.learner_size): the live
+choice (rlhfless.scaling.learner_ranks), by the times of the step that has ended.
+
+A change ends the group, and starts one on other devices; the seconds of its start are in the shape of each size. The
+first step is not measured, because it has the starts. Devices that a smaller group leaves are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhfless.records import Decision, FunctionName
+from rlhfless.scaling.learner_ranks import (
+    LEARNER_RANKS,
+    RankChoice,
+    StepMeasured,
+    choose_ranks,
+    learning,
+    released_usd_per_s,
+    saved_usd_per_s,
+)
+from rlhfless.scaling.plan import RunContract, contract_for_step
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.sim.fleet import SimulatedFleet
+from rlhfless.sim.ledger import SimulatedLedger
+from rlhfless.sim.setup import LearnerShape, Setup
+
+
+class LearnerSize:
+    """The number of devices of a simulated learner."""
+
+    def __init__(self, shapes: Mapping[int, LearnerShape], setup: Setup, terms: RunContract, prices: PriceBook) -> None:
+        """`shapes`: the sizes that it may have, by number of devices; it begins with the largest."""
+        self._shapes = shapes
+        self._terms = terms
+        self._prices = prices
+        self._devices = max(shapes)
+        every = (device for slot_setup in setup.slot_setups for device in slot_setup.allocation.devices)
+        self._released_usd_per_s = released_usd_per_s(prices, every)
+        self._saved_usd_per_s = {
+            count: saved_usd_per_s(prices, shape.slot_setup.allocation) for count, shape in shapes.items()
+        }
+        self._counted = 0
+        """Invocations of earlier steps."""
+
+    def choose(self, fleet: SimulatedFleet, ledger: SimulatedLedger, now_s: float) -> LearnerShape | None:
+        """The learner's shape from now on; None while it stays. Called at the end of each step."""
+        record, calls = ledger.steps[-1], ledger.invocations[self._counted :]
+        self._counted, before, done = len(ledger.invocations), self._devices, len(ledger.steps)
+        if done == 1 or done >= self._terms.steps:
+            return None
+        learn_s, alone_s = learning(calls, FunctionName.LEARNER, record.start_s)
+        measured = StepMeasured(
+            ranks=before,
+            step_s=record.end_s - record.start_s,
+            learn_s=learn_s,
+            alone_s=alone_s,
+            others_usd_per_s=self._released_usd_per_s + self._held_usd_per_s(fleet),
+            change_s=self._shapes[before].slot_setup.start_s,
+            steps_left=self._terms.steps - done,
+        )
+        contract = contract_for_step(
+            self._terms.of_step(done),
+            steps_left=self._terms.steps_left(done),
+            spent_s=now_s,
+            spent_usd=self._spent_usd(fleet, ledger, now_s),
+        )
+        choice = choose_ranks(measured, self._saved_usd_per_s, contract)
+        if choice.ranks == before:
+            return None
+        self._devices = choice.ranks
+        ledger.decisions.append(_decision(record.step, now_s, before, choice))
+        return self._shapes[choice.ranks]
+
+    def _held_usd_per_s(self, fleet: SimulatedFleet) -> float:
+        """What a release of all other replicas would save."""
+        return sum(
+            saved_usd_per_s(self._prices, replica.life.identity.allocation)
+            for slot, replica in fleet.replicas.items()
+            if fleet.setup.functions[slot] != FunctionName.LEARNER and not replica.asleep
+        )
+
+    def _spent_usd(self, fleet: SimulatedFleet, ledger: SimulatedLedger, now_s: float) -> float:
+        """Of holdings that have ended, and of those that have not."""
+        open_usd = sum(
+            max(now_s - replica.life.since_s, 0.0) * share * self._prices.device(device.kind).usd_per_hour
+            for replica in fleet.replicas.values()
+            for device, share in replica.life.identity.allocation.shared
+            if not replica.asleep
+        )
+        return self._prices.cost_usd(ledger.holdings) + open_usd / SECONDS_PER_HOUR
+
+
+def _decision(step: int, at_s: float, before: int, choice: RankChoice) -> Decision:
+    inputs: dict[str, float | int | str | bool] = {"before": before, "reason": choice.reason, **choice.figures}
+    return Decision(step, at_s, LEARNER_RANKS, str(choice.ranks), inputs)
