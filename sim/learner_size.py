@@ -26,7 +26,7 @@ from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.setup import LearnerShape, Setup
 
 
-class LearnerSize:
+class SimulatedLearnerSize:
     """The number of devices of a simulated learner."""
 
     def __init__(self, shapes: Mapping[int, LearnerShape], setup: Setup, terms: RunContract, prices: PriceBook) -> None:

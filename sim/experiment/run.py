@@ -15,7 +15,7 @@ from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
-from rlhfless.sim.learner_size import LearnerSize
+from rlhfless.sim.learner_size import SimulatedLearnerSize
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
@@ -175,7 +175,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
         policy = kind.make(settings, terms)
     sizes = layout.learner_sizes()
     fleet = setup(scenario, layout, task.seed, reserved=kind.reserved)
-    learner_size = LearnerSize(sizes, fleet, terms, prices) if len(sizes) > 1 else None
+    learner_size = SimulatedLearnerSize(sizes, fleet, terms, prices) if len(sizes) > 1 else None
     simulation = Simulation(fleet, policy, prices, learner_size)
     for _ in steps_of(simulation, selects(scenario.schedule), drawn):
         on_step()

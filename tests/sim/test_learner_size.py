@@ -15,7 +15,7 @@ from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.experiment.run import FleetShape, layout_of
-from rlhfless.sim.learner_size import LearnerSize
+from rlhfless.sim.learner_size import SimulatedLearnerSize
 from rlhfless.sim.scenarios.load import load_scenario
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.sim.setup import LearnerShape
@@ -36,7 +36,7 @@ def shape(devices: int) -> LearnerShape:
 def simulated(time_weight: float, prices: PriceBook = PRICES, off: int = 0) -> Simulation:
     setup = setup_of(actor(0), learner=shape(2), max_staleness=off)
     terms = RunContract(WeightedSpec(time_weight=time_weight), STEPS)
-    size = LearnerSize({1: shape(1), 2: shape(2)}, setup, terms, prices)
+    size = SimulatedLearnerSize({1: shape(1), 2: shape(2)}, setup, terms, prices)
     simulation = Simulation(setup, Evenly(), prices, size)
     for step in range(1, STEPS + 1):
         simulation.step(dataclasses.replace(batch_of([(5, [100])]), step=step))
