@@ -34,6 +34,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def free_port(host: str) -> int:
+    """A port at one of this node's addresses that nothing listens at now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
 def loopback_environment() -> dict[str, str]:
     """For processes that form a group on one node: the interface of gloo's and of NCCL's sockets."""
     return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}

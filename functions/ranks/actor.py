@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,6 +14,7 @@ from rlhfless.functions.cuda import require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,
     bind_rendezvous_to_loopback,
+    free_port,
     loopback_environment,
     set_default_environment,
 )
@@ -61,9 +61,7 @@ class RankActor(Generic[S]):
     def rendezvous(self, on_one_node: bool) -> str:
         """An address on this node at which the ranks can meet: on loopback if no other node has a rank."""
         host = LOOPBACK if on_one_node else self.node()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        return f"tcp://{host}:{free_port(host)}"
 
     def start(self, address: str, on_one_node: bool) -> None:
         """Join the other ranks and load the model. Raises NoCuda on a node whose GPUs it does not reach.

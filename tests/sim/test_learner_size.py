@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -80,7 +79,7 @@ def test_the_next_step_is_drawn_during_a_change_where_steps_overlap() -> None:
     assert sum(call.end_s - call.start_s for call in called(simulation, Work.LEARN)[2:]) == pytest.approx(3 * 0.41)
 
 
-def test_a_scenario_says_how_few(tmp_path: Path) -> None:
+def test_a_scenario_says_how_few() -> None:
     scenario = load_scenario(SCENARIOS / "gsm8k-3b-h100.yaml")
     elastic = scenario.model_copy(
         update={"learner": scenario.learner.model_copy(update={"min_devices": 2}), "reference": None}

@@ -96,7 +96,7 @@ def test_what_is_put_off_is_drawn_again_from_its_first_token() -> None:
     ),
     st.integers(1, 4).flatmap(
         lambda groups: st.lists(
-            st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=2), min_size=groups, max_size=groups),
+            st.lists(st.lists(st.integers(1, 150), min_size=2, max_size=2), min_size=groups, max_size=groups),
             min_size=1,
             max_size=5,
         )

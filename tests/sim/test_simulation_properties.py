@@ -145,5 +145,5 @@ def test_no_step_is_shorter_than_its_longest_response(run: Run) -> None:
             decode_s(MODEL, 1, int(prompt) + 1, int(length) - 1)
             for prompt, length in zip(prompts, batch.response_tokens, strict=True)
         )
-        assert step.metrics["generation_s"] >= alone_s * (1 - EXACT)
-        assert step.end_s - step.start_s >= step.metrics["generation_s"] * (1 - EXACT)
+        assert step.metrics["generation_s"] >= alone_s
+        assert step.end_s - step.start_s >= step.metrics["generation_s"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhfless.functions.generation.engine import EngineSettings
-from rlhfless.functions.loopback import INTERFACE, LOOPBACK, is_loopback, loopback_environment
+from rlhfless.functions.loopback import INTERFACE, LOOPBACK, free_port, is_loopback, loopback_environment
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
 from rlhfless.spec.generation import Quantised
@@ -204,7 +203,11 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
     if settings.engine.kv_connector == "nixl":
         import ray  # here: the engine's process, which reads this file for the arguments, has no use for it
 
-        chosen, fixed = _with_nixl(chosen, fixed, ray.util.get_node_ip_address())
+        node = ray.util.get_node_ip_address()
+        # Where the engine tells others what KV it has. By default all engines take the same port, of loopback.
+        fixed["VLLM_NIXL_SIDE_CHANNEL_HOST"], fixed["VLLM_NIXL_SIDE_CHANNEL_PORT"] = node, str(free_port(node))
+        if is_loopback(node):  # there is no other node: UCX's sockets are there, too
+            chosen["UCX_NET_DEVICES"] = INTERFACE
     if settings.is_local:
         fixed["HF_HUB_OFFLINE"] = "1"
     if is_eager(settings):
@@ -212,16 +215,6 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         # cold cache on one core, for no measurable gain.
         fixed["TORCHDYNAMO_DISABLE"] = "1"
     return chosen | dict(inherited) | fixed
-
-
-def _with_nixl(chosen: dict[str, str], fixed: dict[str, str], node: str) -> tuple[dict[str, str], dict[str, str]]:
-    """With the address of the engine's node, where it tells others what KV it has. By default all engines take the same
-    port, of loopback. Where a node is known by a loopback address there is no other: UCX's sockets are there, too."""
-    with socket.socket() as probe:
-        probe.bind((node, 0))
-        port = probe.getsockname()[1]
-    listens = {"VLLM_NIXL_SIDE_CHANNEL_HOST": node, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-    return chosen | ({"UCX_NET_DEVICES": INTERFACE} if is_loopback(node) else {}), fixed | listens
 
 
 def _preloaded_libraries() -> list[str]:
