@@ -19,7 +19,7 @@ from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.devices import load_devices
-from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine
+from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine, prompt_calls
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
@@ -57,13 +57,14 @@ class EngineSpeeds:
     def learn(
         self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], kinds: Mapping[str, str]
     ) -> None:
-        """Learns from a step of the ledger. `kinds`: the device kind of each actor, by name; rollouts of other
-        actors are ignored."""
+        """Learns from a step of the ledger. `kinds`: the device kind of each actor, by name, those that compute prompts
+        for others included; what other actors did is ignored."""
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
-            of_kind = [row for row in rows if kinds.get(row.actor) == kind]
-            if of_kind:
-                self._fit(kind).observe_step(calls, of_kind, self._max_sequences)
+            drawn = [row for row in rows if kinds.get(row.actor) == kind]
+            of_kind = [call for call in calls if kinds.get(call.replica) == kind]
+            if drawn or prompt_calls(of_kind):
+                self._fit(kind).observe_step(of_kind, drawn, self._max_sequences)
 
     def learn_trace(self, trace: Trace) -> None:
         """Learns from the trace of an earlier attempt."""

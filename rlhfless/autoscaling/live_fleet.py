@@ -108,8 +108,9 @@ class LiveFleet:
         return next(slot for slot, (pool, _) in enumerate(self._slots) if pool.function == function)
 
     def kinds(self) -> dict[str, str]:
-        """Device kinds of the generation actors, by name."""
-        return {actor.name: actor.allocation.devices[0].kind for actor in self._actors.replicas()}
+        """Device kinds of the engines, by name."""
+        engines = (actor for pool in (self._actors, *self._prefill) for actor in pool.replicas())
+        return {actor.name: actor.allocation.devices[0].kind for actor in engines}
 
     def limit_actors(self, most: int) -> None:
         """Use at most so many slots for generation actors from now on; actors at others are released. Between steps

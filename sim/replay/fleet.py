@@ -18,6 +18,8 @@ from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.placement import Allocation, Device
 
+_ENGINES = FunctionName.GENERATION, FunctionName.PREFILL
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -45,6 +47,8 @@ class RecordedFleet:
         self.actors = tuple(life.allocation for life in sorted(chosen, key=lambda life: life.replica))
         """By slot."""
         self._take_slots(sorted(chosen, key=lambda life: life.replica))
+        self.prefill = tuple(life.allocation for life in self._together if life.function == FunctionName.PREFILL)
+        """Of the actors that compute prompts for the others."""
 
     def allocation(self, function: str) -> Allocation:
         """The allocation of a function's replica. Raises TraceError if the run had none."""
@@ -129,7 +133,7 @@ def _most_at_once(lives: Sequence[Life]) -> list[Life]:
     most = 0, 0
     for life in lives:
         now = [*(other for other in now if other.end_s > life.start_s), life]
-        count = len({other.function for other in now}), sum(each.function == FunctionName.GENERATION for each in now)
+        count = len({other.function for other in now}), sum(each.function in _ENGINES for each in now)
         if count > most:
             most, best = count, now
     return best

@@ -65,6 +65,8 @@ class LatencyFile(SpecModel):
     """A generation call's time outside its samples."""
     load_weights_s: NotNegative
     """One actor's load."""
+    kv_token_s: NotNegative | None = None
+    """An actor's time to get the KV of one prompt token from a prefill actor; None of a run without any."""
     start_s: NotNegative
     """An actor's start until it is up."""
     starts: dict[str, NotNegative] = Field(default_factory=dict)

@@ -44,6 +44,25 @@ def test_rollouts_of_actors_that_are_gone_teach_nothing() -> None:
     assert speeds.model("quick") == before
 
 
+def test_an_actor_that_only_computes_prompts_teaches_their_price() -> None:
+    """Two calls at once, of ten prompts each: 3,000 new tokens in 0.3 s. One that also generates teaches nothing by
+    them: it may have taken the KV of others."""
+    speeds = EngineSpeeds(None, 1, 256)
+    kinds = {"apart": "quick", "draws": "slow"}
+
+    def computed(actor: str, tokens: int, end_s: float) -> Invocation:
+        usage = {"input_tokens": tokens + 500, "cached_tokens": 500, "sequences": 10}
+        return Invocation(FunctionName.PREFILL, actor, "i", Work.PRECOMPUTE, STEP, 0.0, end_s, **usage)
+
+    before = speeds.model("slow").prefill_s(100)
+    for _ in range(20):
+        calls = [computed("apart", 1000, 0.1), computed("apart", 2000, 0.3), computed("draws", 1000, 5.0)]
+        speeds.learn([*calls, call("draws", STEP)], (), kinds)
+    learned = speeds.model("quick")
+    assert 10 * (learned.prefill_s(100, 50) + learned.prefill_s(200, 50)) == pytest.approx(0.3, rel=0.05)
+    assert speeds.model("slow").prefill_s(100) == before
+
+
 def test_a_resumed_run_knows_what_its_trace_knows() -> None:
     kinds = {"fast": "quick", "slow": "cpu-core"}
     live, resumed = EngineSpeeds(None, 1, 256), EngineSpeeds(None, 1, 256)

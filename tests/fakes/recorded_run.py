@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter
+from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policies import make_policy
@@ -40,6 +42,7 @@ from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 ENGINE = LinearEngine(6e-3, 1.5e-4, 2e-6, 2e-5, 1e-9)
 LEARN_S, LEARN_TOKEN_S, EVALUATE_TOKEN_S = 0.3, 1e-4, 2e-5
 LOAD_S, PUBLISH_S, GROUP_S = 0.05, 0.02, 4e-4
+KV_TOKEN_S = 3e-5
 EPOCH_S = 1_795_000_000.0
 
 
@@ -51,13 +54,15 @@ def record(
     steps: int = 8,
     levels: Sequence[PrefixLevel] = (),
     scaling: Mapping[str, Any] | None = None,
+    prefills: int = 0,
+    prompt_tokens: float = 7.0,
 ) -> Path:
     """Writes the trace of a run with actors on CPU cores, and returns its folder. `levels`: of shared prefixes;
-    `scaling`: as in the spec, by default static actors."""
+    `scaling`: as in the spec, by default static actors. `prefills`: actors that compute prompts for the others."""
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
-    workload = SyntheticWorkload(shape, 64, prompts, 4, 7.0, 112, 0.0, seed=actors)
+    workload = SyntheticWorkload(shape, 64, prompts, 4, prompt_tokens, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
-    setup, policy = _setup(actors), make_policy("static")
+    setup, policy = _setup(actors, prefills), make_policy("static")
     meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(scaling), {})
     if scaling is not None:  # a live run's first step begins when its replicas are up
         setup = dataclasses.replace(setup, warm=True, fewest_actors=scaling["generation"]["min_actors"])
@@ -79,7 +84,7 @@ def record(
                 writer.add_decision(Decision(batch.step, EPOCH_S, PREFIXES, "shared", texts))
             table = generation.progress.table
             for sample in range(batch.samples):
-                length = int(batch.response_tokens[sample])
+                length, prompt = int(batch.response_tokens[sample]), int(table.prompt[sample])
                 rollout = Rollout(
                     batch.prompt_ids[batch.group[sample]],
                     sample - int(np.searchsorted(batch.group, batch.group[sample])),
@@ -92,8 +97,9 @@ def record(
                     f"generation-{generation.progress.table.actor[sample]}",
                     EPOCH_S + float(table.sample["start_s"][sample]),
                     EPOCH_S + float(table.finish_s[sample]),
+                    (prompt - 1) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS if prefills else 0,
                 )
-                writer.add_rollout(batch.step, rollout, Score(0.0, {}), int(table.prompt[sample]))
+                writer.add_rollout(batch.step, rollout, Score(0.0, {}), prompt)
         for decision in trace.decisions:
             writer.add_decision(dataclasses.replace(decision, at_s=EPOCH_S + decision.at_s))
         for step in trace.steps:
@@ -102,7 +108,7 @@ def record(
     return folder
 
 
-def _setup(actors: int) -> Setup:
+def _setup(actors: int, prefills: int) -> Setup:
     def slot_setup(core: int, start_s: float = 1.0) -> SlotSetup:
         return SlotSetup(Allocation.of([Device(f"cpu-{core}", "cpu-core", core)], 0.3), "node", start_s, beside=True)
 
@@ -111,11 +117,11 @@ def _setup(actors: int) -> Setup:
     scoring = ServiceShape(slot_setup(0), FunctionName.SCORING, Work.SCORE, GROUP_S, 0.0)
     learner = LearnerShape(slot_setup(1), LEARN_S, EVALUATE_TOKEN_S, LEARN_TOKEN_S, PUBLISH_S)
     return Setup(
-        tuple(ActorShape(slot_setup(i % 2), shape, prices) for i in range(actors)),
+        tuple(ActorShape(slot_setup(i % 2), shape, prices, prefills=i >= actors) for i in range(actors + prefills)),
         (scoring,),
         learner,
         Transport("auto", 1.0, LOAD_S, 0),
-        Links(0.5, 0.01),
+        Links(0.5, MOVE_S.value, KV_TOKEN_S if prefills else math.inf),
         0,
         0.0,
         112,
@@ -133,7 +139,7 @@ def _spec(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 def _told(call: Invocation, batches: Sequence[RolloutBatch]) -> Invocation:
     """With the tokens and sequences that the runtime writes down."""
     batch = next((batch for batch in batches if batch.step == call.step), None)
-    if batch is None or call.work in (Work.LOAD_WEIGHTS, Work.PUBLISH):
+    if batch is None or call.work in (Work.LOAD_WEIGHTS, Work.PUBLISH, Work.PRECOMPUTE):
         return call
     if call.work is Work.SCORE:
         groups = round(call.duration_s / GROUP_S)

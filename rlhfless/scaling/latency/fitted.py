@@ -10,7 +10,8 @@ and large batches, each pulled towards the c1 of the line: batch sizes that were
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,6 +20,7 @@ import numpy as np
 from rlhfless.records import Invocation, Work
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.intervals import union
 from rlhfless.scaling.latency.timeline import KNOTS, WORK, Array, BoolArray, Requests, spans
 
 KEPT = 0.8
@@ -147,9 +149,12 @@ class LatencyFit:
         """A step of the ledger: each actor's generate calls, and the rollouts that it finished in them.
 
         A rollout that moved here from another actor began before the call: it counts as load only, from the call on.
+        Actors that generated nothing and computed prompts for others are learned from, too.
         """
         self.forget()
-        calls = [call for call in invocations if call.work is Work.GENERATE]
+        every = list(invocations)
+        self._observe_prompts(every)
+        calls = [call for call in every if call.work is Work.GENERATE]
         by_actor = sorted(rollouts, key=lambda rollout: rollout.actor)
         for actor, group in groupby(by_actor, key=lambda rollout: rollout.actor):
             rows = tuple(group)
@@ -160,6 +165,19 @@ class LatencyFit:
             order = np.argsort(came_s, kind="stable")
             ordered = Requests.of_rollouts([rows[index] for index in order], came_s[order], max_sequences)
             self.observe(ordered, learn[order])
+
+    def _observe_prompts(self, calls: Sequence[Invocation]) -> None:
+        """An actor computes the prompts of several calls at once, so each time in which it worked without a break is
+        one row. The prompts of a call are taken to be equally long."""
+        for of_actor in prompt_calls(calls).values():
+            for start_s, end_s in union((call.start_s, call.end_s) for call in of_actor):
+                within = [call for call in of_actor if start_s <= call.start_s < end_s]
+                row = np.zeros(len(WORK))
+                row[-2] = sum(call.input_tokens - call.cached_tokens for call in within)
+                row[-1] = sum(map(_pairs, within))
+                row /= end_s - start_s
+                self._products += np.outer(row, row)
+                self._targets += row
 
     def model(self) -> BentEngine:
         """The best coefficients so far; the prior's before there is data."""
@@ -177,6 +195,23 @@ class LatencyFit:
         products = terms.T @ self._products @ terms * np.outer(unit, unit) + self._prior_weight * np.eye(unit.size)
         targets = terms.T @ self._targets * unit + self._prior_weight * before / unit
         return np.asarray(unit * _non_negative(products, targets))
+
+
+def prompt_calls(calls: Iterable[Invocation]) -> dict[str, list[Invocation]]:
+    """The calls in which actors computed prompts for others, by actor. One that generates computes or takes its own."""
+    every = list(calls)
+    generate = {call.replica for call in every if call.work is Work.GENERATE}
+    found: dict[str, list[Invocation]] = defaultdict(list)
+    for call in every:
+        if call.work is Work.PRECOMPUTE and call.replica not in generate:
+            found[call.replica].append(call)
+    return found
+
+
+def _pairs(call: Invocation) -> float:
+    """Of a computed token and one that it attends to."""
+    new, prompts = call.input_tokens - call.cached_tokens, max(call.sequences, 1)
+    return new * (call.cached_tokens + new / 2) / prompts
 
 
 def _came_s(rollout: TracedRollout, calls: Iterable[Invocation]) -> float | None:
