@@ -55,8 +55,8 @@ def replayed_s(engine: LinearEngine, shape: EngineShape, served: Served) -> Floa
     Raises ValueError for a request that does not fit into the KV blocks, even alone.
     """
     progress = StepProgress(served.batch)
-    pool = EnginePool(shape, PricedModel(engine, shape.max_sequences), progress, [0])
-    pool.open(0, float(served.asked_s[0])).submit(np.arange(len(served.asked_s)), served.asked_s)
+    pool = EnginePool(shape, PricedModel(engine, shape.max_sequences), progress.table, [0])
+    pool.open(0, progress, float(served.asked_s[0])).submit(np.arange(len(served.asked_s)), served.asked_s)
     pool.advance(math.inf)
     return np.asarray(progress.table.finish_s, np.float64)
 

@@ -32,7 +32,7 @@ from rlhfless.sim.scenarios.scenario import PolicyEntry, WeightedContract
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.625)
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 """Of the devices for the learner's side that are tried."""
 
 HALF = 0.5
@@ -141,7 +141,7 @@ def run(name: str, seeds: int, smoke: bool) -> Measured:
     shared = {name: bench.gain(OURS, schedule, None) for name, schedule in BESIDE.items()}
     found = {0: bench.overlapped({"streaming": STREAMING}), 1: bench.overlapped(AHEAD)}
     print(f"{name}: {time.process_time() - begun_s:.0f} s of processor", file=sys.stderr, flush=True)
-    return Measured(scenario, shared, {age: each for age, each in found.items() if each is not None})
+    return Measured(bench.scenario, shared, {age: each for age, each in found.items() if each is not None})
 
 
 def decided(one: Measured, staleness: int) -> Gain:

@@ -102,8 +102,10 @@ async def measure(task: str, model: Path, sizes: Sequence[int], rounds: int, spe
         figures = Figures()
         history: dict[int, tuple[tuple[int, ...], ...]] = dict.fromkeys(range(len(prompts)), ())
         for round_ in range(rounds + 1):
+            # No batch size has the seeds of another, whose responses would be drafts.
+            first = (1000 * sequences + round_) * 100
             requests = [
-                SampleRequest(f"{i}", prompts[i // SIBLINGS], 1000 * round_ + i, MAX_TOKENS, temperature=1.0,
+                SampleRequest(f"{i}", prompts[i // SIBLINGS], first + i, MAX_TOKENS, temperature=1.0,
                               cache_salt=f"{sequences}")
                 for i in range(sequences)
             ]  # fmt: skip

@@ -18,8 +18,12 @@ from rlhfless.prefixes.precompute import move_pays
 from rlhfless.scaling.engine_model import EngineModel, ways_of
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
-from rlhfless.sim.memory import Costs, Floats, Ints, Limits, pool_of
+from rlhfless.sim.memory import Costs, Floats, Ints, Limits, Pool, Table, pool_of
 from rlhfless.sim.samples import StepProgress
+
+COUNTS = "preempted", "prefilled", "cached", "evicted", "decoded"
+"""Of an engine: preemptions; prompt tokens that were computed, each time anew; those that another sequence had
+computed; those that were computed again because other sequences had taken their blocks; and response tokens."""
 
 PRICES = 1 << 16
 """Size of the table of prefill prices; when it is half full, it is emptied."""
@@ -86,20 +90,20 @@ class PricedModel:
 
 
 class EnginePool:
-    """The engines of one shape and latency model that draw a step; all advance together."""
+    """The engines of one shape and latency model that draw a step, or several at once; all advance together."""
 
-    def __init__(self, shape: EngineShape, prices: PricedModel, progress: StepProgress, slots: Sequence[int]) -> None:
-        """One engine at each of `slots`, still without work."""
+    def __init__(self, shape: EngineShape, prices: PricedModel, table: Table, slots: Sequence[int]) -> None:
+        """One engine at each of `slots`, still without work. `table`: of all samples that they may draw."""
         self.shape = shape
-        self.progress = progress
         self.slots = np.array(slots, dtype=np.int64)
         self.limits = shape.limits
-        self.memory = pool_of(len(slots), self.limits, progress.batch.samples, len(progress.table.parent))
-        sample = progress.table.sample
-        longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
-        self.fits_all = shape.blocks(longest) <= shape.kv_blocks
-        """Whether every sample of the batch fits, alone."""
+        self.memory = pool_of(len(slots), self.limits, len(table.tokens), len(table.parent))
+        self.table = table
         self._row = {slot: row for row, slot in enumerate(slots)}
+        self._lives: dict[int, int] = {}
+        """By slot: the life of the replica whose engine is there."""
+        self._settled: dict[int, dict[str, int]] = {}
+        """By row: what was counted at the last `settle`."""
         self._prices = prices
         self._spans: dict[int, list[Interval]] = {}
         """By row, the spans fetched from `Pool.span`."""
@@ -114,23 +118,34 @@ class EnginePool:
         """`[engines]`: sequences that prefill, or are in the queue."""
         return cast(Ints, self.memory.engine["filling"] + self.memory.engine["queued"])
 
-    def open(self, slot: int, at_s: float, slowdown: float = 1.0) -> SimulatedEngine:
-        """A new engine at a slot; the engine before it has no work left. `slowdown` stretches every iteration: 1
-        for a sound device, more for a straggler."""
+    def open(
+        self, slot: int, progress: StepProgress, at_s: float, slowdown: float = 1.0, life: int = 0
+    ) -> SimulatedEngine:
+        """The engine at a slot, for a step: a new one for each life of the replica there, whose engine before has no
+        work left. `slowdown` stretches every iteration: 1 for a sound device, more for a straggler."""
         row = self._row[slot]
+        if self._lives.get(slot) == life:
+            return SimulatedEngine(self, row, progress)
+        self._lives[slot] = life
         self.spans(row)
         self._spans.pop(row, None)
+        self._settled.pop(row, None)
         n = self.memory.engine[row]
         self.memory.engine[row] = 0
         self.memory.idle[row] = 0
         n["row"], n["slot"], n["now_s"], n["slowdown"] = row, slot, at_s, slowdown
         n["free"], n["rested_s"] = self.shape.kv_blocks, -math.inf
-        return SimulatedEngine(self, row)
+        return SimulatedEngine(self, row, progress)
+
+    def settle(self, row: int, counts: dict[str, int]) -> dict[str, int]:
+        """What an engine has counted since the last time, by name."""
+        before, self._settled[row] = self._settled.get(row, {}), counts
+        return {name: count - before.get(name, 0) for name, count in counts.items()}
 
     def advance(self, until_s: float, row: int | None = None, one: bool = False) -> Ints:
         """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next
-        iteration, whenever it ends. Returns the samples that ended, by engine and in order."""
-        memory, costs, table = self.memory, self._prices.costs, self.progress.table
+        iteration, whenever it ends. Returns the rows of the table that ended, by engine and in order."""
+        memory, costs, table = self.memory, self._prices.costs, self.table
         first, last = (0, len(self.slots)) if row is None else (row, row + 1)
         memory.totals[kernel.ENDED] = 0
         while (first := kernel.advance(memory, table, costs, self.limits, first, last, until_s, one)) < last:
@@ -178,16 +193,21 @@ class Precomputed:
 
 
 class SimulatedEngine:
-    """One engine of a pool, from its first sample to its last."""
+    """One engine of a pool, as a step sees it: its samples and nodes have the numbers of that step."""
 
-    def __init__(self, pool: EnginePool, row: int) -> None:
+    def __init__(self, pool: EnginePool, row: int, progress: StepProgress) -> None:
         self.shape = pool.shape
-        self.progress = pool.progress
+        self.progress = progress
         self._pool = pool
         self.asked: set[int] = set()
         """Nodes of the batch, prompts and shared prefixes, that the actor was asked to put into this engine's cache."""
         self._row = row
+        self.slot = int(pool.slots[row])
         self._n = pool.memory.engine[row]
+        sample = progress.table.sample
+        longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
+        self._fits_all = self.shape.blocks(longest) <= self.shape.kv_blocks
+        """Whether every sample of the step fits, alone."""
 
     @property
     def now_s(self) -> float:
@@ -205,28 +225,13 @@ class SimulatedEngine:
         return self._count("filling") + self._count("queued")
 
     @property
-    def preemptions(self) -> int:
-        return self._count("preempted")
+    def counts(self) -> dict[str, int]:
+        """COUNTS, since the engine was new and whatever step they were for."""
+        return {name: self._count(name) for name in COUNTS}
 
-    @property
-    def prefilled_tokens(self) -> int:
-        """Prompt tokens computed; a token that is computed twice counts twice."""
-        return self._count("prefilled")
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that another sequence had computed."""
-        return self._count("cached")
-
-    @property
-    def evicted_tokens(self) -> int:
-        """Prompt tokens that were computed again because other sequences had taken their blocks."""
-        return self._count("evicted")
-
-    @property
-    def decoded_tokens(self) -> int:
-        """Response tokens drawn."""
-        return self._count("decoded")
+    def settle(self) -> dict[str, int]:
+        """COUNTS since the last time."""
+        return self._pool.settle(self._row, self.counts)
 
     @property
     def periods(self) -> list[Interval]:
@@ -244,11 +249,11 @@ class SimulatedEngine:
         Raises ValueError if a sample could never fit, even alone.
         """
         table = self.progress.table
-        if not self._pool.fits_all:
+        if not self._fits_all:
             self._check_fit(samples)
         queue = self._pool.memory.queue[self._row]
         cells = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
-        queue[cells] = samples
+        queue[cells] = samples + self.progress.at.first_sample
         self._n["queued"] += len(samples)
         table.arrival_s[samples] = at_s
         self.progress.safe_tokens[samples] = table.tokens[samples]
@@ -290,7 +295,7 @@ class SimulatedEngine:
         """Adds a node whose own tokens are not cached to the cache, and its time and tokens to `done`."""
         table = self.progress.table
         new = self._lacks(node) * self.shape.block_tokens
-        if not new or not kernel.put(self._pool.memory, table, self._pool.limits, self._row, node):
+        if not new or not kernel.put(*self._of(node)):
             return
         compute_s = self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
         if sent or move_pays(new, compute_s, token_s):
@@ -302,10 +307,15 @@ class SimulatedEngine:
 
     def _lacks(self, node: int) -> int:
         """Blocks of a node, without its parent's, that are not in the cache."""
-        return kernel.lacks(self._pool.memory, self.progress.table, self._pool.limits, self._row, node)
+        return kernel.lacks(*self._of(node))
+
+    def _of(self, node: int) -> tuple[Pool, Table, Limits, int, int]:
+        """What the kernel needs to look for a node."""
+        pool = self._pool
+        return pool.memory, pool.table, pool.limits, self._row, node + self.progress.at.first_node
 
     def advance(self, until_s: float) -> Ints:
-        """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""
+        """Runs all iterations that end at or before `until_s`. Returns the rows that ended, in order."""
         return self._pool.advance(until_s, self._row)
 
     def _to_boundary(self, at_s: float) -> None:
@@ -348,12 +358,14 @@ class SimulatedEngine:
 
     @property
     def resident(self) -> Ints:
-        """The samples that decode, prefill or wait in the engine, sorted."""
-        memory, row = self._pool.memory, self._row
+        """The samples of the step that decode, prefill or wait in the engine, sorted."""
+        memory, row, first = self._pool.memory, self._row, self.progress.at.first_sample
         cells = (self._n["head"] + np.arange(self._n["queued"])) % memory.queue.shape[1]
         filling = memory.filling[row, : self._n["filling"]]
         decoding = memory.heap[row, : self.running] % kernel.STRIDE
-        return np.sort(np.concatenate([decoding, filling, memory.queue[row, cells]]))
+        rows = np.sort(np.concatenate([decoding, filling, memory.queue[row, cells]]))
+        own: Ints = rows[(rows >= first) & (rows < first + self.progress.batch.samples)] - first
+        return own
 
     @property
     def _busy(self) -> bool:
@@ -363,6 +375,6 @@ class SimulatedEngine:
         return int(self._n[name])
 
     def _take_out(self, samples: Ints) -> None:
-        chosen = np.zeros(self.progress.batch.samples, dtype=np.bool_)
-        chosen[samples] = True
-        kernel.take_out(self._pool.memory, self.progress.table, self._pool.limits, self._row, chosen)
+        chosen = np.zeros(len(self._pool.table.tokens), dtype=np.bool_)
+        chosen[samples + self.progress.at.first_sample] = True
+        kernel.take_out(self._pool.memory, self._pool.table, self._pool.limits, self._row, chosen)

@@ -155,10 +155,8 @@ class SimulatedFleet:
 
     def load_in_flight(self, step: int, at_s: float, reload: Callable[[int, float, float], float]) -> None:
         """All actors load the weights after `step` training steps in the midst of their samples; `reload` has their
-        engines do it, and says when they begin. If one loads weights already, all wait for the next ones."""
+        engines do it, and says when they begin. One that loads other weights, as after its start, loads anew."""
         up = {slot: self.replicas[slot] for slot in range(len(self.setup.actors)) if slot in self.replicas}
-        if any(replica.state is ReplicaState.STALE for replica in up.values()):
-            return
         self._expect(step)
         version = version_of(step)
         serving = [slot for slot, replica in up.items() if replica.state is ReplicaState.SERVING]

@@ -6,6 +6,7 @@ has which sample, and which answers of the policy are refused.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,23 +16,44 @@ import numpy as np
 
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.assignment import Assignment
+from rlhfless.scaling.intervals import clip
 from rlhfless.scaling.policy import Assign, Move
 from rlhfless.scaling.prefill_pool import pieces
 from rlhfless.sim.engine import EnginePool, EngineShape, Precomputed, PricedModel, SimulatedEngine
 from rlhfless.sim.events import PromptsComputed
 from rlhfless.sim.fleet import SimulatedFleet
-from rlhfless.sim.memory import Floats, Ints
+from rlhfless.sim.memory import Floats, Ints, Table
 from rlhfless.sim.prefill import Computed, Piece, SimulatedPrefill
 from rlhfless.sim.replica import SimulatedReplica
-from rlhfless.sim.samples import RolloutBatch, StepProgress
+from rlhfless.sim.samples import RolloutBatch, Rows, StepProgress, rows_of
 from rlhfless.sim.setup import ActorShape
+
+
+class SharedEngines:
+    """The engines of a fleet that draws several steps at once."""
+
+    def __init__(self, actors: Sequence[ActorShape], steps: int, samples: int, nodes: int) -> None:
+        """For so many steps of at most so many samples, prompts and shared prefixes."""
+        self.free = rows_of(steps, samples, nodes)
+        """Rows of no step."""
+        self.pools = _pools(actors, self.free[0].table)
+
+    def give_back(self, rows: Rows) -> None:
+        """Rows are for another step from now on: no cache has its prompts."""
+        for pool in self.pools:
+            pool.memory.idle[:, rows.nodes] = 0
+        self.free.append(rows)
 
 
 class Generation:
     """The generation of one step, from its first sample to its last."""
 
-    def __init__(self, fleet: SimulatedFleet, batch: RolloutBatch, begun_s: float) -> None:
-        self.progress = StepProgress(batch, begun_s)
+    def __init__(
+        self, fleet: SimulatedFleet, batch: RolloutBatch, begun_s: float, shared: SharedEngines | None = None
+    ) -> None:
+        """`shared`: with other steps. The rows of its samples there are given back by `close`."""
+        self._shared = shared
+        self.progress = StepProgress(batch, begun_s, None if shared is None else shared.free.pop(0))
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
         self.assignment = Assignment(table.home, table.finished, len(actors))
         self.preemptions = 0
@@ -50,7 +72,9 @@ class Generation:
         self._held: list[Piece] = []
         """Pieces that wait for a prefill actor to have loaded its weights."""
         self._numbers = count()
-        self._pools = _pools(actors, self.progress)
+        self._engines: dict[tuple[int, int], SimulatedEngine] = {}
+        """By slot and life: the engine of a replica that has had samples of the step."""
+        self._pools = _pools(actors, self.progress.at.table) if shared is None else shared.pools
         self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
 
     @property
@@ -71,8 +95,14 @@ class Generation:
     def counts(self) -> tuple[list[int], list[int]]:
         """`[slots]`: how many samples run at each slot, and how many wait there."""
         running, waiting = np.zeros((2, len(self._fleet.slot_setups)), dtype=np.int64)
-        for pool in self._pools:
-            running[pool.slots], waiting[pool.slots] = pool.running, pool.waiting
+        if self._shared is None:
+            for pool in self._pools:
+                running[pool.slots], waiting[pool.slots] = pool.running, pool.waiting
+        else:
+            home, begun = self.assignment.home, ~np.isnan(self.progress.table.sample["start_s"])
+            np.add.at(running, home[begun & (home >= 0)], 1)
+            np.add.at(waiting, home[~begun & (home >= 0)], 1)
+            return running.tolist(), waiting.tolist()
         for slot, held in self._waiting.items():
             for samples, _ in held:
                 waiting[slot] += len(samples)
@@ -170,25 +200,35 @@ class Generation:
         return at_s if engine is None else engine.reload(at_s, load_s)
 
     def close(self) -> None:
-        """Bills all engines; none has samples left."""
+        """Bills all engines; none has samples of the step left."""
         for slot, replica in self._fleet.replicas.items():
             engine = self._engine_of(slot)
             if engine is not None:
                 self._bill(replica, engine)
 
+    def draws_at(self, slot: int) -> bool:
+        """Whether samples of the step belong to a slot."""
+        return bool((self.assignment.home == slot).any())
+
+    def give_back(self) -> None:
+        """The step has been learned from: its rows are for another one, and it keeps a copy."""
+        if self._shared is not None:
+            self._shared.give_back(self.progress.at)
+            self.progress.table = self.progress.table.copied()
+
     def _engine(self, slot: int, at_s: float) -> SimulatedEngine:
         """The engine of an actor that serves; a new one if it had none for this step."""
         engine = self._engine_of(slot)
         if engine is None:
-            engine = self._pool_of[slot].open(slot, at_s, self._fleet.setup.actors[slot].slowdown)
-            self._fleet.replicas[slot].engine = engine
+            life, slowdown = self._fleet.replicas[slot].number, self._fleet.setup.actors[slot].slowdown
+            engine = self._pool_of[slot].open(slot, self.progress, at_s, slowdown, life)
+            self._engines[slot, life] = engine
         return engine
 
     def _engine_of(self, slot: int) -> SimulatedEngine | None:
         """The engine of a slot, if it has one for this step."""
         replica = self._fleet.replicas.get(slot)
-        engine = replica.engine if replica is not None else None
-        return engine if engine is not None and engine.progress is self.progress else None
+        return None if replica is None else self._engines.get((slot, replica.number))
 
     def _give(self, slot: int, samples: Ints, at_s: float | Floats) -> None:
         if not len(samples):
@@ -276,26 +316,29 @@ class Generation:
 
     def _bill(self, replica: SimulatedReplica, engine: SimulatedEngine) -> None:
         """Records one call per span of work; the last call has the tokens."""
-        step = self.progress.batch.step
-        self.preemptions += engine.preemptions
-        self.computed_tokens += engine.prefilled_tokens
-        self.evicted_tokens += engine.evicted_tokens
-        periods = engine.periods
+        step, begun_s, counted = self.progress.batch.step, self.progress.begun_s, engine.settle()
+        self.preemptions += counted["preempted"]
+        self.computed_tokens += counted["prefilled"]
+        self.evicted_tokens += counted["evicted"]
+        # Beside other steps an engine has worked before this one, and works on.
+        until_s = math.inf if self._shared is None or self.unfinished else self.end_s
+        periods = clip(engine.periods, begun_s, until_s)
         for number, (start_s, end_s) in enumerate(periods, 1):
             figures: dict[str, int] = {}
             if number == len(periods):
                 figures = {
-                    "input_tokens": engine.prefilled_tokens + engine.cached_tokens,
-                    "output_tokens": engine.decoded_tokens,
-                    "cached_tokens": engine.cached_tokens,
+                    "input_tokens": counted["prefilled"] + counted["cached"],
+                    "output_tokens": counted["decoded"],
+                    "cached_tokens": counted["cached"],
                 }
             replica.called(Work.GENERATE, step, start_s, end_s, **figures)
-        replica.busy_s, replica.engine = max(replica.busy_s, engine.now_s), None
+        replica.busy_s = max(replica.busy_s, engine.now_s)
+        self._engines.pop((engine.slot, replica.number))
 
 
-def _pools(actors: Sequence[ActorShape], progress: StepProgress) -> list[EnginePool]:
+def _pools(actors: Sequence[ActorShape], table: Table) -> list[EnginePool]:
     """A pool for all actors of one shape and latency model."""
     slots: dict[tuple[EngineShape, PricedModel], list[int]] = {}
     for slot, actor in enumerate(actors):
         slots.setdefault((actor.engine, actor.prices), []).append(slot)
-    return [EnginePool(shape, prices, progress, members) for (shape, prices), members in slots.items()]
+    return [EnginePool(shape, prices, table, members) for (shape, prices), members in slots.items()]

@@ -40,9 +40,6 @@ JOIN_S = 0.030
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
 
-GROUPS, FINISHED = 0, 1
-"""Places in `Table.totals`."""
-
 ENDED, OVER = 0, 1
 """Places in `Pool.totals`."""
 
@@ -532,8 +529,6 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     table.finished[sample], table.truncated[sample] = True, table.sample[sample].cut
     table.complete_s[group] = max(table.complete_s[group], n.now_s)
     table.left[group] -= 1
-    table.totals[GROUPS] += table.left[group] == 0
-    table.totals[FINISHED] += 1
 
 
 @part

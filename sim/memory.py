@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from rlhfless.prefixes.trie import NONE
+from rlhfless.scaling.policy import UNASSIGNED
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -83,7 +86,7 @@ class Costs(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All samples of a step; the engines share it."""
+    """All samples of a step, or of the steps that are drawn at once; the engines share it."""
 
     sample: Records  # [samples] of SAMPLE
     tokens: Ints
@@ -96,9 +99,8 @@ class Table(NamedTuple):
     """`[nodes]`: the node of the next shorter shared prefix, or NONE. The prompts of groups are the first nodes, the
     prefixes that prompts share come after them."""
     depth: Ints  # [nodes]: tokens of each that can be cached, from the first one
-    left: Ints  # [groups]: samples that have not finished
-    complete_s: Floats  # [groups]: when the last of its finished samples ended
-    totals: Ints  # [2]: groups without any left, samples that have finished
+    left: Ints  # [nodes]: of a prompt, its samples that have not finished
+    complete_s: Floats  # [nodes]: when the last of its finished samples ended
 
     @property
     def prompt(self) -> Ints:
@@ -120,9 +122,36 @@ class Table(NamedTuple):
     def finish_s(self) -> Floats:
         return cast(Floats, self.sample["finish_s"])
 
+    def part(self, samples: slice, nodes: slice) -> Table:
+        """Views of these rows."""
+        by_node = self.parent, self.depth, self.left, self.complete_s
+        columns: list[Any] = [*(column[samples] for column in self[:6]), *(column[nodes] for column in by_node)]
+        return Table(*columns)
+
+    def copied(self) -> Table:
+        """The same values elsewhere."""
+        columns: list[Any] = [column.copy() for column in self]
+        return Table(*columns)
+
+
+def table_of(samples: int, nodes: int) -> Table:
+    """Rows for so many samples, and for the prompts and shared prefixes that they begin with."""
+    return Table(
+        sample=np.zeros(samples, dtype=SAMPLE),
+        tokens=np.zeros(samples, dtype=np.int64),
+        finished=np.zeros(samples, dtype=np.bool_),
+        truncated=np.zeros(samples, dtype=np.bool_),
+        home=np.full(samples, UNASSIGNED, dtype=np.int64),
+        actor=np.full(samples, UNASSIGNED, dtype=np.int64),
+        parent=np.full(nodes, NONE, dtype=np.int64),
+        depth=np.zeros(nodes, dtype=np.int64),
+        left=np.zeros(nodes, dtype=np.int64),
+        complete_s=np.zeros(nodes),
+    )
+
 
 class Pool(NamedTuple):
-    """Engines of one shape and model that draw a step."""
+    """Engines of one shape and model that draw a step, or several at once."""
 
     engine: Records  # [engines] of ENGINE
     heap: Ints  # [engines, max_sequences]: sequences that decode, by the iteration at which they end

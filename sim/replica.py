@@ -5,7 +5,6 @@ from __future__ import annotations
 from rlhfless.records import Holding, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
-from rlhfless.sim.engine import SimulatedEngine
 from rlhfless.sim.ledger import SimulatedLedger
 
 DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})
@@ -26,8 +25,6 @@ class SimulatedReplica:
         """Whether the replica wakes after a sleep: its state is STARTING meanwhile."""
         self.busy_s = at_s
         """When the replica will have finished all its work; an actor's engine knows its own time."""
-        self.engine: SimulatedEngine | None = None
-        """The engine of a generation actor, while it has samples of a step."""
 
     @property
     def state(self) -> ReplicaState:
@@ -52,7 +49,7 @@ class SimulatedReplica:
         """Drains the replica from `at_s` on; its device's memory is free at `asleep_s`."""
         self.note(self.life.drain(at_s))
         self.note(self.life.sleep(asleep_s))
-        self.asleep, self.engine = True, None
+        self.asleep = True
 
     def end(self, at_s: float) -> None:
         """Drains the replica, and gives its devices back."""

@@ -14,8 +14,8 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, lineage
 from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.scaling.selection import GroupGate
-from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
-from rlhfless.sim.memory import SAMPLE, Flags, Floats, Ints, Table
+from rlhfless.sim.kernel import STRIDE
+from rlhfless.sim.memory import Flags, Floats, Ints, Table, table_of
 
 
 @dataclass(frozen=True)
@@ -94,40 +94,76 @@ class RolloutBatch:
 
 
 @dataclass
+class Rows:
+    """Rows of the engines' table, for one step after the other."""
+
+    table: Table
+    samples: slice
+    nodes: slice
+
+    @property
+    def first_sample(self) -> int:
+        return int(self.samples.start)
+
+    @property
+    def first_node(self) -> int:
+        return int(self.nodes.start)
+
+    def filled(self, batch: RolloutBatch) -> Table:
+        """The samples of a batch, in the first of the rows: views, whose `group` and `parent` are of the whole table.
+        Raises ValueError for a batch that does not fit."""
+        count, groups, tree = batch.samples, batch.groups, batch.tree
+        nodes = groups + len(tree)
+        room = self.samples.stop - self.first_sample, self.nodes.stop - self.first_node
+        if count > room[0] or nodes > room[1]:
+            raise ValueError(f"step {batch.step} has {count} samples of {nodes} prompts and prefixes, beyond {room}")
+        first = self.first_sample, self.first_node
+        part = self.table.part(slice(first[0], first[0] + count), slice(first[1], first[1] + nodes))
+        sample = part.sample
+        sample[:] = 0
+        sample["prompt"] = batch.prompt_tokens[batch.group]
+        sample["target"] = batch.response_tokens
+        sample["group"] = batch.group + self.first_node
+        sample["start_s"] = sample["finish_s"] = np.nan
+        sample["cut"] = False if batch.truncated is None else batch.truncated
+        part.tokens[:] = 0
+        part.finished[:] = part.truncated[:] = False
+        part.home[:] = part.actor[:] = UNASSIGNED
+        # Prompts are the first nodes, so shared prefixes are numbered after them.
+        above = np.concatenate([tree.leaf, tree.parent])
+        part.parent[:] = np.where(above == NONE, NONE, above + groups + self.first_node)
+        part.depth[:] = np.concatenate([batch.prompt_tokens - 1, tree.tokens])
+        part.left[:groups] = np.bincount(batch.group, minlength=groups)
+        part.complete_s[:] = 0
+        return part._replace(left=part.left[:groups], complete_s=part.complete_s[:groups])
+
+
+def rows_of(steps: int, samples: int, nodes: int) -> list[Rows]:
+    """Rows of one table for so many steps of at most so many samples, prompts and shared prefixes."""
+    table = table_of(steps * samples, steps * nodes)
+    return [
+        Rows(table, slice(step * samples, (step + 1) * samples), slice(step * nodes, (step + 1) * nodes))
+        for step in range(steps)
+    ]
+
+
+@dataclass
 class StepProgress:
     """The progress of the samples of a batch. The engines of a step share it, and write into it."""
 
     batch: RolloutBatch
     begun_s: float = 0.0
+    rows: Rows | None = None
+    """Its rows of a table that it shares with other steps; None: it has a table of its own."""
     table: Table = field(init=False)
     safe_tokens: Ints = field(init=False)
     """`[samples]`: tokens that the driver has received; later tokens are lost if their engine crashes."""
 
     def __post_init__(self) -> None:
-        batch, count = self.batch, self.batch.samples
-        sample = np.zeros(count, dtype=SAMPLE)
-        sample["prompt"] = batch.prompt_tokens[batch.group]
-        sample["target"] = batch.response_tokens
-        sample["group"] = batch.group
-        sample["start_s"] = sample["finish_s"] = np.nan
-        sample["cut"] = False if batch.truncated is None else batch.truncated
-        tree, groups = batch.tree, batch.groups
-        # Prompts are the first nodes, so shared prefixes are numbered after them.
-        above = np.concatenate([tree.leaf, tree.parent])
-        self.table = Table(
-            sample=sample,
-            tokens=np.zeros(count, dtype=np.int64),
-            finished=np.zeros(count, dtype=np.bool_),
-            truncated=np.zeros(count, dtype=np.bool_),
-            home=np.full(count, UNASSIGNED, dtype=np.int64),
-            actor=np.full(count, UNASSIGNED, dtype=np.int64),
-            parent=np.where(above == NONE, NONE, above + groups),
-            depth=np.concatenate([batch.prompt_tokens - 1, tree.tokens]),
-            left=np.bincount(batch.group, minlength=batch.groups),
-            complete_s=np.zeros(batch.groups),
-            totals=np.zeros(2, dtype=np.int64),
-        )
-        self.safe_tokens = np.zeros(count, dtype=np.int64)
+        batch = self.batch
+        self.at = self.rows or rows_of(1, batch.samples, batch.groups + len(batch.tree))[0]
+        self.table = self.at.filled(batch)
+        self.safe_tokens = np.zeros(batch.samples, dtype=np.int64)
         self.whole = batch if batch.selected is None else batch.selected.whole
         """The groups that the step may learn from."""
         self.left_out = np.zeros(self.whole.groups, dtype=np.bool_)
@@ -143,11 +179,12 @@ class StepProgress:
     @property
     def unfinished(self) -> int:
         """The number of samples that have not finished."""
-        return self.batch.samples - int(self.table.totals[FINISHED])
+        return self.batch.samples - int(np.count_nonzero(self.table.finished))
 
     def lineage(self, node: int) -> list[int]:
         """A prompt, by its group, or a shared prefix, and all prefixes that it begins with, the shortest first."""
-        return lineage(self.table.parent, node)
+        first = self.at.first_node
+        return [each - first for each in lineage(self.at.table.parent, node + first)]
 
     @property
     def complete_s(self) -> Floats:
@@ -163,7 +200,9 @@ class StepProgress:
     @property
     def complete_groups(self) -> int:
         """The number of complete groups, without those that are left to later steps."""
-        return int(self.table.totals[GROUPS]) if self.batch.selected is None else len(self.complete)
+        if self.batch.selected is not None:
+            return len(self.complete)
+        return self.batch.groups - int(np.count_nonzero(self.table.left))
 
     @property
     def learned(self) -> Flags:
@@ -191,4 +230,3 @@ class StepProgress:
         table.truncated[~table.finished] = True
         table.finished[:] = True
         table.home[:] = UNASSIGNED
-        table.totals[FINISHED] = self.batch.samples

@@ -32,6 +32,7 @@ def steps_of(
 ) -> Iterator[Generation]:
     """The steps of a run, each when it has been drawn; `batches` are what they would draw if they waited for all."""
     draws = batches if selecting is None else SelectedDraws(selecting, batches)
+    simulation.reserve(batches)
     for batch in draws:
         generation = simulation.step(batch)
         if isinstance(draws, SelectedDraws):

@@ -33,13 +33,14 @@ from rlhfless.scaling.policy import (
     Policy,
     Release,
     Serving,
+    Start,
     StepBegan,
     StepEnded,
 )
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.events import PromptsComputed, SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
-from rlhfless.sim.generation import Generation
+from rlhfless.sim.generation import Generation, SharedEngines
 from rlhfless.sim.learner_size import SimulatedLearnerSize
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
@@ -72,6 +73,8 @@ class Simulation:
         self._learner = first + len(setup.services)
         self._steps: list[StepUnderWay] = []
         """Steps in progress, oldest first; the last is being drawn, or has been."""
+        self._shared: SharedEngines | None = None
+        """The engines of a run that draws several steps at once: one that takes in weights in the midst of a draw."""
         self._begun = self._learned = 0
         self._beat_s = 0.0
         self._drawn_s = -math.inf
@@ -92,13 +95,32 @@ class Simulation:
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({self.setup.max_tokens})"
             )
         off = self.setup.max_staleness
-        newest = self._learned if self.setup.in_flight else 0
-        self.fleet.require_weights(max(self._begun - off, newest), self.now_s)
+        if not self._drawn:  # else actors take in weights in the midst of their draws
+            newest = self._learned if self.setup.in_flight else 0
+            self.fleet.require_weights(max(self._begun - off, newest), self.now_s)
         self._begun += 1
         under_way = self._begin(batch)
-        while under_way.generated_s is None or len(self._steps) > off:
+        while len(self._steps) > off or (under_way.generated_s is None and self._shared is None):
             self._advance()
         return under_way.generation
+
+    def reserve(self, batches: Sequence[RolloutBatch]) -> None:
+        """Make room for steps of the size of the largest of these. Where steps are drawn at once, this comes before the
+        first, unless none is larger."""
+        if self.setup.in_flight and self.setup.max_staleness:
+            samples = max(batch.samples for batch in batches)
+            nodes = max(batch.groups + len(batch.tree) for batch in batches)
+            self._shared = SharedEngines(self.setup.actors, self.setup.max_staleness + 1, samples, nodes)
+
+    @property
+    def _drawn(self) -> list[StepUnderWay]:
+        """The steps that are being drawn, oldest first."""
+        return [step for step in self._steps if step.generated_s is None]
+
+    @property
+    def _current(self) -> list[StepUnderWay]:
+        """The steps that are being drawn, or the last one that was."""
+        return self._drawn or self._steps[-1:]
 
     def close(self) -> Trace:
         """Ends the run, releases all replicas, and returns the trace, without a row per response."""
@@ -108,7 +130,9 @@ class Simulation:
         return self.ledger.trace(self._prices, self.fleet.beside())
 
     def _begin(self, batch: RolloutBatch) -> StepUnderWay:
-        generation = Generation(self.fleet, batch, self.now_s)
+        if self._shared is None:
+            self.reserve([batch])
+        generation = Generation(self.fleet, batch, self.now_s, self._shared)
         window = Window(with_waits(self._fleet_view, self.fleet, self.now_s), self.fleet, generation)
         groups = generation.progress.whole.groups
         taken = {slot: np.zeros(groups, dtype=np.bool_) for slot in self._services}
@@ -129,27 +153,32 @@ class Simulation:
 
     def _advance(self) -> None:
         """Advances to the next event."""
-        current = self._steps[-1]
-        drawing = current.generated_s is None
-        until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._beat_s if drawing else math.inf))
+        drawn = self._drawn
+        until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._beat_s if drawn else math.inf))
         if math.isinf(until_s):
             raise SimulationError(self.fleet.stuck() or "nothing works, and nothing is due")
-        if not (drawing and self._draw(current, until_s)):
+        if not (drawn and self._draw(drawn, until_s)):
             self.now_s = until_s
             if self.fleet.agenda.next_s <= until_s:
                 self._handle_next()
-            elif drawing:
+            elif drawn:
                 self._beat_s = until_s + self.setup.links.beat_s
-                self._query([Beat()], current)
+                for step in drawn:
+                    self._query([Beat()], step)
         self._start_needed()
 
-    def _draw(self, current: StepUnderWay, until_s: float) -> bool:
-        """Advances generation to `until_s`. Returns whether it has ended; then the clock is at its end."""
-        generation = current.generation
+    def _draw(self, drawn: Sequence[StepUnderWay], until_s: float) -> bool:
+        """Advances generation to `until_s`. Returns whether that of a step has ended; then the clock is at its end."""
         if until_s > self._drawn_s:  # what begins at an instant ends no iteration in it
-            generation.advance(until_s)
+            drawn[-1].generation.advance(until_s)
             self._drawn_s = until_s
             self._start_needed()
+        first = min(drawn, key=lambda step: math.inf if step.generation.unfinished else step.generation.end_s)
+        return self._end_draw(first, until_s)
+
+    def _end_draw(self, current: StepUnderWay, until_s: float) -> bool:
+        """Ends the generation of a step, if it has ended by `until_s`."""
+        generation = current.generation
         if generation.progress.has_enough:
             end_s = generation.hand_back(until_s)
         elif generation.unfinished or generation.end_s > until_s:
@@ -157,7 +186,7 @@ class Simulation:
         else:
             end_s = generation.end_s
         self.now_s = current.generated_s = max(self.now_s, end_s)
-        self.fleet.drawing = False
+        self.fleet.drawing = bool(self._drawn)
         generation.close()
         for slot in self._services:
             self._take(slot)
@@ -169,27 +198,28 @@ class Simulation:
 
     def _handle_next(self) -> None:
         at_s, event = self.fleet.agenda.pop()
-        current = self._steps[-1]
         if isinstance(event, Worked):
             self._worked(event)
         elif isinstance(event, SpotInterrupted):
-            self._interrupted(at_s, event, current)
+            self._interrupted(at_s, event)
         elif isinstance(event, WeightsLoaded):
-            self._loaded(at_s, event, current)
+            self._loaded(at_s, event)
         elif isinstance(event, PromptsComputed):
+            current = self._steps[-1]
             if event.step == current.generation.progress.batch.step:
                 current.generation.hand_over(event.piece, at_s)
         elif self.fleet.handle(at_s, event) and isinstance(event, Up) and event.slot in self._services:
             self._take(event.slot)
         self.fleet.pass_turns(self.now_s)
 
-    def _loaded(self, at_s: float, event: WeightsLoaded, current: StepUnderWay) -> None:
+    def _loaded(self, at_s: float, event: WeightsLoaded) -> None:
         """All actors that have loaded the weights at one instant serve before the policy gets the first event."""
         loaded = [event, *self.fleet.agenda.pop_like(at_s, WeightsLoaded)]
         up = [event.slot for event in loaded if self.fleet.handle(at_s, event)]
-        for slot in up:
-            current.generation.serving(slot, at_s)
-        self._query([Serving(slot) for slot in up if slot not in self.setup.prefill], current)
+        for current in self._current:
+            for slot in up:
+                current.generation.serving(slot, at_s)
+            self._query([Serving(slot) for slot in up if slot not in self.setup.prefill], current)
 
     def _idle(self, slot: int) -> bool:
         """Whether the function of a slot has no work of its phase left."""
@@ -217,13 +247,19 @@ class Simulation:
         self._query([Idle(event.slot)], under_way)
         self._query([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
+        under_way.generation.give_back()
         self._learned = under_way.number
         if self._learner_size is not None:
             shape = self._learner_size.choose(self.fleet, self.ledger, self.now_s)
             if shape is not None:
                 self._change_learner(shape)
-        if self.setup.in_flight and self._steps and self._steps[-1].generated_s is None:
-            self.fleet.load_in_flight(self._learned, self.now_s, self._steps[-1].generation.reload)
+        if self.setup.in_flight and self._drawn:
+            self.fleet.load_in_flight(self._learned, self.now_s, self._reload)
+            self.fleet.sync(self.now_s)
+
+    def _reload(self, slot: int, at_s: float, load_s: float) -> float:
+        """The actor at a slot loads weights in the midst of its samples, of all steps; returns when it begins."""
+        return max(step.generation.reload(slot, at_s, load_s) for step in self._drawn)
 
     def _change_learner(self, shape: LearnerShape) -> None:
         """The learner ends, and starts on other devices. A step that waits for the weights begins when it is up."""
@@ -233,19 +269,21 @@ class Simulation:
         if not self._steps:
             self.now_s += shape.slot_setup.start_s
 
-    def _interrupted(self, at_s: float, event: SpotInterrupted, current: StepUnderWay) -> None:
+    def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
         replica = self.fleet.replicas.get(event.slot)
         if replica is None or replica.number != event.life:
             return
         if event.slot in self.setup.prefill:
             replica.busy_s = min(replica.busy_s, at_s)
             self.fleet.handle(at_s, event)
-            current.generation.prefill_lost(event.slot, at_s)
+            self._steps[-1].generation.prefill_lost(event.slot, at_s)
             self.fleet.start(event.slot, at_s)
             return
-        at_s, samples = current.generation.lost(event.slot, at_s)
-        self.fleet.handle(at_s, event)
-        self._query([Lost(event.slot, samples)], current)
+        steps = self._current
+        lost = [step.generation.lost(event.slot, at_s) for step in steps]
+        self.fleet.handle(max(ended_s for ended_s, _ in lost), event)
+        for step, (_, samples) in zip(steps, lost, strict=True):
+            self._query([Lost(event.slot, samples)], step)
 
     def _start_needed(self) -> None:
         """Starts services that have work and no replica, and then the learner once all services have finished a step;
@@ -304,7 +342,7 @@ class Simulation:
             self._check_progress(under_way)
             answer = self._policy.decide(self.now_s, event, view)
             try:
-                self._carry_out(answer, event, under_way.generation)
+                self._carry_out(answer, event, under_way)
             except PolicyFault as fault:
                 raise SimulationError(str(fault)) from fault
             if answer:
@@ -324,21 +362,31 @@ class Simulation:
             self.fleet.stuck() or f"{left} samples are left, and no actor serves or will; Start one and give it samples"
         )
 
-    def _carry_out(self, answer: Sequence[Action], event: Event, generation: Generation) -> None:
+    def _carry_out(self, answer: Sequence[Action], event: Event, under_way: StepUnderWay) -> None:
         """Carries out an answer, and checks the state after it. Raises PolicyFault, SimulationError."""
+        generation = under_way.generation
+        kept = set[int]()
         for action in answer:
-            self._do(action, generation)
+            if isinstance(action, Release) and self._others_draw_at(action.slot, under_way):
+                kept.add(action.slot)
+            elif not (isinstance(action, Start) and action.slot in kept):
+                self._do(action, under_way)
         if isinstance(event, StepBegan | Lost):
             generation.assignment.check_assigned()
         generation.assignment.check_drawn(answer, self.fleet.expects)
 
-    def _do(self, action: Action, generation: Generation) -> None:
+    def _others_draw_at(self, slot: int, under_way: StepUnderWay) -> bool:
+        """Whether an actor has samples of other steps that are drawn at once: it stays."""
+        others = [] if self._shared is None else [step for step in self._current if step is not under_way]
+        return any(step.generation.draws_at(slot) for step in others)
+
+    def _do(self, action: Action, under_way: StepUnderWay) -> None:
         if isinstance(action, Note):
             self.ledger.decisions.append(action.decision)
         elif isinstance(action, Assign):
-            generation.assign(action, self.now_s)
+            under_way.generation.assign(action, self.now_s)
         elif isinstance(action, Move):
-            generation.move(action, self.now_s)
+            under_way.generation.move(action, self.now_s)
         elif isinstance(action, Release):
             self._release(action)
         elif action.at_s is None or action.at_s <= self.now_s:
@@ -353,5 +401,6 @@ class Simulation:
         if release.slot in self._services:
             self._take(release.slot)
         elif release.slot != self._learner:
-            self._steps[-1].generation.leave(release.slot)
+            for step in self._current:
+                step.generation.leave(release.slot)
         self.fleet.release(release.slot, self.now_s)

@@ -101,7 +101,7 @@ class Window:
             step=batch.step,
             prompt_ids=batch.prompt_ids,
             prompt_tokens=read_only(batch.prompt_tokens),
-            group=read_only(table.group),
+            group=read_only(batch.group),
             tokens=read_only(table.tokens),
             finished=read_only(table.finished),
             truncated=read_only(table.truncated),

@@ -53,7 +53,7 @@ class RLHFlessPublished:
         self._fleet_options = FleetOptionsCache()
         self._means: dict[str, float] = {}
         self._seen_tokens, self._seen = 0.0, 0
-        self._began_s = 0.0
+        self._step, self._began_s = 0, 0.0
         self._shortest_s = math.inf
         self._actors: tuple[int, ...] = ()
         self._owner: Ints = np.empty(0, np.int64)
@@ -67,9 +67,9 @@ class RLHFlessPublished:
         now = self._contexts.of(at_s, view)
         match event:
             case StepBegan():
-                self._began_s = at_s
+                self._step, self._began_s = view.step, at_s
                 return self._begin(now)
-            case Beat():
+            case Beat() if view.step == self._step:  # its groups are those of the newest step
                 return self._look(now)
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)
@@ -106,6 +106,8 @@ class RLHFlessPublished:
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
         actions = rescue(now, slot, samples)
+        if now.view.step != self._step:
+            return actions
         for given in actions:
             if isinstance(given, Assign):
                 self._owner[given.samples] = given.slot

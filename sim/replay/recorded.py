@@ -105,6 +105,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         0,
         prefixes=_prefix_use(trace),
         warm=True,
+        in_flight=other.max_staleness is None and _loads_in_flight(trace),
         fewest_actors=int(bounds.get("min_actors", 0)),
     )
 
@@ -136,6 +137,12 @@ def _max_staleness(trace: Trace) -> int:
     if name == "auto":
         name = ["sync", *(decision.choice for decision in trace.decisions if decision.kind == "schedule")][-1]
     return {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}.get(name, 0)
+
+
+def _loads_in_flight(trace: Trace) -> bool:
+    """Whether actors took in weights while they drew, several steps at once."""
+    schedule = trace.meta.spec.get("schedule") or {}
+    return schedule.get("type") == "async" and bool(schedule.get("in_flight", True))
 
 
 def _streamed(trace: Trace) -> bool:

@@ -172,7 +172,7 @@ class Simulated:
         self.policy.answer = answer
         event = SpotInterrupted(slot, self.simulation.fleet.replicas[slot].number)
         try:
-            self.simulation._interrupted(self.simulation.now_s, event, self.step)
+            self.simulation._interrupted(self.simulation.now_s, event)
         except SimulationError as fault:
             return fault
         return None
@@ -183,7 +183,7 @@ class Simulated:
             source, target = int(self.home[sample]), int(home[sample])
             action = Assign(target, ints([sample])) if source == UNASSIGNED else Move(source, target, ints([sample]))
             if not self.finished[sample]:  # it may have ended while another one was moved
-                self.simulation._do(action, self.generation)
+                self.simulation._do(action, self.step)
 
 
 def setup() -> Setup:

@@ -42,13 +42,13 @@ class Run:
 def check_books(run: Run, policy: Policy) -> None:
     """Plays a run: every sample is drawn once, and the bill is what was held."""
     simulation, drawn = play(run.setup, run.batches, policy)
+    trace = simulation.close()
     for batch, generation in zip(run.batches, drawn, strict=True):
         table = generation.progress.table
         assert table.tokens.tolist() == batch.response_tokens.tolist()
         assert table.finished.all()
         assert np.isfinite(table.finish_s).all()
         assert (table.actor >= 0).all()
-    trace = simulation.close()
     assert [step.step for step in trace.steps] == [batch.step for batch in run.batches]
     total = summarise(trace, PRICES).total  # raises if holdings overlap
     held_s = math.fsum(holding.device_s for holding in trace.holdings)
@@ -85,6 +85,7 @@ CONTRACTS = st.one_of(
 
 def play(setup: Setup, batches: Sequence[RolloutBatch], policy: Policy) -> tuple[Simulation, list[Generation]]:
     simulation = Simulation(setup, policy, PRICES)
+    simulation.reserve(batches)
     return simulation, [simulation.step(batch) for batch in batches]
 
 

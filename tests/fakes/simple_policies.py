@@ -26,6 +26,11 @@ from rlhfless.scaling.policy import (
 ASLEEP = (None, ReplicaState.SLEEPING)
 
 
+def again(event: Lost, view: StepView) -> tuple[Start, ...]:
+    """The start of an actor in place of a lost one, unless another step that lost samples there has asked for it."""
+    return (Start(event.slot),) if view.slots[event.slot].state is None else ()
+
+
 class Evenly:
     """Keeps all actors up, and gives every actor the same number of groups. What is lost goes to the slot with the
     fewest samples, and the slot that lost its actor gets a new one."""
@@ -40,7 +45,7 @@ class Evenly:
         if isinstance(event, Lost):
             alive = [slot for slot in view.fleet.generation() if view.slots[slot].state not in ASLEEP]
             target = min(alive, key=lambda slot: len(view.samples_at(slot)), default=event.slot)
-            return (Start(event.slot), Assign(target, event.samples))
+            return (*again(event, view), Assign(target, event.samples))
         return ()
 
 
@@ -52,7 +57,8 @@ class InTurns(Evenly):
         if isinstance(event, Generated):
             return [Release(slot) for slot in view.fleet.generation() if view.slots[slot].state is ReplicaState.SERVING]
         if isinstance(event, Idle) and event.slot != learner_of(view):
-            return (Release(event.slot),)
+            there = view.slots[event.slot].state is not None  # it may have had the last work of two steps
+            return (Release(event.slot),) if there else ()
         return super().decide(at_s, event, view)
 
 
@@ -79,7 +85,7 @@ class Restless:
         if isinstance(event, StepBegan):
             return spread_out(view)
         if isinstance(event, Lost):
-            return (Start(event.slot), Assign(event.slot, event.samples))
+            return (*again(event, view), Assign(event.slot, event.samples))
         if isinstance(event, Generated):
             there = [slot for slot in view.fleet.generation() if view.slots[slot].state not in ASLEEP]
             gone = [slot for slot in there if self.random.integers(2)]

@@ -28,7 +28,7 @@ def engine_of(batch: RolloutBatch, shape: EngineShape, at_s: float = 0.0, slowdo
 
 
 def engine_in(progress: StepProgress, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> SimulatedEngine:
-    return EnginePool(shape, PRICES, progress, [0]).open(0, at_s, slowdown)
+    return EnginePool(shape, PRICES, progress.at.table, [0]).open(0, progress, at_s, slowdown)
 
 
 def everything(batch: RolloutBatch) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_two_siblings_by_hand() -> None:
     third_s = first_s + decode_s(MODEL, 2, 2 * 34, 2)
     fifth_s = third_s + decode_s(MODEL, 1, 36, 2)
     assert engine.progress.table.finish_s == pytest.approx([third_s, fifth_s], rel=EXACT)
-    assert (engine.prefilled_tokens, engine.cached_tokens, engine.decoded_tokens) == (34, 32, 8)
+    assert (engine.counts["prefilled"], engine.counts["cached"], engine.counts["decoded"]) == (34, 32, 8)
     assert engine.periods == [(0.0, engine.now_s)]
     assert free_blocks(engine) == ROOMY.kv_blocks
 
@@ -73,7 +73,7 @@ def test_prompts_behind_one_prefix_by_hand() -> None:
     engine.submit(everything(batch), 0.0)
     engine.advance(math.inf)
     assert engine.now_s == pytest.approx(MODEL.prefill_s(52) + MODEL.prefill_s(5, 32), rel=EXACT)
-    assert (engine.prefilled_tokens, engine.cached_tokens, engine.evicted_tokens) == (57, 32, 0)
+    assert (engine.counts["prefilled"], engine.counts["cached"], engine.counts["evicted"]) == (57, 32, 0)
 
 
 def test_a_prefix_is_found_until_its_blocks_are_taken_by_hand() -> None:
@@ -86,8 +86,8 @@ def test_a_prefix_is_found_until_its_blocks_are_taken_by_hand() -> None:
     engine.submit(everything(batch), 0.0)
     engine.advance(math.inf)
     # 16 tokens and one drawn are 5 blocks: 3 unused ones, the first prompt's own, and the last of the prefix.
-    assert engine.prefilled_tokens == 9 + 16 + 5
-    assert (engine.cached_tokens, engine.evicted_tokens) == (4, 4)
+    assert engine.counts["prefilled"] == 9 + 16 + 5
+    assert (engine.counts["cached"], engine.counts["evicted"]) == (4, 4)
     assert free_blocks(engine) == 6
 
 
@@ -105,7 +105,7 @@ def test_a_precomputed_prefix_by_hand() -> None:
     assert engine.has(3)
     engine.submit(everything(batch), done.end_s)
     engine.advance(math.inf)
-    assert (engine.prefilled_tokens, engine.cached_tokens) == (6 + 11, 128)
+    assert (engine.counts["prefilled"], engine.counts["cached"]) == (6 + 11, 128)
     sent = engine_in(progress, ROOMY).precompute([2, 3], 1.0, 0.01, {2: 1.0, 3: 1e-6})
     assert (sent.computed_tokens, sent.moved_tokens, sent.cached_tokens) == (32, 32, 64)
     assert sent.end_s == pytest.approx(1.01 + MODEL.prefill_s(32) + 32e-6, rel=EXACT)
@@ -128,7 +128,7 @@ def test_preemption_by_hand() -> None:
     first_s = apart_s + decode_s(MODEL, 1, 9, 4)
     second_s = first_s + MODEL.prefill_s(5, 4) + decode_s(MODEL, 1, 10, 3)
     assert engine.progress.table.finish_s == pytest.approx([first_s, second_s], rel=EXACT)
-    assert engine.preemptions == 1
+    assert engine.counts["preempted"] == 1
 
 
 def test_chunked_prefill_by_hand() -> None:
@@ -291,8 +291,8 @@ def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
     expected = [naive.finish_s[sample] for sample in range(scenario.batch.samples)]
     assert engine.progress.table.finish_s == pytest.approx(expected, rel=EXACT)
     assert engine.now_s == pytest.approx(naive.now_s, rel=EXACT)
-    assert engine.preemptions == naive.preemptions
-    counted = (engine.prefilled_tokens, engine.cached_tokens, engine.evicted_tokens)
+    assert engine.counts["preempted"] == naive.preemptions
+    counted = (engine.counts["prefilled"], engine.counts["cached"], engine.counts["evicted"])
     assert counted == (naive.prefilled, naive.cached, naive.evicted)
 
 
@@ -301,7 +301,7 @@ def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
 def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
     engine = play(scenario)
     assert engine.progress.finished.all()
-    assert engine.decoded_tokens == scenario.batch.response_tokens.sum() - sum(scenario.drawn)
+    assert engine.counts["decoded"] == scenario.batch.response_tokens.sum() - sum(scenario.drawn)
     assert free_blocks(engine) == scenario.shape.kv_blocks
     assert engine.resident.tolist() == []
     assert sum(end - start for start, end in engine.periods) <= engine.now_s * (1 + EXACT)
@@ -312,7 +312,7 @@ def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
 def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[float]) -> None:
     whole, split = play(scenario), play(scenario, tuple(sorted(stops)))
     assert split.progress.table.finish_s == pytest.approx(whole.progress.table.finish_s, rel=EXACT)
-    assert split.preemptions == whole.preemptions
+    assert split.counts["preempted"] == whole.counts["preempted"]
 
 
 @given(scenarios(with_cuts=False))

@@ -93,7 +93,8 @@ def test_the_closed_form_foresees_when_an_engine_ends_whose_samples_wait(times: 
     """So many times as many samples as sequences that run at once."""
     (batch,) = batches_of([(40, 1.0), (60, 1.0), (100, 1.0)], times * SLOTS, 1, seed=1)
     order = np.argsort(-batch.response_tokens, kind="stable")
-    engine = EnginePool(ROOMY, PricedModel(HEAVY, SLOTS), StepProgress(batch), [0]).open(0, 0.0)
+    progress = StepProgress(batch)
+    engine = EnginePool(ROOMY, PricedModel(HEAVY, SLOTS), progress.table, [0]).open(0, progress, 0.0)
     engine.submit(order, 0.0)
     engine.advance(math.inf)
     device = DeviceOption("h100", HEAVY, 4000, SLOTS, 0.001, ())

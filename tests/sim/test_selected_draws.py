@@ -161,27 +161,25 @@ def test_steps_that_wait_for_all_are_as_they_were() -> None:
 
 
 def test_weights_that_come_in_the_midst_of_a_draw_stop_it_for_the_load_and_the_kv_of_its_samples() -> None:
-    """The second step is drawn while the first is learned: its sample stops at the first boundary after that."""
-    learner, ends = on(LEARNER, slot_setup(9, start_s=0.0, node=0)), dict[bool, float]()
-    for in_flight in (False, True):
-        setup = setup_of(actor(0), learner=learner, max_staleness=1, in_flight=in_flight, links=OFTEN)
-        simulation, (_, second) = simulated(SyncSpec(), batches_of([20], [200]), setup)
-        ends[in_flight] = second.end_s
-        loads = [(call.step, call.start_s, call.end_s) for call in called(simulation, Work.LOAD_WEIGHTS)]
-        simulation.close()
-        if not in_flight:
-            assert len(loads) == 1, "version 0 serves both"
-            continue
-        published_s = called(simulation, Work.PUBLISH)[0].end_s
-        (_, (step, start_s, end_s)) = loads
-        assert step == 2
-        assert 0 <= start_s - published_s <= decode_s(MODEL, 1, 205, 1)
-        assert end_s - start_s == pytest.approx(0.3)
-        tokens = (second.computed_tokens - 5) - 5
-        assert 0 < tokens < 200
-        assert ends[True] - ends[False] == pytest.approx(
-            0.3 + MODEL.prefill_s(5 + tokens), abs=2 * decode_s(MODEL, 1, 205, 1)
-        )
+    """Two steps are drawn at once, as if they were one; the sample of the second stops at the first boundary after the
+    first has been learned from."""
+    learner = on(LEARNER, slot_setup(9, start_s=0.0, node=0))
+    setup = setup_of(actor(0), learner=learner, max_staleness=1, in_flight=True, links=OFTEN)
+    simulation, (first, second) = simulated(SyncSpec(), batches_of([20], [200]), setup)
+    simulation.close()
+    _, (both,) = simulated(SyncSpec(), batches_of([20, 200]), setup_of(actor(0), learner=learner, links=OFTEN))
+    boundary_s = decode_s(MODEL, 1, 205, 1)
+    assert first.end_s == pytest.approx(both.progress.table.finish_s[0], abs=boundary_s)
+    published_s = called(simulation, Work.PUBLISH)[0].end_s
+    _, (step, start_s, end_s) = [
+        (call.step, call.start_s, call.end_s) for call in called(simulation, Work.LOAD_WEIGHTS)
+    ]
+    assert step == 2
+    assert 0 <= start_s - published_s <= boundary_s
+    assert end_s - start_s == pytest.approx(0.3)
+    tokens = (first.computed_tokens + second.computed_tokens - 10) - 5
+    assert 0 < tokens < 200
+    assert second.end_s - both.end_s == pytest.approx(0.3 + MODEL.prefill_s(5 + tokens), abs=2 * boundary_s)
 
 
 def test_a_scenario_has_the_schedules_of_a_run() -> None:

@@ -53,7 +53,14 @@ def runs(draw: st.DrawFn) -> Run:
     shared = not ahead and draw(st.booleans())
     learner = on(LEARNER, slot_setup(count - 1, start_s=1.0)) if shared else LEARNER
     seed = draw(st.integers(0, 1000))
-    setup = setup_of(*actors, seed=seed, max_staleness=ahead, learner=learner, services=(SCORING, REFERENCE))
+    setup = setup_of(
+        *actors,
+        seed=seed,
+        max_staleness=ahead,
+        in_flight=ahead > 0 and draw(st.booleans()),
+        learner=learner,
+        services=(SCORING, REFERENCE),
+    )
     return Run(setup, batches, seed)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.compute import sensitivity
-from rlhfless.control.compute.dimensions import PREFILL, SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
+from rlhfless.control.compute.dimensions import CONNECTOR, PREFILL, SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
 from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
@@ -112,9 +112,24 @@ def compared(
         for way in dimensions.ways(planner.spec)
     ]
     tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
+    if not dimensions.prefill_actors:
+        tried += [try_choice(planner.quick(), each) for each in apart_where_it_pays(planner, front(tried))]
     best = front(tried)
     again = iter(_each(planner, [each.choice for each in tried if each in best], jobs, lambda *_: None))
     return [next(again) if each in best else each for each in tried]
+
+
+def apart_where_it_pays(planner: Planner, best: Sequence[Tried]) -> Iterator[Choice]:
+    """Of these choices the ones whose prompts should be computed apart by the break-even (docs/prefill.md), so. The
+    break-even is a bound: the simulator says whether they are faster."""
+    for choice in (each.choice for each in best):
+        spec = spec_of(planner.spec, choice)
+        if spec.scaling.prefill.on or spec.placement.in_turns or spec.schedule.in_flight:
+            continue
+        found = planner.prefill(question_of(spec, choice.kind, choice.count))
+        if found is not None and found.pays:
+            actors = {"min_actors": found.prefill_actors, "max_actors": found.prefill_actors}
+            yield replace(choice, changes={**choice.changes, PREFILL: actors, CONNECTOR: found.connector})
 
 
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:

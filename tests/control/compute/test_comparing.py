@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rlhfless.control.compute.comparing import (
     TURNS,
     Choice,
     Tried,
+    apart_where_it_pays,
     as_json,
     choices_of,
     front,
@@ -30,6 +32,7 @@ from rlhfless.control.compute.dimensions import (
 )
 from rlhfless.control.compute.planning import Planner
 from rlhfless.control.compute.prediction import Predicted
+from rlhfless.control.compute.prefill import PlannedPrefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.scaling.latency.shape import ModelShape
@@ -156,6 +159,28 @@ def test_each_setting_is_tried_with_each_other_and_is_one_of_the_run() -> None:
     ]
     changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **ways[3].changes}))
     assert (changed.generation.speculation.method, changed.learner.share_prefixes) == ("suffix", False)
+
+
+def test_prompts_are_computed_apart_where_the_break_even_says_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where functions take turns, which has no pool of their own for prompts."""
+    planner = Planner(SPEC, None)
+    answers = {
+        8: PlannedPrefill(8, 2, 20.0, 10.0, True, "nixl"),
+        1: None,
+        4: PlannedPrefill(4, 1, 9.0, 9.0, False, "nixl"),
+    }
+    monkeypatch.setattr(Planner, "prefill", lambda _, asked: answers[asked.count])
+    monkeypatch.setattr(
+        "rlhfless.control.compute.comparing.question_of", lambda spec, kind, count: SimpleNamespace(count=count)
+    )
+    best = [tried(100.0, count=8), tried(200.0, count=4), tried(300.0, count=1)]
+    turns = replace(best[0], choice=replace(best[0].choice, changes={**best[0].choice.changes, TURNS: True}))
+    (found,) = apart_where_it_pays(planner, [*best, turns])
+    assert (found.count, found.changes[PREFILL], found.changes[CONNECTOR]) == (
+        8,
+        {"min_actors": 2, "max_actors": 2},
+        "nixl",
+    )
 
 
 def test_numbers_of_prefill_actors_are_tried_with_a_connector_of_the_devices() -> None:

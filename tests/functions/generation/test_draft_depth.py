@@ -86,8 +86,24 @@ def test_it_begins_with_both_ways_in_turn() -> None:
         limit, rests = depth.next(8)
         assert rests == 0
         limits.append(limit)
-        depth.saw(8, 1.0, limits[-1], [0] * limits[-1], [0] * limits[-1])
+        depth.saw(8, 1.0, limits[-1], [4] * limits[-1], [2] * limits[-1])
     assert limits == [MOST, 0] * FEWEST
+
+
+def test_where_hardly_a_draft_is_right_no_other_batch_size_tries_them() -> None:
+    """Of 48 responses none had a draft accepted. Until the first retry, after 64 passes, no batch size drafts."""
+    depth = DraftDepth(MOST)
+    for responses in (16, 16, 16):
+        depth.saw(responses, 1.0, MOST, [1] * MOST, [0] * MOST)
+    passes = 0
+    for responses in (1, 40):
+        limit, rests = depth.next(responses)
+        assert limit == 0
+        passes += 1 + rests
+    assert passes > FIRST_RETRY
+    assert depth.next(8) == (MOST, 0)
+    depth.saw(8, 1.0, MOST, [8] * MOST, [8] * MOST)  # and what is right there is enough to look again
+    assert depth.next(32)[0] == MOST
 
 
 def test_a_change_is_noticed() -> None:

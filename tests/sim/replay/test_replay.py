@@ -314,7 +314,8 @@ def test_a_run_is_replayed_in_its_own_schedule(one_actor: Path, latency: Latency
     ended."""
     trace, drawn = read_trace(one_actor), read_runtime(one_actor)
     step_s, generation_s, learn_s = {}, {}, {}
-    for schedule in ({"type": "sync"}, {"type": "one_step_off"}, {"type": "async", "max_staleness": 2}):
+    held = {"type": "async", "max_staleness": 2, "in_flight": False}
+    for schedule in ({"type": "sync"}, {"type": "one_step_off"}, held):
         told = replace(trace, meta=replace(trace.meta, spec={**trace.meta.spec, "schedule": schedule}))
         again = replay(told, drawn, latency)
         ahead_of = {"sync": 0, "one_step_off": 1, "async": 2}[str(schedule["type"])]
@@ -329,3 +330,15 @@ def test_a_run_is_replayed_in_its_own_schedule(one_actor: Path, latency: Latency
     for ahead in ("one_step_off", "async"):
         assert learn_s[ahead] == pytest.approx(learn_s["sync"], rel=0.02)
         assert step_s[ahead] >= max(generation_s[ahead], learn_s[ahead])
+
+
+def test_a_run_that_drew_several_steps_at_once_is_replayed_so(one_actor: Path, latency: LatencyFile) -> None:
+    """The tail of a step is filled by the next ones, so all steps end sooner than one after the other."""
+    trace, drawn = read_trace(one_actor), read_runtime(one_actor)
+    whole_s = {}
+    for in_flight in (False, True):
+        schedule = {"type": "async", "max_staleness": 2, "in_flight": in_flight}
+        told = replace(trace, meta=replace(trace.meta, spec={**trace.meta.spec, "schedule": schedule}))
+        steps = replay(told, drawn, latency).steps
+        whole_s[in_flight] = sum(step.predicted_s["step"] for step in steps)
+    assert whole_s[True] < 0.95 * whole_s[False]

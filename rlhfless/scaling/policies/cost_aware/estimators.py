@@ -130,7 +130,7 @@ class Spending:
         """Learns from the cost of the step before, and begins to count another one."""
         if self._others_usd > 0 and self._begun > 1:  # the first step has cold starts
             self.others_usd.add(self._others_usd)
-        if self._planned_usd > 0:
+        if self._planned_usd > 0 and self._generation_usd > 0:  # steps may begin at once
             self.of_plan.add(self._generation_usd / self._planned_usd)
         self._begun += 1
         self._others_usd = self._generation_usd = self._planned_usd = 0.0

@@ -36,7 +36,6 @@ from rlhfless.scaling.policy import (
     Lost,
     Note,
     Serving,
-    Start,
     StepBegan,
     StepEnded,
     StepView,
@@ -184,7 +183,7 @@ class CostAware:
         awake = awake_beside(now, slot)
         again: list[Action] = []
         if samples.size and not awake:
-            again = [Start(slot)]
+            again = start(now, [slot])
         return [*again, *assign_to_least(samples, awake or [slot], now.loads)]
 
 
