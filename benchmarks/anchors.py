@@ -119,15 +119,10 @@ def name_of(row: Row) -> str:
     return f"{row['model']}, {row['devices']} x {row['kind']}, {row['schedule'].replace('_', ' ')}{bits}"
 
 
-FILLED = {"in_flight_steps": 2}
-"""Draws of the next step fill the tail of this one, as where weights are taken in while sequences are drawn."""
-
-
 def pairs(rows: list[Row]) -> Iterator[str]:
-    """What drawing one step ahead brings: seconds of a step against those of a synchronous one on the same devices,
-    with each step drawn after the one before, and with draws that fill the tail of the step before."""
-    yield "| pair | published | predicted | sign | size | tails filled | parts: drawn, the rest |"
-    yield "|---|---|---|---|---|---|---|"
+    """What drawing one step ahead brings: seconds of a step against those of a synchronous one on the same devices."""
+    yield "| pair | published | predicted | sign | size | parts: drawn, the rest |"
+    yield "|---|---|---|---|---|---|"
     same = ("model", "kind", "devices")
     for row in rows:
         synchronous = [each for each in rows if each["schedule"] == "sync" and all(each[k] == row[k] for k in same)]
@@ -135,14 +130,14 @@ def pairs(rows: list[Row]) -> Iterator[str]:
             continue
         (sync,) = synchronous
         sync_s, told = step_s(sync), row["step_s"] / sync["step_s"]
-        ratio, filled = step_s(row) / sync_s, step_s({**row, **FILLED}) / sync_s
+        ratio = step_s(row) / sync_s
         ((drawn_s, rest),) = known_of(row).parts
         learner = LearnerTimingSpec()
         rest_s = rest / (learner.expert_mfu if ModelShape.of_config(CONFIGS[row["model"]]).experts else learner.mfu)
         sign = "right" if (ratio < 1) == (told < 1) else "wrong"
         name = f"{row['model']}, {row['devices']} x {row['kind']}"
         parts = f"{drawn_s:.0f}, {rest_s:.0f} s"
-        yield f"| {name} | {told:.2f}x | {ratio:.2f}x | {sign} | {ratio / told - 1:+.0%} | {filled:.2f}x | {parts} |"
+        yield f"| {name} | {told:.2f}x | {ratio:.2f}x | {sign} | {ratio / told - 1:+.0%} | {parts} |"
 
 
 def table(rows: list[Judged]) -> Iterator[str]:

@@ -131,9 +131,7 @@ def known_of(row: Mapping[str, Any]) -> Known:
 
 def scenario_of(row: Mapping[str, Any], devices: int, parallel: int) -> Scenario:
     """Two steps of the row's generation on so many devices; the learner takes no memory, and its time is not used."""
-    prompts = int(row["prompts"]) * int(
-        row.get("in_flight_steps", 1)
-    )  # steps that are drawn together share their tails
+    prompts = int(row["prompts"]) * int(row.get("in_flight_steps", 1))  # steps that are drawn at once share their tails
     each = min(devices, max(DEVICES_PER_NODE, parallel))
     quantised = {"weight_bits": int(row["bits"]), "product_bits": int(row["bits"])} if "bits" in row else {}
     return Scenario.model_validate(
@@ -154,6 +152,8 @@ def scenario_of(row: Mapping[str, Any], devices: int, parallel: int) -> Scenario
             "prompts_per_step": prompts,
             "samples_per_prompt": int(row["samples"]),
             "max_tokens": int(row["max_response_tokens"]),
+            # The weights are counted apart: these systems do not bring them as a run of ours does.
+            "transport": {"pull_bytes_per_s": 1e15, "load_bytes_per_s": 1e15, "fixed_s": 0},
             "learner": {"state_bytes_per_parameter": 0.001},
             "steps": 2,
             "seeds": 1,

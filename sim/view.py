@@ -117,12 +117,10 @@ class Window:
 def _usd_per_s(slot_setup: SlotSetup, prices: PriceBook, kept: Collection[str]) -> float:
     """US dollars per second that the release of a slot's replica saves. A replica that runs beside others holds a share
     of its own, and can give it back on any device."""
-    shares = (
-        share * prices.device(held.kind).saved_usd_per_hour
-        for held, share in slot_setup.allocation.shared
-        if slot_setup.beside or held.name not in kept
-    )
-    return math.fsum(shares) / SECONDS_PER_HOUR
+    shared = [
+        (held, share) for held, share in slot_setup.allocation.shared if slot_setup.beside or held.name not in kept
+    ]
+    return prices.usd_per_s(shared, "saved_usd_per_hour")
 
 
 def _engine_limits(actor: ActorShape) -> EngineLimits:

@@ -9,8 +9,7 @@ The price of an actor is the saving of its release, so in a fleet that never cha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rlhfless.autoscaling.engine_speeds import CALLS_S, EngineSpeeds, PrefixMoves
@@ -23,15 +22,12 @@ from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.startup import START_S
+from rlhfless.scaling.learner_ranks import saved_usd_per_s
 from rlhfless.scaling.leases import RentalTerms
-from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prefill_pool import PrefillPool
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, DevicePrice, PriceBook
+from rlhfless.scaling.prices import PriceBook, Rate
 from rlhfless.spec import RunSpec
-
-SAVED = attrgetter("saved_usd_per_hour")
-"""The saving of a device's release, from its DevicePrice."""
 
 NODE = "cluster"
 """The node of every slot: devices do not say which node they are on."""
@@ -209,7 +205,7 @@ class LiveFleet:
                 kind=allocation.devices[0].kind,
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
-                usd_per_s=0.0 if self._is_kept(pool) else self._usd_per_s(allocation, SAVED),
+                usd_per_s=0.0 if self._is_kept(pool) else saved_usd_per_s(self._ledger.prices, allocation),
                 start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
                 engine=engines.get(allocation.devices[0].kind),
                 usable=not samples or number not in self._unusable,
@@ -240,13 +236,8 @@ class LiveFleet:
 
     def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
         """The cost of the pool that no release saves."""
-        per_hour = attrgetter("usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour")
-        return sum(self._usd_per_s(allocation, per_hour) for allocation in pool.allocations)
-
-    def _usd_per_s(self, allocation: Allocation, per_hour: Callable[[DevicePrice], float]) -> float:
-        prices = self._ledger.prices
-        usd_per_hour = (per_hour(prices.device(device.kind)) * share for device, share in allocation.shared)
-        return sum(usd_per_hour) / SECONDS_PER_HOUR
+        rate: Rate = "usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour"
+        return sum(self._ledger.prices.usd_per_s(allocation.shared, rate) for allocation in pool.allocations)
 
     def _engine(self, kind: str) -> EngineLimits:
         limits = self._spec.generation.engine

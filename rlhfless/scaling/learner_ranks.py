@@ -15,7 +15,7 @@ from rlhfless.records import Invocation, Work
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.placement import Allocation, Device, Placement, rank_devices
 from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.scaling.prices import PriceBook
 
 LEARNER_RANKS = "learner_ranks"
 """Kind of the decisions about the number of ranks."""
@@ -88,14 +88,13 @@ class StepMeasured:
 
 def saved_usd_per_s(prices: PriceBook, allocation: Allocation) -> float:
     """US dollars per second that the release of an allocation saves."""
-    per_hour = (prices.device(device.kind).saved_usd_per_hour * share for device, share in allocation.shared)
-    return sum(per_hour) / SECONDS_PER_HOUR
+    return prices.usd_per_s(allocation.shared, "saved_usd_per_hour")
 
 
 def released_usd_per_s(prices: PriceBook, devices: Iterable[Device]) -> float:
     """US dollars per second that these devices cost even if nothing holds them."""
-    kinds = {device.name: device.kind for device in devices}
-    return sum(prices.device(kind).released_usd_per_hour for kind in kinds.values()) / SECONDS_PER_HOUR
+    each = {device.name: device for device in devices}.values()
+    return prices.usd_per_s([(device, 1.0) for device in each], "released_usd_per_hour")
 
 
 def learning(calls: Sequence[Invocation], learner: str, since_s: float) -> tuple[float, float]:

@@ -22,12 +22,16 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from rlhfless.records import Holding, ReplicaState
+from rlhfless.scaling.placement import Device
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.files import read_values
 
 SECONDS_PER_HOUR = 3600.0
+
+Rate = Literal["usd_per_hour", "saved_usd_per_hour", "released_usd_per_hour"]
+"""Of a DevicePrice: what it costs, and the parts of that which its release saves and does not."""
 
 PriceSource = Literal["rent", "hyperscaler"]
 
@@ -186,6 +190,11 @@ class PriceBook(SpecModel):
             f"no price for device kind {kind!r}; {nearest(kind, known)}Add it under `devices` of the price "
             f"book, which has {', '.join(known)}"
         )
+
+    def usd_per_s(self, shared: Iterable[tuple[Device, float]], rate: Rate) -> float:
+        """US dollars per second of shares of devices. Raises PriceError for a kind without a price."""
+        per_hour = (share * float(getattr(self.device(device.kind), rate)) for device, share in shared)
+        return math.fsum(per_hour) / SECONDS_PER_HOUR
 
     @property
     def kinds(self) -> tuple[str, ...]:
