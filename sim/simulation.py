@@ -53,6 +53,10 @@ MAX_IDLE_QUERIES, MAX_QUERIES = 1_000, 100_000
 that starts and releases replicas in a loop)."""
 
 
+LOOKS = 32
+"""A run notices at once that a step has as many groups as it learns from; the simulator, so often between two beats."""
+
+
 class Simulation:
     """A run on the virtual clock, which starts at 0 without any replica."""
 
@@ -170,11 +174,21 @@ class Simulation:
     def _draw(self, drawn: Sequence[StepUnderWay], until_s: float) -> bool:
         """Advances generation to `until_s`. Returns whether that of a step has ended; then the clock is at its end."""
         if until_s > self._drawn_s:  # what begins at an instant ends no iteration in it
-            drawn[-1].generation.advance(until_s)
-            self._drawn_s = until_s
+            until_s = self._drawn_s = self._drawn_until(drawn[-1].generation, until_s)
             self._start_needed()
         first = min(drawn, key=lambda step: math.inf if step.generation.unfinished else step.generation.end_s)
         return self._end_draw(first, until_s)
+
+    def _drawn_until(self, generation: Generation, until_s: float) -> float:
+        """Advances generation to `until_s`, or until a step that leaves groups to later ones has enough."""
+        looks = 1 if generation.progress.batch.selected is None else LOOKS
+        at_s = self.now_s
+        for look in range(1, looks + 1):
+            at_s = until_s if look == looks else self.now_s + look / looks * (until_s - self.now_s)
+            generation.advance(at_s)
+            if looks > 1 and generation.progress.has_enough:
+                break
+        return at_s
 
     def _end_draw(self, current: StepUnderWay, until_s: float) -> bool:
         """Ends the generation of a step, if it has ended by `until_s`."""

@@ -21,7 +21,7 @@ from rlhfless.functions.generation.suffixes import Pace, PromptSuffixes
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, unpacked
 
 MOST_INDEXED_TOKENS = 1 << 20
-"""Of all prompts in a worker, some 300 bytes each; the prompts that were asked for longest ago are forgotten first."""
+"""Of all prompts in a worker, some 150 bytes each; the prompts that were asked for longest ago are forgotten first."""
 
 
 @dataclass(slots=True)
