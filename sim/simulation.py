@@ -53,8 +53,9 @@ MAX_IDLE_QUERIES, MAX_QUERIES = 1_000, 100_000
 that starts and releases replicas in a loop)."""
 
 
-LOOKS = 32
-"""A run notices at once that a step has as many groups as it learns from; the simulator, so often between two beats."""
+LOOKS, LOOK_S = 32, 0.001
+"""A run notices at once that a step has as many groups as it learns from; the simulator, so often between two beats,
+but no more often than an engine ends an iteration."""
 
 
 class Simulation:
@@ -181,8 +182,9 @@ class Simulation:
 
     def _drawn_until(self, generation: Generation, until_s: float) -> float:
         """Advances generation to `until_s`, or until a step that leaves groups to later ones has enough."""
-        looks = 1 if generation.progress.batch.selected is None else LOOKS
-        at_s = self.now_s
+        looks, at_s = 1, self.now_s
+        if generation.progress.batch.selected is not None:
+            looks = max(min(LOOKS, int((until_s - at_s) / LOOK_S)), 1)
         for look in range(1, looks + 1):
             at_s = until_s if look == looks else self.now_s + look / looks * (until_s - self.now_s)
             generation.advance(at_s)

@@ -24,7 +24,7 @@ from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.selection import as_begun, steps_of
 from rlhfless.sim.setup import Setup
-from rlhfless.sim.simulation import Simulation
+from rlhfless.sim.simulation import LOOKS, Simulation
 from rlhfless.spec import PartialSpec, SyncSpec, TailBatchingSpec
 from rlhfless.spec.schedule import ScheduleSpec
 
@@ -69,6 +69,16 @@ def test_a_sample_that_is_left_goes_on_with_its_tokens_whose_kv_is_computed_agai
     assert [record.metrics["responses"] for record in records] == [2.0, 2.0]
     learns = called(simulation, Work.LEARN)
     assert [call.input_tokens for call in learns] == [10 + 10, 10 + 198]
+
+
+def test_a_step_that_has_enough_does_not_wait_for_a_beat() -> None:
+    """It goes on for a 32nd part of a beat at most."""
+    ends_s = []
+    for links in (OFTEN, LINKS):
+        given = batches_of([40, 190], [60, 80])
+        simulation, _ = simulated(PartialSpec(ahead=1), given, setup_of(actor(0), links=links))
+        ends_s.append(simulation.ledger.steps[0].metrics["generation_s"])
+    assert 0 <= ends_s[1] - ends_s[0] <= LINKS.beat_s / LOOKS + OFTEN.beat_s
 
 
 def test_a_prompt_of_the_next_epoch_whose_group_is_still_under_way_is_another_prompt() -> None:
