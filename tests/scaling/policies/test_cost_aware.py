@@ -163,24 +163,40 @@ def test_an_actor_that_plans_leave_out_is_released_once_that_has_cost_as_much_as
 
 @pytest.mark.parametrize("learner_is_up", [True, False])
 def test_the_learners_own_start_is_no_part_of_the_time_after_generation(learner_is_up: bool) -> None:
-    """It ends 100 s after generation, and takes 40 s to start once: the next step begins 100 or 60 s after it."""
+    """It ends 100 s after generation, and takes 40 s to start once: the next step begins 100 or 60 s after it. The
+    earlier of two such times counts."""
     policy = knowing(WeightedSpec(time_weight=1.0))
     slots = (UP, UP, UP, UP if learner_is_up else ABSENT)
-    for begin_s in (0.0, 120.0):
+    for begin_s in (0.0, 120.0, 240.0):
         actors = dealt(policy.decide(begin_s, StepBegan(), fresh(slots)))
         actions = policy.decide(begin_s + 20, Generated(), view({}, 0, slots))
         policy.decide(begin_s + 120, StepEnded(0, begin_s + 120), view({}, 0, slots))
         slots = ALL_UP
-    again_s = 120 + 20 + (100 if learner_is_up else 60) - 2
+    again_s = 240 + 20 + (100 if learner_is_up else 60) - 2
     assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
 
 
 def test_all_leave_after_generation_and_start_ahead_of_the_next_step() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
-    for begin_s in (0.0, 60.0):
+    for begin_s in (0.0, 60.0, 120.0):
         actors = dealt(policy.decide(begin_s, StepBegan(), fresh()))
         actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
         policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
     assert [a for a in actions if isinstance(a, Release)] == [Release(slot) for slot in range(3)]
-    # The learner took 40 s after generation in the step before, and a start takes 2 s.
-    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, 60 + 20 + 40 - 2)
+    # The learner took 40 s after generation in the two steps before, and a start takes 2 s.
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, 120 + 20 + 40 - 2)
+
+
+def test_actors_that_are_idle_in_one_of_two_steps_that_are_drawn_stay() -> None:
+    """Both steps are drawn at once, and the first ends."""
+    policy = knowing(WeightedSpec(time_weight=1.0))
+    for number, begin_s in enumerate((0.0, 60.0, 120.0)):
+        policy.decide(begin_s, StepBegan(), dataclasses.replace(fresh(), step=number))
+        policy.decide(begin_s + 20, Generated(), dataclasses.replace(view({}, 0), step=number))
+        policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), dataclasses.replace(view({}, 0), step=number))
+    for number in (3, 4):
+        policy.decide(180.0, StepBegan(), dataclasses.replace(fresh(), step=number))
+    first = list(policy.decide(200.0, Generated(), dataclasses.replace(view({}, 0), step=3)))
+    assert not [a for a in first if isinstance(a, Release | Start)]
+    second = list(policy.decide(210.0, Generated(), dataclasses.replace(view({}, 0), step=4)))
+    assert [a.slot for a in second if isinstance(a, Release)] == [0, 1, 2]

@@ -140,14 +140,20 @@ class IdleScheduler:
         """By slot of an actor: when the generation of the last step that was planned with it ended, or when it was
         first seen without work."""
         self._began_s: dict[int, float] = {}
-        self._generated: dict[int, tuple[float, float, float]] = {}
-        """By step: when its generation ended, its tokens, and how long a learner that was not up yet takes to start,
-        which it does once in a run."""
+        self._generated_s: dict[int, float] = {}
+        """By step: when its generation ended."""
+        self._last: tuple[float, float, float] | None = None
+        """Of the generation that no step has begun after: its end, its tokens, and how long a learner that was not up
+        yet takes to start, which it does once in a run."""
         self._first_group = False
 
     def after_s(self, tokens: float) -> float:
         """From the end of the generation of a step of so many tokens until the next one begins."""
         return self._after.value * tokens
+
+    def _soonest_s(self, tokens: float) -> float:
+        """As `after_s`, at the earliest: an actor that comes up late delays its step."""
+        return self._after.least * tokens
 
     def after_at_s(self, confidence: float, tokens: float) -> float:
         """An upper bound of `after_s` with this probability."""
@@ -159,8 +165,13 @@ class IdleScheduler:
         return self._over(now, slot, self.after_s(tokens)).usd
 
     def begin_step(self, now: PolicyContext) -> list[Action]:
-        """A step begins: services are started ahead of their first complete group."""
+        """A step begins: services are started ahead of their first complete group. How long actors were idle before it
+        is known now; steps that overlap begin before the one before them ends."""
         self._began_s[now.view.step] = now.at_s
+        if self._last is not None:
+            generated_s, tokens, start_s = self._last
+            self._after.add(max(now.at_s - generated_s - start_s, 0.0) / tokens)
+            self._last = None
         self._first_group = False
         actions: list[Action] = []
         for slot in now.layout.others:
@@ -183,7 +194,8 @@ class IdleScheduler:
         replica_slots = now.layout.replica_slots
         learners = [slot for slot in now.layout.others if replica_slots[slot].role is FunctionRole.UPDATES]
         start_s = max((self._starts.start_s(replica_slots[s]) for s in learners if not now.awake(s)), default=0.0)
-        self._generated[now.view.step] = now.at_s, forecast.tokens, start_s
+        self._generated_s[now.view.step] = now.at_s
+        self._last = now.at_s, forecast.tokens, start_s
         self._worked_s |= dict.fromkeys(actors, now.at_s)
         actions: list[Action] = []
         absent = {slot for slot in now.layout.generation if not now.awake(slot)}
@@ -192,7 +204,7 @@ class IdleScheduler:
                 actions += release(now, slot, state)
                 absent.add(slot)
         if self._after.count:
-            after_s = self.after_s(forecast.tokens)
+            after_s = self._soonest_s(forecast.tokens)
             actions += [self._ahead(now, slot, after_s) for slot in actors if slot in absent]
         return actions
 
@@ -206,7 +218,7 @@ class IdleScheduler:
         if not now.awake(slot) or now.layout.replica_slots[slot].role is FunctionRole.UPDATES:
             return []
         wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
-        ended_s = self._generated.get(now.view.step, (now.at_s,))[0]
+        ended_s = self._generated_s.get(now.view.step, now.at_s)
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
         return release(now, slot, self._over(now, slot, gap_s))
 
@@ -217,19 +229,17 @@ class IdleScheduler:
         return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, again_usd)
 
     def end_step(self, step: int, end_s: float) -> None:
-        """Learns how long the step took from the end of generation."""
+        """Learns how long the step took."""
         began_s = self._began_s.pop(step, None)
         if began_s is not None:
             self._step_s.add(end_s - began_s)
-        if step in self._generated:
-            generated_s, tokens, start_s = self._generated.pop(step)
-            self._after.add(max(end_s - generated_s - start_s, 0.0) / tokens)
+        self._generated_s.pop(step, None)
 
     def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
         """The state of a generation actor without work until the next step. How long it has been idle counts as well:
         an actor that the plans leave out for some steps is not awaited at the next one."""
         idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
-        gap_s = max(forecast.generated_s - now.at_s, 0.0) + self.after_s(forecast.tokens)
-        if not self._after.count:
-            gap_s = now.layout.replica_slots[slot].start_s  # unknown: the break-even of the ski-rental problem
+        gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
+        if not self._after.count:  # nothing could start an actor in time for a step whose begin is not known
+            return IdleState(True, now.layout.replica_slots[slot].usd_per_s * gap_s, 0.0)
         return self._over(now, slot, gap_s, idle_s)

@@ -64,6 +64,8 @@ class CostAware:
         self._since = 0.0, 0.0
         """When the steps that share a limit began, and the cost of the run until then."""
         self._steps = 0
+        self._drawn: set[int] = set()
+        """Steps that are being drawn. An actor that is idle in one of several has work in the others."""
         # Of the step:
         self._actors: tuple[int, ...] = ()
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
@@ -80,6 +82,7 @@ class CostAware:
     def _decide(self, now: PolicyContext, event: Event) -> list[Action]:
         match event:
             case StepBegan():
+                self._drawn.add(now.view.step)
                 return self._begin(now)
             case Serving(slot):
                 self._starts.measure(now, slot)
@@ -88,10 +91,11 @@ class CostAware:
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)
             case Generated():
+                self._drawn.discard(now.view.step)
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
-                return self._idle.end_generation(now, self._actors, self._forecast)
+                return [] if self._drawn else self._idle.end_generation(now, self._actors, self._forecast)
             case Idle(slot):
                 return self._idle.end_work(now, slot, self._forecast)
             case StepEnded(_, end_s):
@@ -163,7 +167,7 @@ class CostAware:
             actions = relieve(now, actors, goal_of(now, self._aim, after_s, freed))
             self._forecast = _forecast(now, tokens, actors.last()[1])
             loads = np.bincount(actors.home, minlength=now.slots)
-        for slot in now.layout.generation:
+        for slot in now.layout.generation if self._drawn == {now.view.step} else ():
             if loads[slot] == 0 and now.awake(slot):
                 actions += release(now, slot, self._idle.state_of(now, slot, self._forecast))
         return actions
