@@ -165,6 +165,7 @@ class SimulatedFleet:
             up[slot].note(up[slot].life.loaded(version, at_s))
             load_s = self._loaded_s(slot, at_s) - at_s
             begin_s = reload(slot, at_s, load_s)
+            up[slot].busy_s = max(up[slot].busy_s, begin_s + load_s)
             self._called_load(up[slot], begin_s, begin_s + load_s)
 
     def handle(self, at_s: float, event: Due | Up | WeightsLoaded | SpotInterrupted) -> bool:
