@@ -51,7 +51,7 @@ class Generation:
     def __init__(
         self, fleet: SimulatedFleet, batch: RolloutBatch, begun_s: float, shared: SharedEngines | None = None
     ) -> None:
-        """`shared`: with other steps. The rows of its samples there are given back by `close`."""
+        """`shared`: with other steps. The rows of its samples there are given back by `give_back`."""
         self._shared = shared
         self.progress = StepProgress(batch, begun_s, None if shared is None else shared.free.pop(0))
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
@@ -95,14 +95,13 @@ class Generation:
     def counts(self) -> tuple[list[int], list[int]]:
         """`[slots]`: how many samples run at each slot, and how many wait there."""
         running, waiting = np.zeros((2, len(self._fleet.slot_setups)), dtype=np.int64)
-        if self._shared is None:
-            for pool in self._pools:
-                running[pool.slots], waiting[pool.slots] = pool.running, pool.waiting
-        else:
+        if self._shared is not None:  # the engines have samples of other steps, too
             home, begun = self.assignment.home, ~np.isnan(self.progress.table.sample["start_s"])
             np.add.at(running, home[begun & (home >= 0)], 1)
             np.add.at(waiting, home[~begun & (home >= 0)], 1)
             return running.tolist(), waiting.tolist()
+        for pool in self._pools:
+            running[pool.slots], waiting[pool.slots] = pool.running, pool.waiting
         for slot, held in self._waiting.items():
             for samples, _ in held:
                 waiting[slot] += len(samples)

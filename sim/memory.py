@@ -11,9 +11,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.prefixes.trie import NONE
-from rlhfless.scaling.policy import UNASSIGNED
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -135,15 +132,15 @@ class Table(NamedTuple):
 
 
 def table_of(samples: int, nodes: int) -> Table:
-    """Rows for so many samples, and for the prompts and shared prefixes that they begin with."""
+    """Empty rows for so many samples, and for the prompts and shared prefixes that they begin with."""
     return Table(
         sample=np.zeros(samples, dtype=SAMPLE),
         tokens=np.zeros(samples, dtype=np.int64),
         finished=np.zeros(samples, dtype=np.bool_),
         truncated=np.zeros(samples, dtype=np.bool_),
-        home=np.full(samples, UNASSIGNED, dtype=np.int64),
-        actor=np.full(samples, UNASSIGNED, dtype=np.int64),
-        parent=np.full(nodes, NONE, dtype=np.int64),
+        home=np.zeros(samples, dtype=np.int64),
+        actor=np.zeros(samples, dtype=np.int64),
+        parent=np.zeros(nodes, dtype=np.int64),
         depth=np.zeros(nodes, dtype=np.int64),
         left=np.zeros(nodes, dtype=np.int64),
         complete_s=np.zeros(nodes),

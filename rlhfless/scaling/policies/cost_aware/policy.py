@@ -99,6 +99,7 @@ class CostAware:
             case Idle(slot):
                 return self._idle.end_work(now, slot, self._forecast)
             case StepEnded(_, end_s):
+                self._drawn.discard(now.view.step)  # what a resumed run had drawn already has no end of generation
                 self._idle.end_step(now.view.step, end_s)
         return []
 
