@@ -39,7 +39,10 @@ def plan(
     overrides: Overrides = None,
     devices: Annotated[
         list[str] | None,
-        typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default this machine's, or all kinds."),
+        typer.Option(
+            metavar="NxKIND",
+            help="Such as 8xh100, or 8xl40s+2xh100 with the learner's last; by default this machine's, or all kinds.",
+        ),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare devices and placements: these, or all kinds of the price book.")
@@ -79,8 +82,8 @@ def plan(
     `--compare` shows where it would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
     from rlhfless.control.compute.planning import Planner
-    from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
-    from rlhfless.prepare.memory.changes import nearest_change
+    from rlhfless.prepare.memory.assumed import local_devices, parsed_sides, question_of
+    from rlhfless.prepare.memory.changes import edited, nearest_change
     from rlhfless.prepare.memory.settled import plan_problems
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.spec.load import load_spec
@@ -103,7 +106,8 @@ def plan(
         return
     options: dict[str, object] = {f"--{name.replace('_', '-')}": values for name, values in tried.items()}
     _refuse_without_compare(devices, options | {"--out": out, "--bench": bench})
-    asked = question_of(loaded, *(parsed_devices(devices[0]) if devices else local_devices(loaded)))
+    kind, count, apart = parsed_sides(devices[0]) if devices else (*local_devices(loaded), {})
+    asked = question_of(edited(loaded, apart), kind, count)
     latency = None
     if measured is not None:
         from rlhfless.selftest.report import measured_latency
@@ -156,6 +160,12 @@ def _as_json(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], chang
     }
 
 
+def _learner_devices(asked: Question) -> str:
+    """The learner's devices of another kind; nothing where there are none."""
+    kind = asked.spec.placement.learner_kind
+    return "" if kind is None else f" and {asked.learner_count} x {kind} for the learner"
+
+
 def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
     from rich.console import Console
 
@@ -165,8 +175,8 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
 
     console = Console()
     console.print(
-        f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}, "
-        f"{asked.spec.placement.mode}, sequences of at most {plan.sequence_tokens:,} tokens"
+        f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}"
+        f"{_learner_devices(asked)}, {asked.spec.placement.mode}, sequences of at most {plan.sequence_tokens:,} tokens"
     )
     sizes = table("device", "function", "phase", "parts", "GiB", texts=4)
     sizes.columns[0].no_wrap = False

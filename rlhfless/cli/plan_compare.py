@@ -102,25 +102,35 @@ def _write(planner: Planner, answer: ComparisonObject, wanted: int | None, out: 
 
 
 def chart_values(spec: RunSpec, chosen: ComparedDevices) -> dict[str, Any]:
-    """Values of the chart for a cluster that has these devices: one group of pods, each all of a node."""
+    """Values of the chart for a cluster that has these devices: a group of pods for each kind, each all of a node."""
     asked = question_of(spec, chosen.kind, chosen.count)
     plan = asked.plan()
-    gpus = min(chosen.count, NODE_DEVICES)
-    nodes = math.ceil(chosen.count / gpus)
-    shared = chart_shared_memory(plan.shared_bytes)
-    memory = f"{math.ceil((HOST_MARGIN * plan.host_bytes / nodes + plan.shared_bytes) / GIB)}Gi"
+    kinds = {chosen.kind: chosen.count}
+    if spec.placement.learner_kind is not None:
+        kinds[spec.placement.learner_kind] = spec.placement.learner_devices
+    host_bytes = plan.host_bytes / _nodes(asked.learner_count)  # what functions of the learner's side load there
+    groups = [_group(kind, count, host_bytes, plan.shared_bytes) for kind, count in kinds.items()]
+    return {"ray": {"gpuGroups": groups}}
+
+
+def _group(kind: str, count: int, host_bytes: float, shared_bytes: int) -> dict[str, Any]:
+    gpus = min(count, NODE_DEVICES)
+    memory = f"{math.ceil((HOST_MARGIN * host_bytes + shared_bytes) / GIB)}Gi"
     cores = CORES_PER_GPU * gpus
-    group = {
-        "name": chosen.kind,
-        "kind": chosen.kind,
-        "acceleratorType": types_of(chosen.kind)[0],
+    return {
+        "name": kind,
+        "kind": kind,
+        "acceleratorType": types_of(kind)[0],
         "gpus": gpus,
-        "resourceName": AMD if chosen.kind.startswith("mi") else NVIDIA,
+        "resourceName": AMD if kind.startswith("mi") else NVIDIA,
         "cores": cores // 2,
         "minNodes": 0,
-        "maxNodes": nodes,
+        "maxNodes": _nodes(count),
         "idleSeconds": 300,
         "resources": {"requests": {"cpu": str(cores), "memory": memory}, "limits": {"memory": memory}},
-        "sharedMemory": shared,
+        "sharedMemory": chart_shared_memory(shared_bytes),
     }
-    return {"ray": {"gpuGroups": [group]}}
+
+
+def _nodes(count: int) -> int:
+    return math.ceil(count / NODE_DEVICES)

@@ -113,7 +113,9 @@ def compare(
     overrides: Overrides = None,
     devices: Annotated[
         list[str] | None,
-        typer.Option("--devices", metavar="NxKIND", help="Devices, such as 8xh100; by default the price book's."),
+        typer.Option(
+            "--devices", metavar="NxKIND", help="Such as 8xh100 or 8xl40s+2xh100; by default the price book's."
+        ),
     ] = None,
     engines: Engines = None,
     quantization: Quantizations = None,

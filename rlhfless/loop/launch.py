@@ -30,7 +30,7 @@ from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_by
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_kinds import kinds_of, publisher_of
+from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
 from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
@@ -120,8 +120,9 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
 
 
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
-    """The fewest and the most devices that a run can use, of the learner's kind."""
-    kind = placement.allocation(publisher_of(spec), 0).devices[0].kind
+    """The fewest and the most devices that a run can use; a learner's of another kind, which it always uses, are not
+    among them."""
+    kind = _kind_of(spec, placement)
     engines = (FunctionRole.SAMPLES, FunctionRole.PREFILLS)
     fewest = {each.name: each.bounds(spec).fewest for each in kinds_of(spec) if each.role in engines}
     allocations = [each for name, of in placement.allocations.items() for each in of[: fewest.get(name)]]
@@ -165,7 +166,8 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
         return {}
     size = 0 if spec.supervised else version_bytes(prepared.shape, spec.model.dtype)
     learner = placement.allocation(publisher_of(spec), 0).devices
-    loading = loading_bytes(spec, learner[0].kind, len(_devices(placement, learner[0].kind)), prepared.max_model_len)
+    kind = _kind_of(spec, placement)
+    loading = loading_bytes(spec, kind, len(_devices(placement, kind)), prepared.max_model_len)
     ranks = Counter(device.node for device in learner)
     engines = [each.name for each in kinds_of(spec) if each.role in (FunctionRole.SAMPLES, FunctionRole.PREFILLS)]
     actors = {device.node for name in engines for each in placement.allocations[name] for device in each.devices}
@@ -174,6 +176,13 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
         node: Needed(size, kept.get(node, CACHED_VERSIONS), loading * ranks[node] // len(learner))
         for node in sorted(actors | ranks.keys())
     }
+
+
+def _kind_of(spec: RunSpec, placement: Placement) -> str:
+    """The kind of the run's devices, or of generation's where the learner's are of another."""
+    apart = spec.placement.learner_kind is not None
+    name = name_of(spec, FunctionRole.SAMPLES) if apart else publisher_of(spec)
+    return placement.allocation(name, 0).devices[0].kind
 
 
 def _devices(placement: Placement, kind: str) -> set[str]:

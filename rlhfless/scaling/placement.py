@@ -185,21 +185,40 @@ class Wanted:
 
 
 def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
-    """The kind of a run's devices: what the spec names, or the GPUs of the cluster, or CPU cores where it has none.
+    """The kind of a run's devices, or of generation's where the learner's are of another: what the spec names, or the
+    GPUs of the cluster, or CPU cores where it has none.
 
     Raises PlacementError if the cluster has several kinds of GPU and the spec names none, or none of the kind that it
     names and cannot get any.
     """
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     if spec.kind is None:
-        if len(kinds) > 1:
-            raise PlacementError(f"the cluster has devices of kinds {', '.join(kinds)}; name one with placement.kind")
-        return kinds[0] if kinds else CPU_KIND
-    known = spec.kind == CPU_KIND or spec.kind in kinds
-    if not known and not (spec.ray_address and spec.devices):
-        raise PlacementError(
-            f"placement.kind is {spec.kind!r}, but the cluster has {', '.join([*kinds, CPU_KIND])}; name one of these. "
-            "If an autoscaler is to bring nodes of the kind, say how many devices with placement.devices, and join the "
-            "cluster with placement.ray_address"
-        )
+        others = [kind for kind in kinds if kind != spec.learner_kind]
+        if len(others) > 1:
+            raise PlacementError(f"the cluster has devices of kinds {', '.join(others)}; name one with placement.kind")
+        if kinds and not others:
+            raise PlacementError(
+                f"the cluster has GPUs of the learner's kind only, {kinds[0]}; name generation's with placement.kind"
+            )
+        return others[0] if others else CPU_KIND
+    _require_known("placement.kind", spec.kind, kinds, may_come=bool(spec.ray_address and spec.devices))
     return spec.kind
+
+
+def learner_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
+    """The kind of the devices of the learner side. Raises PlacementError as `device_kind` does."""
+    if spec.learner_kind is None:
+        return device_kind(spec, nodes)
+    kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
+    _require_known("placement.learner_kind", spec.learner_kind, kinds, may_come=bool(spec.ray_address))
+    return spec.learner_kind
+
+
+def _require_known(key: str, kind: str, kinds: Sequence[str], *, may_come: bool) -> None:
+    if kind == CPU_KIND or kind in kinds or may_come:
+        return
+    raise PlacementError(
+        f"{key} is {kind!r}, but the cluster has {', '.join([*kinds, CPU_KIND])}; name one of these. If an autoscaler "
+        "is to bring nodes of the kind, say how many devices with placement.devices, and join the cluster with "
+        "placement.ray_address"
+    )

@@ -23,6 +23,7 @@ from rlhfless.scaling.placement import (
     Site,
     Wanted,
     device_kind,
+    learner_kind,
 )
 from rlhfless.spec import PlacementSpec
 
@@ -35,7 +36,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     learner side, on one node if it fits, and each actor has a group of its own. Functions BESIDE have a device for each
     rank: from the last device of the learner side to the first, one function after the other. Without actors the
     learner side is all devices. Where the number of its ranks may change, each device of that side is a group of its
-    own, which is taken and given back by itself.
+    own, which is taken and given back by itself. A learner side of another kind has its devices beside the others.
 
     On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
 
@@ -45,7 +46,13 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     engines = [wanted for wanted in functions if wanted.site is Site.WINDOWS]
     kind, per_actor = device_kind(spec, nodes), max((wanted.devices for wanted in engines), default=1)
     by_node = _by_node(spec, nodes, kind, per_actor)
-    generation, learning = _sides(spec, by_node, per_actor) if engines else (by_node, by_node)
+    generation: Sequence[_NodeDevices] = by_node
+    learning: Sequence[_NodeDevices] = by_node
+    of_learner = learner_kind(spec, nodes)
+    if of_learner != kind:
+        learning = _learner_nodes(spec, nodes, of_learner, sum(len(node.devices) for node in by_node))
+    elif engines:
+        generation, learning = _sides(spec, by_node, per_actor)
     actors = sum(wanted.replicas for wanted in engines)
     windows = _windows(spec, generation, per_actor, engines, kind) if engines else []
     learner = [device for node in learning for device in node.devices]
@@ -53,11 +60,12 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     name = engines[0].function if engines else ""
     if (not engines or generation is not learning) and any(wanted.elastic for wanted in functions):
         learning = _one_by_one(learning)
-    chosen = _chosen(functions, windows, learner, kind, nodes)
+    taken = sum(len(node.devices) for node in by_node) if kind == CPU_KIND else 0
+    chosen = _chosen(functions, windows, learner, of_learner, nodes, taken)
     groups = [
         *(DeviceGroup(f"{name}-{i}", window.devices, window.name) for i, window in enumerate(used)),
         *(DeviceGroup(f"learner-{i}", node.devices, node.name) for i, node in enumerate(learning)),
-        *(DeviceGroup(f"{w.function}-0", chosen[w.function][0]) for w in functions if _has_own_cores(w, kind)),
+        *(DeviceGroup(f"{w.function}-0", chosen[w.function][0]) for w in functions if _has_own_cores(w, of_learner)),
     ]
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
@@ -80,8 +88,10 @@ def _chosen(
     learner: Sequence[Device],
     kind: str,
     nodes: Sequence[Node],
+    first_core: int,
 ) -> dict[str, list[tuple[Device, ...]]]:
-    """The devices of each replica of each function."""
+    """The devices of each replica of each function. `kind`: of the learner side; cores of a function's own are numbered
+    from `first_core`."""
     chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken, next_window = 0, itertools.cycle(windows)
     for wanted in functions:
@@ -91,7 +101,9 @@ def _chosen(
             chosen[wanted.function] = [tuple(learner)]
         elif _has_own_cores(wanted, kind):
             count = _own_cores(wanted.devices, nodes)
-            chosen[wanted.function] = [tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(count))]
+            chosen[wanted.function] = [
+                tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(first_core, first_core + count))
+            ]
         else:
             count = min(wanted.ranks, len(learner))
             places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
@@ -111,14 +123,31 @@ class _NodeDevices:
     devices: tuple[Device, ...]
 
 
-def _by_node(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int) -> list[_NodeDevices]:
+def _learner_nodes(spec: PlacementSpec, nodes: Sequence[Node], kind: str, first: int) -> list[_NodeDevices]:
+    """Devices of a kind of its own for the learner side, numbered from `first`: on one node if it has enough, the one
+    with the fewest that are free, or else the smallest."""
+    count = spec.learner_devices
+    free = sorted((node for node in nodes if node.free(kind) >= count), key=lambda node: node.free(kind))
+    there = sorted((node for node in nodes if node.count(kind) >= count), key=lambda node: node.count(kind))
+    own = spec.model_copy(update={"devices": count})
+    return _by_node(own, [*free, *there][:1] or nodes, kind, 1, first, "placement.learner_devices")
+
+
+def _by_node(
+    spec: PlacementSpec,
+    nodes: Sequence[Node],
+    kind: str,
+    per_actor: int,
+    first: int = 0,
+    key: str = "placement.devices",
+) -> list[_NodeDevices]:
     """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
     have: as many as the largest that is there, and at least one actor's. Where nodes may come and none that is there
     holds an actor, co-located functions, which share their devices, wait for such nodes."""
     present = sum(node.count(kind) for node in nodes)
     wanted = spec.devices or present
     if wanted > present and not spec.ray_address:
-        raise PlacementError(f"placement.devices asks for {wanted} device(s), but {present} are there")
+        raise PlacementError(f"{key} asks for {wanted} device(s) of kind {kind}, but {present} are there")
     if not wanted:
         raise PlacementError(
             f"the cluster has no devices of kind {kind}; if an autoscaler is to bring them, say how many with "
@@ -140,7 +169,7 @@ def _by_node(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: i
         sizes.append(("", min(left, to_come)))
         left -= sizes[-1][1]
     prefix = "cpu" if kind == CPU_KIND else "gpu"
-    numbered = iter([Device(f"{prefix}-{i}", kind, i) for i in range(wanted)])
+    numbered = iter([Device(f"{prefix}-{i}", kind, i) for i in range(first, first + wanted)])
     return [_NodeDevices(name, tuple(islice(numbered, size))) for name, size in sizes]
 
 

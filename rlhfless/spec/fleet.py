@@ -47,7 +47,12 @@ class PlacementSpec(SpecModel):
     cluster, which must be of one kind then, or CPU cores where it has no GPU."""
 
     learner_devices: Processes = 1
-    """Devices set aside for the learner side when disaggregated."""
+    """Devices set aside for the learner side when disaggregated: of those of the run, or beside them where they are of
+    another kind."""
+
+    learner_kind: Annotated[str, Field(min_length=1)] | None = None
+    """Kind of the devices of the learner side, where it is not that of generation. `kind` and `devices` are
+    generation's then. Needs `disaggregated`."""
 
     ray_address: str | None = None
     """Address of a running Ray cluster. By default a private Ray is started, which only this machine can reach."""
@@ -55,6 +60,25 @@ class PlacementSpec(SpecModel):
     trusted_network: bool = False
     """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: anyone who reaches its ports can run code
     there. Only for a network that no stranger can reach."""
+
+    @model_validator(mode="after")
+    def _another_kind_is_apart(self) -> PlacementSpec:
+        if self.learner_kind is None:
+            return self
+        of = f"learner_kind is {self.learner_kind}"
+        if self.mode != "disaggregated":
+            raise ValueError(
+                f"{of}, but mode is {self.mode}, in which the learner may be on generation's devices; set mode to "
+                "disaggregated, or leave learner_kind out"
+            )
+        if self.learner_kind == self.kind:
+            raise ValueError(f"{of}, and so is kind: leave learner_kind out, and count its devices in devices")
+        if self.tenants > 1:
+            raise ValueError(
+                f"{of}, but tenants is {self.tenants}: runs that share devices take turns on devices of one kind; "
+                "leave learner_kind out, or set tenants to 1"
+            )
+        return self
 
     @property
     def in_turns(self) -> bool:

@@ -121,8 +121,9 @@ class ScenarioLayout:
             devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
             if index == 0 and self._placement.mode == "disaggregated":
                 devices = devices.without(self.learner_side)
+            first = not shapes
             shapes += self._of_kind(machines, devices)
-            if index == 0 and (apart := self._placement.prefill_actors):
+            if first and (apart := self._placement.prefill_actors):
                 shapes[-apart:] = [replace(shape, prefills=True) for shape in shapes[-apart:]]
         if all(shape.prefills for shape in shapes):
             what = f"no node has {self._scenario.engine.devices} devices left for an actor that draws"

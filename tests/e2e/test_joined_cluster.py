@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
 from fakes.commands import COMMAND, start, wait_for, write_spec
-from fakes.joined_ray import replicas, started
+from fakes.joined_ray import believed_gpu, replicas, started
 from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples
@@ -76,6 +77,39 @@ def test_a_resumed_run_takes_over_what_its_killed_driver_left(
     assert newest is not None
     assert (newest.notes.step, newest.notes.attempt) == (4, 2)
     assert replicas(folder.name) == {}
+
+
+def ended(values: Mapping[str, Any], spec: Path, *options: str) -> Path:
+    """Start the run; returns its folder when it has ended well."""
+    spec.write_text(yaml.safe_dump(dict(values)))
+    done = subprocess.run([*COMMAND, "run", str(spec), *options], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next((spec.parent / "runs").iterdir())
+
+
+@pytest.mark.seldom
+def test_a_learner_on_devices_of_another_kind_and_back_on_those_of_generation(
+    cluster: str, whole: Whole, assets: Path, tmp_path: Path
+) -> None:
+    """It learns on another node than the actors are on, which pull its weights; the samples are those of one node. A
+    resumed run has it on devices of their kind."""
+    values = fault_values(assets, 1, steps=2, output=str(tmp_path / "runs"))
+    values["learner"] = values.get("learner", {}) | {"dtype": "float32"}
+    apart = {"mode": "disaggregated", "kind": "cpu-core", "ray_address": cluster}
+    other = apart | {"devices": 1, "learner_kind": "l40s", "float32_on_gpus": True}
+    with believed_gpu(cluster, "L40S", tmp_path / "gpu"):
+        folder = ended(values | {"placement": other}, tmp_path / "first.yaml")
+        again = values | {"placement": apart | {"devices": 2}, "steps": 4}
+        ended(again, tmp_path / "again.yaml", "--resume", str(folder))
+    trace = read_trace(folder / "trace")
+    held = sorted(trace.holdings, key=lambda one: one.start_s)
+    kinds = {
+        name: list(dict.fromkeys(one.device_kind for one in held if one.function == name))
+        for name in ("generation", "learner")
+    }
+    assert kinds == {"generation": ["cpu-core"], "learner": ["l40s", "cpu-core"]}
+    same = compare_samples(trace, whole.trace)
+    assert (same.compared, same.fraction, same.only_in_first) == (len(trace.rollouts), 1.0, 0)
 
 
 TRAVELS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -49,6 +50,23 @@ def _head() -> Iterator[str]:
             if folder in " ".join(process.info["cmdline"] or ()):
                 process.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def believed_gpu(address: str, kind: str, folder: Path) -> Iterator[None]:
+    """A second node of that Ray, with a GPU that only Ray believes in: what is put there computes on the CPU.
+    `folder`: for the module that lets it."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import rlhfless.functions.cuda as cuda\ncuda.require_cuda = lambda: None\n"
+    )
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "start", f"--address={address}", "--node-ip-address=127.0.0.2", "--num-cpus=0", "--num-gpus=1"]
+    labels = f"--labels=ray.io/accelerator-type={kind}"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        subprocess.run([*command, labels], check=True, timeout=240, capture_output=True)
+        yield
 
 
 def replicas(run_id: str) -> dict[str, psutil.Process]:

@@ -536,6 +536,38 @@ def test_ranks_that_are_left_open_follow_from_the_plan() -> None:
     assert isinstance(nothing_fits.learner.ranks, int)
 
 
+def test_a_learner_on_other_devices_by_the_memory_of_those() -> None:
+    """A 7B learner takes 135.7 GiB on one device (above): two H100 hold it, and L40S the engines."""
+    placement = {"mode": "disaggregated", "learner_kind": "h100", "learner_devices": 2}
+    question = asked(QWEN_7B, "l40s", 4, spec(learner={"ranks": "auto"}, placement=placement))
+    run = placed(question)
+    assert (run.learner.ranks, run.scaling.generation.max_actors) == (2, 4), "its devices are not generation's"
+    assert (run.model.dtype, run.learner.dtype) == ("bfloat16", "bfloat16")
+    plan = dataclasses.replace(question, spec=run).plan()
+    assert [(device.kind, device.count, device.memory_bytes) for device in plan.devices] == [
+        ("l40s", 4, 48_000_000_000),
+        ("h100", 2, 80_000_000_000),
+    ]
+    assert plan.fits
+    one = dataclasses.replace(question, spec=edited(run, {"learner.ranks": 1, "placement.learner_devices": 1}))
+    assert "h100: 135.8 GiB are needed" in one.plan().problems[0]
+    change = nearest_change(one)
+    assert change is not None
+    assert change.text == "learner.ranks: 2 and placement.learner_devices: 2"
+    assert dataclasses.replace(one, spec=edited(one.spec, {"placement.learner_kind": "b200"})).plan().fits
+
+
+def test_engines_on_cores_beside_a_learner_on_a_gpu() -> None:
+    placement = {"mode": "disaggregated", "kind": "cpu-core", "learner_kind": "h100"}
+    question = asked(QWEN_05B, "cpu-core", 2, spec(placement=placement))
+    run = placed(question)
+    assert (run.model.dtype, run.learner.dtype, run.learner.ranks) == ("float32", "bfloat16", 1)
+    assert [device.kind for device in dataclasses.replace(question, spec=run).plan().devices] == ["h100", "cpu-core"]
+    assert [each.where for each in format_problems(edited(run, {"learner.dtype": "float32"}), "cpu-core")] == [
+        "learner.dtype"
+    ]
+
+
 def test_a_run_goes_on_with_what_its_devices_settled_where_the_spec_leaves_it_open() -> None:
     """On GPUs the spec that a run was started with leaves out bfloat16: to resume with it was refused."""
     given = spec()
@@ -645,7 +677,7 @@ def test_float32_on_gpus_is_refused_with_its_reason() -> None:
 def test_time_outs_by_hand() -> None:
     """15.2 GB at 1e8 bytes/s are 152.3 s."""
     run = spec(model={"path": "m", "dtype": "bfloat16"}, timeouts={"sync_s": 77})
-    large = timed(run, shape(QWEN_7B), device_of("h100"), 0)
+    large = timed(dataclasses.replace(asked(QWEN_7B, "h100", 1, run), sequence_tokens=0))
     size_s = 2 * shape(QWEN_7B).parameters / 1e8
     assert size_s == pytest.approx(152.3, abs=0.2)
     assert large.timeouts.start_s == pytest.approx(600 + size_s, abs=1)

@@ -203,10 +203,54 @@ def test_the_kind_is_named_where_the_cluster_has_several() -> None:
         placed(PlacementSpec(kind="b200", devices=8), *nodes)
 
 
+def test_a_learner_of_another_kind_has_its_devices_beside_those_of_generation() -> None:
+    nodes = gpus("a", 3, kind="l40s"), gpus("b", 8), gpus("c", 2), cpus(4)
+    spec = PlacementSpec(mode="disaggregated", learner_kind="h100", learner_devices=2)
+    placement = placed(spec, *nodes, actors=3, ranks=2)
+    assert names(placement, FunctionName.GENERATION) == [["gpu-0"], ["gpu-1"], ["gpu-2"]]
+    assert names(placement, FunctionName.LEARNER) == [["gpu-3", "gpu-4"]], "numbered after the others"
+    kinds = {group.name: (group.kind, group.node) for group in placement.groups}
+    assert kinds["generation-0"] == ("l40s", "a"), "what is not the learner's kind is generation's"
+    assert kinds["learner-0"] == ("h100", "c"), "a node that has just enough"
+    assert kinds["scoring-0"] == ("cpu-core", "")
+    more = placed(spec.model_copy(update={"learner_devices": 9}), *nodes, actors=3, ranks=9)
+    assert [(group.node, len(group.devices)) for group in more.groups if group.kind == "h100"] == [("b", 8), ("c", 1)]
+
+
+def test_cores_of_generation_and_of_scoring_are_not_the_same_beside_a_gpu_that_learns() -> None:
+    spec = PlacementSpec(mode="disaggregated", kind="cpu-core", devices=2, learner_kind="h100")
+    placement = placed(spec, gpus("a", 1), cpus(4), actors=2)
+    assert names(placement, FunctionName.GENERATION) == [["cpu-0"], ["cpu-1"]]
+    assert names(placement, FunctionName.SCORING) == [["cpu-2"]]
+    assert placement.allocation(FunctionName.LEARNER, 0).devices[0].kind == "h100"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"kind": "l40s", "learner_kind": "b200"},
+            r"placement.learner_kind is 'b200', but the cluster has h100, l40s, cpu-core",
+        ),
+        ({"learner_kind": "h100", "learner_devices": 3}, r"learner_devices asks for 3 device\(s\) of kind h100, but 2"),
+        ({"learner_kind": "l40s", "kind": "mi300x"}, "placement.kind is 'mi300x'"),
+    ],
+)
+def test_a_learner_whose_devices_are_not_there_is_refused(values: dict[str, int | str], message: str) -> None:
+    spec = PlacementSpec.model_validate({"mode": "disaggregated"} | values)
+    with pytest.raises(PlacementError, match=message):
+        placed(spec, gpus("a", 1, kind="l40s"), gpus("b", 2), ranks=1)
+
+
+def test_generation_is_not_put_on_cores_because_the_only_gpus_are_the_learners() -> None:
+    with pytest.raises(PlacementError, match="GPUs of the learner's kind only, h100; name generation's with placement"):
+        placed(PlacementSpec(mode="disaggregated", learner_kind="h100"), gpus("a", 2), cpus(4))
+
+
 @pytest.mark.parametrize(
     ("spec", "count", "options", "message"),
     [
-        (PlacementSpec(devices=4), 2, {}, r"placement.devices asks for 4 device\(s\), but 2 are there"),
+        (PlacementSpec(devices=4), 2, {}, r"placement.devices asks for 4 device\(s\) of kind h100, but 2"),
         (PlacementSpec(mode="disaggregated"), 1, {}, "leaves none for generation"),
         (PlacementSpec(), 2, {"per_actor": 4}, "tensor_parallel_size is 4, but generation has 2"),
         (PlacementSpec(), 2, {"ranks": 3}, r"learner.ranks is 3, but the learner has 2 device\(s\)"),

@@ -26,7 +26,7 @@ from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service
-from rlhfless.prepare.memory.assumed import parsed_devices
+from rlhfless.prepare.memory.assumed import parsed_sides
 from rlhfless.spec.errors import InputError, Problem
 
 router = APIRouter(tags=["compute"])
@@ -51,7 +51,8 @@ class CompareQuestion(Dimensions, PlanQuestion):
     """A run, and the devices to compare for it."""
 
     devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
-    """Devices such as `8xh100`; by default kinds and counts of the price book."""
+    """Devices such as `8xh100`, or `8xl40s+2xh100` with the learner's after generation's; by default kinds and counts
+    of the price book."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     """The deadline of the whole run: what keeps it comes first."""
 
@@ -87,7 +88,7 @@ def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:
     devices."""
     for index, text in enumerate(devices):
         try:
-            parsed_devices(text)
+            parsed_sides(text)
         except InputError as error:
             yield from (replace(problem, where=f"devices.{index}") for problem in error.problems)
 

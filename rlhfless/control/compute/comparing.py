@@ -21,7 +21,7 @@ from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
-from rlhfless.prepare.memory.assumed import parsed_devices, question_of
+from rlhfless.prepare.memory.assumed import parsed_sides, question_of
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
@@ -29,7 +29,7 @@ from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.rows import MILLION
 from rlhfless.spec import PlacementSpec, RunSpec
-from rlhfless.spec.errors import InputError
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain
 from rlhfless.spec.streaming import waits_for
 
@@ -39,6 +39,7 @@ COUNTS = (1, 8, 16, 64)
 LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
+LEARNER_KIND = "placement.learner_kind"
 TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
@@ -62,6 +63,12 @@ class Choice:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Values by dotted key."""
     rollouts: Rollouts = AS_IN_RUNS
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Its kind, and that of the learner's devices if it is another."""
+        learner = self.changes.get(LEARNER_KIND)
+        return (self.kind,) if learner is None else (self.kind, learner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +111,8 @@ def compared(
     jobs: int = 1,
     on_choice: OnChoice | None = None,
 ) -> list[Tried]:
-    """All choices for devices such as `8xh100`, or for the price book's. Raises InputError for devices that do not
-    exist."""
+    """All choices for devices such as `8xh100`, or `8xl40s+2xh100` with the learner's last, or for the price book's.
+    Raises InputError for devices that do not exist."""
     choices = [
         replace(each, changes={**each.changes, **way.on(planner.spec, each.kind)}, rollouts=way.rollouts)
         for each in choices_of(planner.spec, devices)
@@ -135,26 +142,36 @@ def apart_where_it_pays(planner: Planner, best: Sequence[Tried]) -> Iterator[Cho
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
     """The kinds and numbers of devices, each in the placements and with the schedules that are possible on them."""
     if devices:
-        found = [parsed_devices(text) for text in devices]
+        found = [parsed_sides(text) for text in devices]
     else:
         known = load_price_book(spec.scaling.prices).kinds
         runs = [kind for kind, sheet in load_devices().items() if sheet.no_engine is None]
         kinds = [kind for kind in runs if kind in known and kind != CPU_KIND]
-        found = [(kind, count) for kind in kinds for count in COUNTS]
-    return [Choice(kind, count, changes) for kind, count in found for changes in _placements(spec, kind, count)]
+        found = [(kind, count, {}) for kind in kinds for count in COUNTS]
+    return [
+        Choice(kind, count, changes)
+        for kind, count, sides in found
+        for changes in _placements(spec, kind, count, sides)
+    ]
 
 
-def _placements(spec: RunSpec, kind: str, count: int) -> Iterator[dict[str, Any]]:
-    """Changes of the spec, by dotted key."""
+def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Changes of the spec, by dotted key. `sides`: those that give the learner devices of another kind."""
+    if sides and spec.supervised:
+        what, hint = f"a run of type {spec.type} draws nothing", "give devices of one kind"
+        raise InputError("--devices", [Problem("", what, hint)])
     if spec.supervised:  # the learner has all devices, and nothing is drawn beside it
         yield {"placement.mode": "colocated"}
         return
-    yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
-    apart = spec.model_copy(update={"placement": PlacementSpec(mode="disaggregated")})
-    streams = () if waits_for(apart) else ({SCHEDULE: "sync", STREAMING: True},)
-    for learner in sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ():
+    if not sides:
+        yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
+    other = spec.model_copy(update={"placement": PlacementSpec(mode="disaggregated")})
+    streams = () if waits_for(other) else ({SCHEDULE: "sync", STREAMING: True},)
+    learners = sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ()
+    split = [{"placement.mode": "disaggregated", "placement.learner_devices": learner} for learner in learners]
+    for apart in [sides] if sides else split:
         for schedule in ({SCHEDULE: "sync"}, *streams, {SCHEDULE: "one_step_off"}):
-            yield {"placement.mode": "disaggregated", "placement.learner_devices": learner, **schedule}
+            yield {**apart, **schedule}
 
 
 def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
@@ -206,7 +223,10 @@ def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
     """The spec of a choice, with nothing decided that its user has left open. Raises InputError."""
     values = spec.model_dump(mode="json", exclude_unset=True)
     values.pop("schedule", None)  # its other keys are of the type that the spec names
-    for key, value in {"placement.kind": choice.kind, "placement.devices": choice.count, **choice.changes}.items():
+    devices = {"placement.kind": choice.kind, "placement.devices": choice.count}
+    if spec.placement.learner_kind is not None:  # a choice without one has devices of one kind
+        devices["placement.learner_kind"] = None
+    for key, value in {**devices, **choice.changes}.items():
         *sections, name = key.split(".")
         section = values
         for each in sections:
@@ -225,7 +245,8 @@ def placement_of(choice: Choice) -> str:
     if choice.changes.get("placement.mode") == "disaggregated":
         ahead = ", 1 ahead" if choice.changes[SCHEDULE] == "one_step_off" else ""
         streaming = ", streaming" if choice.changes.get(STREAMING) else ""
-        return f"{choice.changes['placement.learner_devices']} learn{ahead}{streaming}"
+        of = f" {kind}" if (kind := choice.changes.get(LEARNER_KIND)) else ""
+        return f"{choice.changes['placement.learner_devices']}{of} learn{ahead}{streaming}"
     return "co-located"
 
 
@@ -281,7 +302,8 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
             "predicted": found.cost.model_dump(),
             "step_usd": step_usd,
             "usd_per_million_tokens": MILLION * step_usd / found.response_tokens,
-            "energy_kwh": energy_kwh(found, device_of(choice.kind)),
+            # How much of the busy time is of which kind is not known.
+            "energy_kwh": energy_kwh(found, device_of(choice.kind)) if len(choice.kinds) == 1 else None,
         }
     return figures | {
         "kind": choice.kind,
@@ -290,7 +312,7 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "fits": not tried.problems,
         "problems": list(tried.problems),
         "nearest_change": tried.nearest_change,
-        "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.kind, found.cost.cost_usd),
+        "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.kinds, found.cost.cost_usd),
         "reason": tried.reason,
         "no_engine": choice.rollouts.no_engine(spec, choice.kind, planner.shape),
         "engine": choice.rollouts.engine or "vllm",

@@ -54,7 +54,7 @@ def sizes_of(asked: Question, predict: Predict) -> dict[str, Any]:
 
 def _released_usd_per_s(asked: Question) -> float:
     """What a device that is given back goes on to cost."""
-    price = load_price_book(asked.spec.scaling.prices).device(asked.sheet.kind)
+    price = load_price_book(asked.spec.scaling.prices).device(asked.learner_sheet.kind)
     return price.released_usd_per_hour / SECONDS_PER_HOUR
 
 
@@ -66,4 +66,5 @@ def _with(asked: Question, ranks: int) -> Question:
     changes: dict[str, Any] = {"learner.ranks": ranks, "learner.min_ranks": None}
     if not spec.supervised:
         changes["placement.learner_devices"] = spec.placement.learner_devices - fewer
-    return replace(asked, spec=edited(spec, changes), count=asked.count - fewer)
+    count = asked.count if spec.placement.learner_kind is not None else asked.count - fewer
+    return replace(asked, spec=edited(spec, changes), count=count)

@@ -248,7 +248,8 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -
     spec = asked.spec
     tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
     learn_s = latency.learn.at(tokens * spec.epochs)
-    peak_s = 6 * asked.shape.active * tokens * spec.epochs / (asked.sheet.flops_per_s.value * asked.count)
+    flops_per_s = asked.learner_sheet.flops_per_s.value * asked.learner_count
+    peak_s = 6 * asked.shape.active * tokens * spec.epochs / flops_per_s
     mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
     evaluated = evaluated_share(spec.mini_batches, spec.epochs)
     simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated / spec.epochs)
@@ -298,7 +299,8 @@ def _scenario(
         }
         | measured.get("learner", {}),
         # On CPU cores scoring shares the cores of the other functions.
-        "scoring": {"cores": 1 if asked.sheet.kind == CPU_KIND else spec.scoring.workers} | measured.get("scoring", {}),
+        "scoring": {"cores": 1 if asked.learner_sheet.kind == CPU_KIND else spec.scoring.workers}
+        | measured.get("scoring", {}),
         "contract": spec.scaling.contract.model_dump(mode="json"),
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
@@ -330,12 +332,17 @@ def _state_bytes(asked: Question) -> float:
 
 
 def _cluster(asked: Question) -> dict[str, Any]:
-    per_node = min(asked.count, NODE_DEVICES)
-    nodes = math.ceil(asked.count / per_node)
-    machines = [{"kind": asked.sheet.kind, "nodes": nodes, "devices_per_node": per_node}]
+    machines = [_machines(asked.sheet.kind, asked.count)]
+    if asked.spec.placement.learner_kind is not None:  # a scenario has the learner on its first machines
+        machines.insert(0, _machines(asked.learner_sheet.kind, asked.learner_count))
     connector = asked.spec.generation.engine.kv_connector
     rate = {} if connector is None else {"kv_bytes_per_s": KV_BYTES_PER_S[connector].value}
     return {"machines": machines, "prices": asked.spec.scaling.prices} | rate
+
+
+def _machines(kind: str, count: int) -> dict[str, Any]:
+    per_node = min(count, NODE_DEVICES)
+    return {"kind": kind, "nodes": math.ceil(count / per_node), "devices_per_node": per_node}
 
 
 def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:

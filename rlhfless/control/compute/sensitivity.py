@@ -35,8 +35,12 @@ class Changed:
     """Kinds of devices that have no such price."""
 
 
-def costs_usd(spec: RunSpec, kind: str, cost_usd: float) -> dict[PriceSource, float | None]:
-    """A cost at the prices of each source of the bundled table; None where it has none of the kind."""
+def costs_usd(spec: RunSpec, kinds: Sequence[str], cost_usd: float) -> dict[PriceSource, float | None]:
+    """A cost at the prices of each source of the bundled table; None where it has none of the kind, and for devices of
+    two kinds, of which it is not known how much is whose."""
+    if len(kinds) > 1:
+        return dict.fromkeys(PRICE_SOURCES)
+    (kind,) = kinds
     used = load_price_book(spec.scaling.prices).device(kind).usd_per_hour
     return {
         source: None if terms is None or not used else cost_usd * terms.usd_per_hour / used

@@ -55,6 +55,21 @@ def parsed_devices(text: str) -> tuple[str, int]:
     return kind, count
 
 
+def parsed_sides(text: str) -> tuple[str, int, dict[str, Any]]:
+    """Kind and number of `8xh100`; of `8xl40s+2xh100` those of generation, and the keys of a spec, by dotted name, that
+    give the learner the others. Raises InputError."""
+    generation, plus, learner = text.partition("+")
+    kind, count = parsed_devices(generation)
+    if not plus:
+        return kind, count, {}
+    of_learner, learners = parsed_devices(learner)
+    if of_learner == kind:
+        what, hint = f"{text!r} names {kind} for both sides", f"write {count + learners}x{kind}, which has both"
+        raise InputError("--devices", [Problem("", what, hint)])
+    apart = {"placement.mode": "disaggregated", "placement.learner_devices": learners}
+    return kind, count, apart | {"placement.learner_kind": of_learner}
+
+
 def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | None = None) -> Question:
     """A spec on devices of a kind, with everything that they decide.
 
@@ -66,13 +81,14 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     sheet = device_of(kind)
     others = reward_shapes(spec), draft_shape(spec)
     asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes(), *others)
-    return replace(asked, spec=timed(placed(asked), shape, sheet, tokens))
+    asked = replace(asked, spec=placed(asked))
+    return replace(asked, spec=timed(asked))
 
 
 def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
     """A spec with everything that `count` devices of a kind decide, or the kind alone for a model whose sizes are not
     known. On CPU cores the hub is not asked for them."""
-    if kind == CPU_KIND and not is_path(spec.model.path):
+    if _on_cores(spec, kind) and not is_path(spec.model.path):
         return settled(spec, kind)
     try:
         return question_of(spec, kind, count).spec
@@ -80,8 +96,14 @@ def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
         return settled(spec, kind)
 
 
+def _on_cores(spec: RunSpec, kind: str) -> bool:
+    """Whether all devices of a run, whose generation has this kind, are CPU cores."""
+    return {kind, spec.placement.learner_kind or kind} == {CPU_KIND}
+
+
 def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> tuple[str, int]:
-    """Kind and number of the devices of a run on these nodes. Raises PlacementError if they have none to choose."""
+    """Kind and number of the devices of a run on these nodes, without a learner's of another kind. Raises
+    PlacementError if they have none to choose."""
     kind = device_kind(spec.placement, nodes)
     return kind, spec.placement.devices or sum(node.count(kind) for node in nodes)
 
@@ -114,7 +136,7 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
     Nothing is refused on CPU cores, whose memory other programs share, nor if sizes are not known.
     """
     problems = format_problems(spec, kind)
-    if kind == CPU_KIND:
+    if _on_cores(spec, kind):
         return problems
     try:
         asked = question_of(spec, kind, count, sequence_tokens)
@@ -124,7 +146,10 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
     if not plan.fits:
         change = nearest_change(asked)
         hint = f"it fits with {change.text}" if change else "see docs/sizing.md"
-        problems.append(Problem("placement", f"{count} x {kind} do not hold the run: {'; '.join(plan.problems)}", hint))
+        devices = f"{count} x {kind}"
+        if spec.placement.learner_kind is not None:
+            devices += f" and {spec.placement.learner_devices} x {spec.placement.learner_kind}"
+        problems.append(Problem("placement", f"{devices} do not hold the run: {'; '.join(plan.problems)}", hint))
     return problems
 
 
@@ -145,7 +170,7 @@ def rank_counts(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> t
 def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:
     """The bytes of the host's memory, over all nodes, while the functions load; 0 on CPU cores, whose memory other
     programs share, and where sizes are not known."""
-    if kind == CPU_KIND:
+    if _on_cores(spec, kind):
         return 0
     try:
         return question_of(spec, kind, count, sequence_tokens).plan().host_bytes

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan, memory_plan
+from rlhfless.prepare.memory.plan import MemoryPlan, learner_sheet, memory_plan
 from rlhfless.scaling.function_kinds import Rewards, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.latency.shape import ModelShape
@@ -60,6 +60,22 @@ class Question:
     draft: ModelShape | None = None
     """The sizes of a draft model."""
 
+    @property
+    def learner_sheet(self) -> DeviceSheet:
+        """The devices of the learner's side."""
+        return learner_sheet(self.spec, self.sheet)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of its devices, and that of the learner's if it is another."""
+        return tuple(dict.fromkeys((self.sheet.kind, self.learner_sheet.kind)))
+
+    @property
+    def learner_count(self) -> int:
+        """Devices of the learner's side."""
+        placement = self.spec.placement
+        return placement.learner_devices if placement.mode == "disaggregated" else self.count
+
     def with_schedule(self, schedule: ScheduleSpec) -> Question:
         """The same run with another schedule."""
         return replace(self, spec=self.spec.model_copy(update={"schedule": schedule}))
@@ -91,8 +107,8 @@ def nearest_change(asked: Question) -> Change | None:
 
 
 def _of_trained(asked: Question) -> Iterator[Edit]:
-    spec, on_gpu = asked.spec, asked.sheet.kind != CPU_KIND
-    if on_gpu and spec.model.dtype == "float32":
+    spec, on_gpu = asked.spec, asked.learner_sheet.kind != CPU_KIND
+    if asked.sheet.kind != CPU_KIND and spec.model.dtype == "float32":
         yield "model.dtype: bfloat16", {"model.dtype": "bfloat16"}, None, None
     for name, part in spec.trained.items():
         if on_gpu and part.dtype == "float32":
@@ -108,7 +124,7 @@ def _of_trained(asked: Question) -> Iterator[Edit]:
 
 
 def _of_placement(asked: Question) -> Iterator[Edit]:
-    if asked.sheet.kind == CPU_KIND:
+    if asked.learner_sheet.kind == CPU_KIND:
         return
     spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
     engines = not spec.supervised
@@ -120,7 +136,8 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
         ranks = max(1, min(spec.learner.world_size, asked.count // 2))
         split = {"placement.mode": "disaggregated", "placement.learner_devices": ranks}
         yield f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split, None, None
-    for ranks in more_ranks(asked.count if colocated else asked.count - 1, spec.learner.world_size):
+    most = asked.count if colocated else asked.count - 1 if spec.placement.learner_kind is None else MOST_DEVICES
+    for ranks in more_ranks(most, spec.learner.world_size):
         shared: dict[str, Any] = {"learner.ranks": ranks}
         text = f"learner.ranks: {ranks}"
         if not colocated:
@@ -168,10 +185,17 @@ def _of_devices(asked: Question) -> Iterator[Edit]:
     while count <= MOST_DEVICES:
         yield f"{count} x {asked.sheet.kind}", {}, None, count
         count *= 2
-    larger = [sheet for sheet in load_devices().values() if sheet.memory_bytes.value > asked.sheet.memory_bytes.value]
-    for sheet in sorted(larger, key=lambda sheet: sheet.memory_bytes.value):
-        if sheet.kind != CPU_KIND and sheet.no_engine is None:
-            yield f"{asked.count} x {sheet.kind}", {}, sheet.kind, None
+    for sheet in _larger(asked.sheet):
+        yield f"{asked.count} x {sheet.kind}", {}, sheet.kind, None
+    for sheet in _larger(asked.learner_sheet) if asked.spec.placement.learner_kind is not None else ():
+        yield f"placement.learner_kind: {sheet.kind}", {"placement.learner_kind": sheet.kind}, None, None
+
+
+def _larger(than: DeviceSheet) -> list[DeviceSheet]:
+    """Devices with more memory, the smallest first."""
+    larger = [sheet for sheet in load_devices().values() if sheet.memory_bytes.value > than.memory_bytes.value]
+    usable = (sheet for sheet in larger if sheet.kind != CPU_KIND and sheet.no_engine is None)
+    return sorted(usable, key=lambda sheet: sheet.memory_bytes.value)
 
 
 def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.functions.generation.kind import kv_tokens
 from rlhfless.functions.learner.kind import learner_phases
 from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, place_run, wanted_of
-from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
     CACHED_VERSIONS,
@@ -29,7 +29,7 @@ from rlhfless.scaling.memory import (
     version_bytes,
     without_head,
 )
-from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, PlacementError, Site
+from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Device, Node, Placement, PlacementError, Site
 from rlhfless.spec import RunSpec
 
 MOST_TOKENS = 2**24
@@ -142,21 +142,31 @@ def memory_plan(
     rewards: Rewards = (),
     draft: ModelShape | None = None,
 ) -> MemoryPlan:
-    """The plan of a run on `count` devices of a kind, whose sequences have at most `sequence_tokens`.
+    """The plan of a run on `count` devices of a kind (and those of its `placement.learner_kind`), whose sequences have
+    at most `sequence_tokens`.
 
     `host_bytes`: memory of one machine, which is the devices' own on CPU cores. `rewards`: sizes of the reward models
     that are known; `draft`: those of a draft model. Raises PlacementError if there are too few devices.
     """
-    memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
-    terms = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, draft)
-    kinds = {kind.name: FunctionPlan(kind.name, kind.phases(terms), kind.publishes) for kind in kinds_of(spec)}
+    of_learner = learner_sheet(spec, sheet)
+    memory = {each.kind: _memory_bytes(each, host_bytes) for each in (sheet, of_learner)}
+    windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, draft)
+    beside = replace(windows, sheet=of_learner)
+    engines = {wanted.function for wanted in wanted_of(spec) if wanted.site is Site.WINDOWS}
+    kinds = {
+        kind.name: FunctionPlan(kind.name, kind.phases(windows if kind.name in engines else beside), kind.publishes)
+        for kind in kinds_of(spec)
+    }
     counted = [name for name, plan in kinds.items() if plan.phases]
-    alike = Counter(tuple(sorted(names)) for names in _names_by_device(spec, sheet.kind, count, counted).values())
+    alike = Counter(
+        (device.kind, tuple(sorted(names)))
+        for device, names in _names_by_device(spec, sheet.kind, count, counted).items()
+    )
     plans = []
-    for names, times in sorted(alike.items()):
+    for (kind, names), times in sorted(alike.items(), key=lambda item: item[0][::-1]):
         parts = [kinds[name] for name in names]
         plans.append(
-            DevicePlan(times, sheet.kind, memory, tuple(parts), spec.placement.in_turns, spec.placement.tenants - 1)
+            DevicePlan(times, kind, memory[kind], tuple(parts), spec.placement.in_turns, spec.placement.tenants - 1)
         )
     store = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
     headless = {"critic", "learner"} if spec.type == "reward_model" else {"critic"}
@@ -170,19 +180,31 @@ def memory_plan(
     offloaded = sum(weights[name] + kept[name] for name, part in spec.trained.items() if part.offload)
     waiting = kept if spec.placement.in_turns else weights  # all are loaded by way of the host
     on_devices = sum(waiting[name] for name, part in spec.trained.items() if not part.offload)
-    held = offloaded + on_devices + _frozen_bytes(spec, shape, rewards)
-    if sheet.kind == CPU_KIND:
-        held = sum(plan.count * plan.size_bytes for plan in plans) + offloaded
+    loaded = on_devices + _frozen_bytes(spec, shape, rewards)
+    held = offloaded + (0 if of_learner.kind == CPU_KIND else loaded)
+    held += sum(plan.count * plan.size_bytes for plan in plans if plan.kind == CPU_KIND)
     return MemoryPlan(
-        devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
+        devices=(
+            *(plan for plan in plans if plan.kind != CPU_KIND),
+            *_as_one([plan for plan in plans if plan.kind == CPU_KIND]),
+        ),
         kv_tokens=None if spec.supervised else kv_tokens(spec, shape, sheet, sequence_tokens, draft),
         sequence_tokens=sequence_tokens,
-        micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
+        micro_batch_tokens=_largest_micro_batch(spec, shape, plans),
         host_bytes=held,
         shared_bytes=stored_versions(spec) * store,
         cache_bytes=CACHED_VERSIONS * store,
         checkpoint_bytes=sum(kept.values()) if spec.checkpoint.background else 0,
     )
+
+
+def learner_sheet(spec: RunSpec, sheet: DeviceSheet) -> DeviceSheet:
+    """The devices of the learner's side, where `sheet` is of generation's. Raises UnknownDevice."""
+    return sheet if spec.placement.learner_kind is None else device_of(spec.placement.learner_kind)
+
+
+def _memory_bytes(sheet: DeviceSheet, host_bytes: int) -> int:
+    return host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
 
 
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
@@ -214,29 +236,32 @@ def nodes_of(spec: RunSpec, function: str, kind: str, count: int) -> tuple[int, 
 
 def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
     asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
-    return place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
+    nodes = _nodes(kind, count)
+    if asked.learner_kind is not None:
+        nodes += _nodes(asked.learner_kind, asked.learner_devices, first=len(nodes))
+    return place_run(spec.model_copy(update={"placement": asked}), nodes)
 
 
-def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str]) -> Mapping[str, list[str]]:
+def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str]) -> Mapping[Device, list[str]]:
     """The functions, of these, that have a replica or rank on each device, once for each replica or rank."""
     placement = _placement(spec, kind, count)
-    by_device: defaultdict[str, list[str]] = defaultdict(list)
+    by_device: defaultdict[Device, list[str]] = defaultdict(list)
     for wanted in (wanted for wanted in wanted_of(spec) if wanted.function in names):
         for allocation in placement.allocations[wanted.function]:
             devices = allocation.devices
             if wanted.site is not Site.WINDOWS:
                 devices = tuple(devices[rank % len(devices)] for rank in range(wanted.ranks))
             for device in devices:
-                by_device[device.name].append(wanted.function)
+                by_device[device].append(wanted.function)
     return by_device
 
 
-def _nodes(kind: str, count: int) -> list[Node]:
-    """Machines with `count` devices: one with all CPU cores, or machines of eight GPUs."""
+def _nodes(kind: str, count: int, first: int = 0) -> list[Node]:
+    """Machines with `count` devices: one with all CPU cores, or machines of eight GPUs; numbered from `first`."""
     if kind == CPU_KIND:
-        return [Node("0", "", count, count)]
-    sizes = [min(NODE_DEVICES, count - first) for first in range(0, count, NODE_DEVICES)]
-    return [Node(str(i), "", HOST_CORES, HOST_CORES, kind, size, size) for i, size in enumerate(sizes)]
+        return [Node(str(first), "", count, count)]
+    sizes = [min(NODE_DEVICES, count - taken) for taken in range(0, count, NODE_DEVICES)]
+    return [Node(str(first + i), "", HOST_CORES, HOST_CORES, kind, size, size) for i, size in enumerate(sizes)]
 
 
 def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
@@ -245,7 +270,7 @@ def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 
-def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:
+def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan]) -> int:
     """The largest micro-batch that fits, in tokens, on the device with the least memory left for each rank."""
     rooms = []
     for plan in plans:
@@ -255,7 +280,7 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
             if not part.publishes
         ]
         if ranks := len(plan.functions) - len(others):
-            rooms.append((memory - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
+            rooms.append((plan.memory_bytes - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
     low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2

@@ -14,8 +14,6 @@ from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
 from rlhfless.prepare.memory.plan import MemoryPlan, nodes_of
-from rlhfless.scaling.latency.devices import DeviceSheet
-from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
@@ -39,13 +37,16 @@ MOST = "scaling.generation.max_actors"
 
 def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the defaults for devices of a kind: on GPUs bfloat16 and activation checkpointing."""
-    if kind == CPU_KIND:
-        open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
-        return _with_fewest(edited(spec, open_keys | dict.fromkeys(_open_ranks(spec), 1)))
-    wanted: dict[str, Any] = {"model.dtype": "bfloat16"}
-    for name in spec.trained:
+    learning = spec.placement.learner_kind or kind
+    wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
+    for name in spec.trained if learning != CPU_KIND else ():
         wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
-    return edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
+    spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
+    if learning == CPU_KIND:
+        spec = edited(spec, dict.fromkeys(_open_ranks(spec), 1))
+    if kind != CPU_KIND:
+        return spec
+    return _with_fewest(edited(spec, {"placement.mode": "colocated"}) if spec.placement.mode == "auto" else spec)
 
 
 SETTLED = (
@@ -102,16 +103,18 @@ def is_set(spec: RunSpec, key: str) -> bool:
 
 def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
     """The problem of float32 on GPUs, which is of use for comparisons only."""
-    if kind == CPU_KIND or spec.placement.float32_on_gpus:
+    if spec.placement.float32_on_gpus:
         return []
+    learning = spec.placement.learner_kind or kind
+    kinds = {"model.dtype": kind} | {f"{name}.dtype": learning for name in spec.trained}
     return [
         Problem(
             key,
-            f"float32 on {kind}: twice the memory of bfloat16, and matrix products at an eighth of its rate or less",
+            f"float32 on {of}: twice the memory of bfloat16, and matrix products at an eighth of its rate or less",
             "leave it out, or set placement.float32_on_gpus: true",
         )
-        for key in ("model.dtype", *(f"{name}.dtype" for name in spec.trained))
-        if getattr(spec, key.partition(".")[0]).dtype == "float32"
+        for key, of in kinds.items()
+        if of != CPU_KIND and getattr(spec, key.partition(".")[0]).dtype == "float32"
     ]
 
 
@@ -135,7 +138,7 @@ def placed(asked: Question) -> RunSpec:
 def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
     """The spec with `learner.logits_mib: auto` decided on GPUs: the largest block that would fit at twice its size,
     too."""
-    if asked.sheet.kind == CPU_KIND or spec.learner.logits_mib != "auto":
+    if asked.learner_sheet.kind == CPU_KIND or spec.learner.logits_mib != "auto":
         return spec
     key = "learner.logits_mib"
     large = (mib for mib in LOGITS_MIB if _fits(asked, edited(spec, {key: 2 * mib})))
@@ -147,7 +150,7 @@ def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
     """The spec with `shard_ranks: auto` decided for each trained model, where ranks with a GPU each are on several
     nodes. Offloaded states are not copied: the memory of other hosts is not known here."""
     for name, part in spec.trained.items():
-        if asked.sheet.kind == CPU_KIND or part.shard_ranks != "auto" or part.offload:
+        if asked.learner_sheet.kind == CPU_KIND or part.shard_ranks != "auto" or part.offload:
             continue
         nodes = nodes_of(spec, name, asked.sheet.kind, asked.count)
         if len(nodes) < 2 or sum(nodes) != part.world_size or math.gcd(*nodes) == 1:
@@ -178,7 +181,8 @@ def _filled(asked: Question, spec: RunSpec) -> RunSpec:
     """The spec with as many actors as its side of the devices has room for, if their number is open."""
     if not _open_actors(spec):
         return spec
-    side = asked.count if spec.placement.mode == "colocated" else asked.count - spec.placement.learner_devices
+    shared = spec.placement.mode == "colocated" or spec.placement.learner_kind is not None
+    side = asked.count if shared else asked.count - spec.placement.learner_devices
     room = side // spec.generation.engine.tensor_parallel_size
     return edited(spec, {MOST: max(room - spec.scaling.prefill.max_actors, spec.scaling.generation.min_actors)})
 
@@ -263,14 +267,14 @@ def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
         yield spec
     elif spec.placement.mode == "colocated":
         yield edited(spec, {"learner.ranks": most})
-    elif is_set(spec, "placement.learner_devices"):
+    elif is_set(spec, "placement.learner_devices") or spec.placement.learner_kind is not None:
         yield edited(spec, {"learner.ranks": spec.placement.learner_devices})
     else:
         for ranks in more_ranks(max(most, 1)):
             yield edited(spec, {"learner.ranks": ranks, "placement.learner_devices": ranks})
 
 
-def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens: int) -> RunSpec:
+def timed(asked: Question) -> RunSpec:
     """The spec with time-outs that a model of this size does not exceed even at the slowest rates above; never below
     the defaults, which are for small models.
 
@@ -281,11 +285,12 @@ def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, sequence_tokens:
                                              publication
         generate_s   + waves x longest response x b P / (share of the engine's bandwidth)
     """
+    spec, shape, sheet, sequence_tokens = asked.spec, asked.shape, asked.sheet, asked.sequence_tokens
     size_s = version_bytes(shape, spec.model.dtype) / SLOWEST_BYTES_PER_S
     samples = spec.prompts_per_step * spec.sequences_per_prompt
     learned_tokens = samples * (sequence_tokens if spec.supervised else spec.generation.max_tokens)
     ranks = min(part.world_size for part in spec.trained.values())
-    flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * ranks
+    flops_per_s = SLOWEST_SHARE * asked.learner_sheet.flops_per_s.value * ranks
     learning_s = 8 * shape.active * learned_tokens / flops_per_s
     engine = spec.generation.engine
     waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))

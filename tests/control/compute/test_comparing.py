@@ -18,6 +18,7 @@ from rlhfless.control.compute.comparing import (
     as_json,
     choices_of,
     front,
+    placement_of,
     spec_of,
     try_choice,
 )
@@ -38,6 +39,7 @@ from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
 
 SPEC = RunSpec.model_validate(
     {
@@ -190,6 +192,24 @@ def test_numbers_of_prefill_actors_are_tried_with_a_connector_of_the_devices() -
     assert two.on(SPEC, CPU_KIND)[CONNECTOR] == "folder"
     changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **two.on(SPEC, "h100")}))
     assert (changed.scaling.prefill.min_actors, changed.generation.engine.kv_connector) == (2, "nixl")
+
+
+def test_a_learner_on_other_devices_is_a_choice() -> None:
+    choices = choices_of(SPEC, ["8xl40s+2xh100", "4xh100"])
+    own = [each for each in choices if each.kinds == ("l40s", "h100")]
+    assert [each.changes["schedule.type"] for each in own] == ["sync", "sync", "one_step_off"]
+    assert [(each.kinds, each.changes["placement.mode"]) for each in choices[len(own) :][:2]] == [
+        (("h100",), "colocated"),
+        (("h100",), "disaggregated"),
+    ]
+    placement = spec_of(SPEC, own[0]).placement
+    assert (placement.kind, placement.devices) == ("l40s", 8)
+    assert (placement.learner_kind, placement.learner_devices) == ("h100", 2)
+    assert placement_of(own[2]) == "2 h100 learn, 1 ahead"
+    before = SPEC.model_copy(update={"placement": placement})
+    assert spec_of(before, choices[-1]).placement.learner_kind is None, "a choice of one kind has one"
+    with pytest.raises(InputError, match="names h100 for both sides\n    write 10xh100"):
+        choices_of(SPEC, ["8xh100+2xh100"])
 
 
 def test_drafts_that_nobody_measured_are_not_compared(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ ROWS = [
 
 def test_a_cost_at_the_prices_of_each_source() -> None:
     """On H100 rent is 2.95 an hour and the hyperscaler's price 10; nobody was read to sell MI325X on demand."""
-    assert costs_usd(SPEC, "h100", 5.9) == pytest.approx({"rent": 5.9, "hyperscaler": 20.0})
-    assert costs_usd(SPEC, "mi325x", 1.0) == {"rent": 1.0, "hyperscaler": None}
+    assert costs_usd(SPEC, ["h100"], 5.9) == pytest.approx({"rent": 5.9, "hyperscaler": 20.0})
+    assert costs_usd(SPEC, ["mi325x"], 1.0) == {"rent": 1.0, "hyperscaler": None}
+    assert costs_usd(SPEC, ["l40s", "h100"], 1.0) == {"rent": None, "hyperscaler": None}, "how much is whose?"
 
 
 def test_at_other_prices_another_row_may_be_the_cheapest() -> None:
