@@ -45,7 +45,24 @@ def explain(
     # If its items are refused, pydantic also calls the list too short; that would only mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
     shown = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
-    return [problem for details in shown for problem in _problems(details, _Spot(model, data, details["loc"]), origins)]
+    found = [
+        problem for details in shown for problem in _problems(details, _Spot(model, data, details["loc"]), origins)
+    ]
+    return _together(found)
+
+
+def _together(problems: Sequence[Problem]) -> list[Problem]:
+    """Problems of one field in a row, which are those of its alternatives (`auto`, or a number), as one."""
+    merged: list[Problem] = []
+    for problem in problems:
+        before = merged[-1] if merged else None
+        value, _, what = problem.what.partition(": ")
+        if before is not None and before.where == problem.where and before.what.startswith(f"{value}: "):
+            hint = " ".join(filter(None, (before.hint, problem.hint)))
+            merged[-1] = dataclasses.replace(before, what=f"{before.what}, or {what}", hint=hint)
+        else:
+            merged.append(problem)
+    return merged
 
 
 def several(problems: Sequence[Problem]) -> PydanticCustomError:
@@ -104,6 +121,8 @@ class _Spot:
             if isinstance(key, str) and len(candidates) > 1:
                 annotation = next((model for model in candidates if tag_of(model) == key), None)
                 continue
+            if isinstance(key, str) and not candidates and get_origin(annotation) in (Union, types.UnionType):
+                continue  # the name of an alternative
             path.append(key)
             value = _below(value, key)
             if get_origin(annotation) is dict:

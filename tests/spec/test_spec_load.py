@@ -259,6 +259,14 @@ def test_what_is_missing_is_named_with_its_meaning(fault):
     assert "Hugging Face format" in message
 
 
+def test_a_value_that_is_none_of_a_fields_alternatives_is_one_problem_of_the_field(fault):
+    message = fault(MINIMAL + "learner: {ranks: many}\nweights: {transport: rdma}\n")
+    assert "2 problems" in message
+    assert "learner.ranks (line 7): 'many': should be a valid integer" in message
+    assert "as an integer, or should be 'auto'" in message
+    assert "weights.transport (line 8): 'rdma': should be 'auto', or should be 'file', 'shared_memory'" in message
+
+
 def test_a_list_that_is_not_one(fault):
     message = fault(MINIMAL.replace("- type", "  type"))
     assert "rewards (line 5): should be a list, got {'type': 'exact_match'}" in message

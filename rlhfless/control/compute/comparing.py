@@ -41,6 +41,7 @@ LEARNER_SHARES = (4, 2)
 
 LEARNER_KIND = "placement.learner_kind"
 TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
+OWN_SCHEDULE = "schedule"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
 """The predictions of choices by a factor of the response lengths."""
@@ -165,13 +166,20 @@ def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) 
         return
     if not sides:
         yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
+        yield from ({"placement.mode": "colocated", **own} for own in _own(spec) if not spec.schedule.steps_ahead)
     other = spec.model_copy(update={"placement": PlacementSpec(mode="disaggregated")})
     streams = () if waits_for(other) else ({SCHEDULE: "sync", STREAMING: True},)
     learners = sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ()
     split = [{"placement.mode": "disaggregated", "placement.learner_devices": learner} for learner in learners]
     for apart in [sides] if sides else split:
-        for schedule in ({SCHEDULE: "sync"}, *streams, {SCHEDULE: "one_step_off"}):
+        for schedule in ({SCHEDULE: "sync"}, *streams, {SCHEDULE: "one_step_off"}, *_own(spec)):
             yield {**apart, **schedule}
+
+
+def _own(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """The spec's own schedule, where it is none of those that every comparison tries."""
+    if spec.schedule.type not in ("sync", "one_step_off"):
+        yield {OWN_SCHEDULE: {"type": spec.schedule.type} | spec.schedule.model_dump(mode="json", exclude_unset=True)}
 
 
 def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
@@ -240,14 +248,15 @@ def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
 
 def placement_of(choice: Choice) -> str:
     """The placement in a few words, for a table."""
+    own = f", {choice.changes[OWN_SCHEDULE]['type']}" if OWN_SCHEDULE in choice.changes else ""
     if choice.changes.get(TURNS):
-        return "in turns"
+        return f"in turns{own}"
     if choice.changes.get("placement.mode") == "disaggregated":
-        ahead = ", 1 ahead" if choice.changes[SCHEDULE] == "one_step_off" else ""
+        ahead = ", 1 ahead" if choice.changes.get(SCHEDULE) == "one_step_off" else own
         streaming = ", streaming" if choice.changes.get(STREAMING) else ""
         of = f" {kind}" if (kind := choice.changes.get(LEARNER_KIND)) else ""
         return f"{choice.changes['placement.learner_devices']}{of} learn{ahead}{streaming}"
-    return "co-located"
+    return f"co-located{own}"
 
 
 def front(tried: Sequence[Tried]) -> list[Tried]:

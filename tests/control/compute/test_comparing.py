@@ -38,7 +38,7 @@ from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.spec import RunSpec
+from rlhfless.spec import PartialSpec, RunSpec
 from rlhfless.spec.errors import InputError
 
 SPEC = RunSpec.model_validate(
@@ -210,6 +210,19 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
     assert spec_of(before, choices[-1]).placement.learner_kind is None, "a choice of one kind has one"
     with pytest.raises(InputError, match="names h100 for both sides\n    write 10xh100"):
         choices_of(SPEC, ["8xh100+2xh100"])
+
+
+def test_the_specs_own_schedule_is_compared_too() -> None:
+    ahead = RunSpec.model_validate(
+        SPEC.model_dump(exclude_unset=True) | {"schedule": {"type": "async", "max_staleness": 3}}
+    )
+    choices = choices_of(ahead, ["4xh100"])
+    own = [each for each in choices if "schedule" in each.changes]
+    assert [placement_of(each) for each in own] == ["1 learn, async", "2 learn, async"]
+    assert spec_of(ahead, own[0]).schedule == ahead.schedule
+    assert spec_of(ahead, choices[0]).schedule.type == "sync", "its keys do not stay"
+    late = SPEC.model_copy(update={"schedule": PartialSpec()})
+    assert [placement_of(each) for each in choices_of(late, ["1xh100"])] == ["co-located", "co-located, partial"]
 
 
 def test_drafts_that_nobody_measured_are_not_compared(tmp_path: Path) -> None:
