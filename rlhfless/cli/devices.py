@@ -24,7 +24,10 @@ def devices(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the source of every figure.")] = False,
 ) -> None:
-    """The kinds of devices that plans and simulations know, with their data sheets and prices."""
+    """The kinds of devices that plans and simulations know, with their data sheets and prices.
+
+    RLHFLESS_DEVICES names a file with devices of your own (docs/prices.md).
+    """
     from rlhfless.scaling.latency.devices import load_devices
     from rlhfless.scaling.prices import load_price_book
 

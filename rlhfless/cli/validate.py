@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
+from typing import Annotated
 
 import typer
 
@@ -35,8 +37,27 @@ def validate(spec: SpecFile, overrides: Overrides = None) -> None:
     )
 
 
-def schema() -> None:
-    """Print the JSON schema of a spec, for editors and other tools."""
+class Schema(StrEnum):
+    """Files that have a schema."""
+
+    SPEC = "spec"
+    PRICES = "prices"
+    DEVICES = "devices"
+
+
+def schema(
+    of: Annotated[Schema, typer.Argument(help="A spec, a price book, or a table of devices.")] = Schema.SPEC,
+) -> None:
+    """Print the JSON schema of a spec, of a price book, or of a table of devices, for editors and other tools."""
+    from rlhfless.scaling.latency.devices import DeviceTable
+    from rlhfless.scaling.prices import PriceBook
+    from rlhfless.spec import RunSpec
+    from rlhfless.spec.base import SpecModel
     from rlhfless.spec.load import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    models: dict[Schema, type[SpecModel]] = {
+        Schema.SPEC: RunSpec,
+        Schema.PRICES: PriceBook,
+        Schema.DEVICES: DeviceTable,
+    }
+    typer.echo(json.dumps(json_schema(models[of]), indent=2))

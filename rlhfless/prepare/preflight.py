@@ -29,7 +29,7 @@ from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.prices import load_price_book
+from rlhfless.scaling.prices import OWN_DEVICES, load_price_book
 from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
@@ -148,10 +148,15 @@ def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:
 
 
 def _price_problems(spec: RunSpec) -> list[Problem]:
+    from rlhfless.scaling.latency.devices import load_devices
+
+    where = OWN_DEVICES
     try:
+        load_devices()
+        where = "scaling.prices"
         load_price_book(spec.scaling.prices)
     except InputError as error:
-        return [Problem("scaling.prices", f"{error.source}: {problem}") for problem in error.problems]
+        return [Problem(where, f"{error.source}: {problem}") for problem in error.problems]
     return []
 
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhfless.records import Holding, ReplicaState
 from rlhfless.scaling.placement import Device
@@ -27,6 +27,8 @@ from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.files import read_values
+
+M = TypeVar("M", bound=SpecModel)
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -229,6 +231,23 @@ class PriceBook(SpecModel):
         return self.model_dump(mode="json")
 
 
+OWN_DEVICES = "RLHFLESS_DEVICES"
+"""The variable that names a file with devices of the user's own, in the form of the bundled table."""
+
+
+class _OwnEntry(SpecModel):
+    """The price of a device of the user's own; `rlhfless.scaling.latency.devices` reads its figures."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    kind: str
+    price: DeviceTerms | None = None
+
+
+class _OwnTable(SpecModel):
+    devices: tuple[_OwnEntry, ...]
+
+
 @cache
 def bundled_devices() -> tuple[dict[str, Any], ...]:
     """The entries of the bundled table of devices: figures and price of each kind."""
@@ -236,12 +255,22 @@ def bundled_devices() -> tuple[dict[str, Any], ...]:
     return tuple(yaml.load(text, yaml.CSafeLoader)["devices"])
 
 
+def own_devices(model: type[M]) -> M | None:
+    """The file of the user's own devices; None without one. Raises InputError."""
+    path = os.environ.get(OWN_DEVICES)
+    return read_values(path, model, f"correct {OWN_DEVICES}, or leave it out") if path else None
+
+
 def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
-    """Reads a price book; the prices of the bundled table of devices without `path`.
+    """Reads a price book; without `path` the prices of the bundled table of devices, and of the user's own.
 
     Raises InputError with all problems: file, line, field, value, and the hint.
     """
     if path is None:
-        priced = [{"kind": entry["kind"], **entry["price"]} for entry in bundled_devices() if "price" in entry]
+        terms = {entry["kind"]: entry.get("price") for entry in bundled_devices()}
+        own = own_devices(_OwnTable)
+        for each in own.devices if own is not None else ():
+            terms[each.kind] = None if each.price is None else each.price.model_dump()
+        priced = [{"kind": kind, **price} for kind, price in terms.items() if price is not None]
         return PriceBook.model_validate({"devices": priced})
     return read_values(path, PriceBook, "correct `scaling.prices`, or leave it out for the bundled price book")

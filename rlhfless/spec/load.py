@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlhfless.spec import document
 from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted
@@ -79,9 +79,9 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
     return spec, data
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a spec file, for editors and other tools."""
-    schema = RunSpec.model_json_schema()
+def json_schema(model: type[BaseModel] = RunSpec) -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a spec file, or of another one, for editors and other tools."""
+    schema = model.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
-from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
-from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError, load_price_book
+from rlhfless.scaling.accelerators import kind_of
+from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
+from rlhfless.scaling.prices import (
+    OWN_DEVICES,
+    DevicePrice,
+    PriceBook,
+    PriceError,
+    bundled_devices,
+    load_price_book,
+)
 from rlhfless.spec.errors import InputError
 
 GOOD = """\
@@ -126,3 +136,36 @@ def test_faults_name_field_value_and_hint(tmp_path: Path, text: str, said: list[
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"scaling\.prices"):
         load_price_book(tmp_path / "none.yaml")
+
+
+def moonchip(folder: Path, **changes: Any) -> Path:
+    (own,) = (dict(entry) for entry in bundled_devices() if entry["kind"] == "h100")
+    own |= {"kind": "moonchip", "price": own["price"] | {"usd_per_hour": 4.0}} | changes
+    file = folder / "own.yaml"
+    file.write_text(yaml.safe_dump({"devices": [own]}))
+    return file
+
+
+def test_devices_of_the_users_own_are_known_with_their_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_DEVICES, str(moonchip(tmp_path)))
+    assert device_of("moonchip").flops_per_s == device_of("h100").flops_per_s
+    book = load_price_book()
+    assert (book.device("moonchip").usd_per_hour, book.device("h100").usd_per_hour) == (4.0, 2.95)
+    assert kind_of("MOONCHIP", book.kinds) == "moonchip", "as Ray calls it"
+    monkeypatch.delenv(OWN_DEVICES)
+    assert "moonchip" not in load_devices()
+
+
+def test_an_own_device_in_place_of_a_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_DEVICES, str(moonchip(tmp_path, kind="h100", price=None)))
+    assert "h100" not in load_price_book().kinds, "it has no price"
+
+
+def test_an_own_device_that_is_wrong_is_refused_by_field_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OWN_DEVICES, str(moonchip(tmp_path, memory_bytes={"value": -1, "source": "a guess"})))
+    with pytest.raises(
+        InputError, match=r"own.yaml: 1 problem\n- devices.0.memory_bytes.value \(line \d+\): -1: should be"
+    ):
+        load_devices()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rlhfless.scaling.prices import DEVICES_FILE, DeviceTerms, PriceSource, bundled_devices
+from rlhfless.scaling.prices import DEVICES_FILE, OWN_DEVICES, DeviceTerms, PriceSource, bundled_devices, own_devices
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
@@ -91,7 +92,9 @@ class DeviceSheet(SpecModel):
         return self
 
 
-class _DeviceTable(SpecModel):
+class DeviceTable(SpecModel):
+    """A file of devices."""
+
     devices: tuple[DeviceSheet, ...]
 
 
@@ -101,17 +104,21 @@ class UnknownDevice(UserError, ValueError):
     where = "placement.kind"
 
 
-@cache
 def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
-    """The bundled table, by kind; with the devices of a file in the same form, which replace those of equal kinds.
+    """The bundled table, by kind; with the devices of the user's own (the file that `OWN_DEVICES` names), and those of
+    a file in the same form, which replace those of equal kinds.
 
     Raises InputError for a file that cannot be read, with all problems.
     """
-    sheets = {device.kind: device for device in _DeviceTable.model_validate({"devices": bundled_devices()}).devices}
+    return _loaded(path, os.environ.get(OWN_DEVICES))
+
+
+@cache
+def _loaded(path: str | None, _: str | None) -> dict[str, DeviceSheet]:
+    tables = [DeviceTable.model_validate({"devices": bundled_devices()}), own_devices(DeviceTable)]
     if path is not None:
-        own = read_values(path, _DeviceTable, f"name a file in the form of {DEVICES_FILE}")
-        sheets |= {device.kind: device for device in own.devices}
-    return sheets
+        tables.append(read_values(path, DeviceTable, f"name a file in the form of {DEVICES_FILE}"))
+    return {device.kind: device for table in tables if table is not None for device in table.devices}
 
 
 def device_of(kind: str) -> DeviceSheet:
