@@ -48,6 +48,12 @@ class Codes:
         return self.of(values, scales).to(torch.float32) * scales
 
 
+NO_VNNI = (
+    "this processor has no VNNI instructions, without which products of int8 lose a bit: the engine would draw with "
+    "other weights than it was given"
+)
+
+
 def multiplies_int8_exactly() -> bool:
     """Whether this machine's processor adds up products of int8 without an overflow at 16 bits: x86 only with VNNI."""
     return platform.machine() != "x86_64" or "_vnni" in Path("/proc/cpuinfo").read_text()

@@ -35,7 +35,7 @@ from vllm.platforms import current_platform
 
 from rlhfless.functions.generation.vllm.arguments import QUANTIZATION
 from rlhfless.spec.generation import Quantised
-from rlhfless.weights.quantised import CODES, Codes, multiplies_int8_exactly
+from rlhfless.weights.quantised import CODES, NO_VNNI, Codes, multiplies_int8_exactly
 
 
 class _OnLoading(OnlineQuantizationConfig):
@@ -52,10 +52,7 @@ class _OnLoading(OnlineQuantizationConfig):
         return [*super().get_supported_act_dtypes(), *([torch.float32] if current_platform.is_cpu() else [])]
 
 
-INEXACT = (
-    "generation.quantization is int8, but this processor has no VNNI instructions, without which products of int8 lose "
-    "a bit: the engine would draw with other weights than it was given. Set it to fp8 or off"
-)
+INEXACT = f"generation.quantization is int8, but {NO_VNNI}. Set it to fp8 or off"
 
 
 class Int8Config(_OnLoading):

@@ -39,7 +39,7 @@ COUNTS = (1, 8, 16, 64)
 LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
-LEARNER_KIND = "placement.learner_kind"
+LEARNER_KIND, LEARNER_DEVICES = "placement.learner_kind", "placement.learner_devices"
 TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
 OWN_SCHEDULE = "schedule"
 
@@ -66,10 +66,10 @@ class Choice:
     rollouts: Rollouts = AS_IN_RUNS
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """Its kind, and that of the learner's devices if it is another."""
+    def devices(self) -> Mapping[str, int]:
+        """The numbers of its devices, by kind."""
         learner = self.changes.get(LEARNER_KIND)
-        return (self.kind,) if learner is None else (self.kind, learner)
+        return {self.kind: self.count} | ({} if learner is None else {learner: self.changes[LEARNER_DEVICES]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) 
     other = spec.model_copy(update={"placement": PlacementSpec(mode="disaggregated")})
     streams = () if waits_for(other) else ({SCHEDULE: "sync", STREAMING: True},)
     learners = sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ()
-    split = [{"placement.mode": "disaggregated", "placement.learner_devices": learner} for learner in learners]
+    split = [{"placement.mode": "disaggregated", LEARNER_DEVICES: learner} for learner in learners]
     for apart in [sides] if sides else split:
         for schedule in ({SCHEDULE: "sync"}, *streams, {SCHEDULE: "one_step_off"}, *_own(spec)):
             yield {**apart, **schedule}
@@ -255,7 +255,7 @@ def placement_of(choice: Choice) -> str:
         ahead = ", 1 ahead" if choice.changes.get(SCHEDULE) == "one_step_off" else own
         streaming = ", streaming" if choice.changes.get(STREAMING) else ""
         of = f" {kind}" if (kind := choice.changes.get(LEARNER_KIND)) else ""
-        return f"{choice.changes['placement.learner_devices']}{of} learn{ahead}{streaming}"
+        return f"{choice.changes[LEARNER_DEVICES]}{of} learn{ahead}{streaming}"
     return f"co-located{own}"
 
 
@@ -312,7 +312,7 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
             "step_usd": step_usd,
             "usd_per_million_tokens": MILLION * step_usd / found.response_tokens,
             # How much of the busy time is of which kind is not known.
-            "energy_kwh": energy_kwh(found, device_of(choice.kind)) if len(choice.kinds) == 1 else None,
+            "energy_kwh": energy_kwh(found, device_of(choice.kind)) if len(choice.devices) == 1 else None,
         }
     return figures | {
         "kind": choice.kind,
@@ -321,7 +321,7 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "fits": not tried.problems,
         "problems": list(tried.problems),
         "nearest_change": tried.nearest_change,
-        "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.kinds, found.cost.cost_usd),
+        "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.devices, found.cost.cost_usd),
         "reason": tried.reason,
         "no_engine": choice.rollouts.no_engine(spec, choice.kind, planner.shape),
         "engine": choice.rollouts.engine or "vllm",

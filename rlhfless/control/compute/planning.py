@@ -111,7 +111,7 @@ class Planner:
             "problems": list(problems),
             "nearest_change": None if change is None else change.text,
             "predicted": None if found is None else found.cost.model_dump(),
-            "costs_usd": {} if found is None else costs_usd(self.spec, asked.kinds, found.cost.cost_usd),
+            "costs_usd": {} if found is None else costs_usd(self.spec, asked.devices, found.cost.cost_usd),
             "reason": reason,
             "no_engine": asked.sheet.no_engine,
         }
@@ -144,7 +144,7 @@ class Planner:
     def _recorded_on(trace: Trace, asked: Question) -> bool:
         """Whether a run was recorded with the model that is asked for, on devices of the kinds."""
         kinds = {holding.device_kind for holding in trace.holdings}
-        return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and kinds >= set(asked.kinds)
+        return bool(trace.meta.spec["model"]["path"] == asked.spec.model.path) and kinds >= asked.devices.keys()
 
 
 def planned(question: Mapping[str, Any]) -> dict[str, Any]:

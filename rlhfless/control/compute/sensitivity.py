@@ -1,6 +1,6 @@
 """Whether the choice among compared rows stays the same at other prices and at other response lengths.
 
-Prices scale the cost of a row, which has one kind of device; that the policy would decide otherwise at other prices is
+Prices scale the cost of a row; that the policy would decide otherwise at other prices is
 left out. For lengths the rows that may be chosen are predicted again: those on the front, and the next cheapest.
 """
 
@@ -35,17 +35,17 @@ class Changed:
     """Kinds of devices that have no such price."""
 
 
-def costs_usd(spec: RunSpec, kinds: Sequence[str], cost_usd: float) -> dict[PriceSource, float | None]:
-    """A cost at the prices of each source of the bundled table; None where it has none of the kind, and for devices of
-    two kinds, of which it is not known how much is whose."""
-    if len(kinds) > 1:
-        return dict.fromkeys(PRICE_SOURCES)
-    (kind,) = kinds
-    used = load_price_book(spec.scaling.prices).device(kind).usd_per_hour
-    return {
-        source: None if terms is None or not used else cost_usd * terms.usd_per_hour / used
-        for source, terms in device_of(kind).prices.items()
-    }
+def costs_usd(spec: RunSpec, devices: Mapping[str, int], cost_usd: float) -> dict[PriceSource, float | None]:
+    """A cost at the prices of each source of the bundled table; None where it has none of a kind. `devices`: their
+    numbers by kind, all of which are taken to be held for as long."""
+    book = load_price_book(spec.scaling.prices)
+    used = sum(count * book.device(kind).usd_per_hour for kind, count in devices.items())
+    found: dict[PriceSource, float | None] = {}
+    for source in PRICE_SOURCES:
+        terms = [(count, device_of(kind).prices[source]) for kind, count in devices.items()]
+        known = [count * each.usd_per_hour for count, each in terms if each is not None]
+        found[source] = cost_usd * sum(known) / used if used and len(known) == len(terms) else None
+    return found
 
 
 def at_other_prices(rows: Sequence[Mapping[str, Any]]) -> list[Changed]:

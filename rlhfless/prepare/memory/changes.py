@@ -66,15 +66,16 @@ class Question:
         return learner_sheet(self.spec, self.sheet)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kind of its devices, and that of the learner's if it is another."""
-        return tuple(dict.fromkeys((self.sheet.kind, self.learner_sheet.kind)))
-
-    @property
     def learner_count(self) -> int:
         """Devices of the learner's side."""
         placement = self.spec.placement
         return placement.learner_devices if placement.mode == "disaggregated" else self.count
+
+    @property
+    def devices(self) -> Mapping[str, int]:
+        """The numbers of its devices, by kind."""
+        own = self.spec.placement.learner_kind
+        return {self.sheet.kind: self.count} | ({} if own is None else {own: self.learner_count})
 
     def with_schedule(self, schedule: ScheduleSpec) -> Question:
         """The same run with another schedule."""

@@ -196,11 +196,11 @@ def test_numbers_of_prefill_actors_are_tried_with_a_connector_of_the_devices() -
 
 def test_a_learner_on_other_devices_is_a_choice() -> None:
     choices = choices_of(SPEC, ["8xl40s+2xh100", "4xh100"])
-    own = [each for each in choices if each.kinds == ("l40s", "h100")]
+    own = [each for each in choices if each.devices == {"l40s": 8, "h100": 2}]
     assert [each.changes["schedule.type"] for each in own] == ["sync", "sync", "one_step_off"]
-    assert [(each.kinds, each.changes["placement.mode"]) for each in choices[len(own) :][:2]] == [
-        (("h100",), "colocated"),
-        (("h100",), "disaggregated"),
+    assert [(each.devices, each.changes["placement.mode"]) for each in choices[len(own) :][:2]] == [
+        ({"h100": 4}, "colocated"),
+        ({"h100": 4}, "disaggregated"),
     ]
     placement = spec_of(SPEC, own[0]).placement
     assert (placement.kind, placement.devices) == ("l40s", 8)
