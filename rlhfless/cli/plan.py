@@ -106,7 +106,9 @@ def plan(
         return
     options: dict[str, object] = {f"--{name.replace('_', '-')}": values for name, values in tried.items()}
     _refuse_without_compare(devices, options | {"--out": out, "--bench": bench})
-    kind, count, apart = parsed_sides(devices[0]) if devices else (*local_devices(loaded), {})
+    kind, count, apart = (
+        parsed_sides(devices[0], draws=not loaded.supervised) if devices else (*local_devices(loaded), {})
+    )
     asked = question_of(edited(loaded, apart), kind, count)
     latency = None
     if measured is not None:

@@ -29,7 +29,7 @@ from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.rows import MILLION
 from rlhfless.spec import PlacementSpec, RunSpec
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
 from rlhfless.spec.streaming import waits_for
 
@@ -143,7 +143,7 @@ def apart_where_it_pays(planner: Planner, best: Sequence[Tried]) -> Iterator[Cho
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
     """The kinds and numbers of devices, each in the placements and with the schedules that are possible on them."""
     if devices:
-        found = [parsed_sides(text) for text in devices]
+        found = [parsed_sides(text, draws=not spec.supervised) for text in devices]
     else:
         known = load_price_book(spec.scaling.prices).kinds
         runs = [kind for kind, sheet in load_devices().items() if sheet.no_engine is None]
@@ -158,9 +158,6 @@ def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
 
 def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Changes of the spec, by dotted key. `sides`: those that give the learner devices of another kind."""
-    if sides and spec.supervised:
-        what, hint = f"a run of type {spec.type} draws nothing", "give devices of one kind"
-        raise InputError("--devices", [Problem("", what, hint)])
     if spec.supervised:  # the learner has all devices, and nothing is drawn beside it
         yield {"placement.mode": "colocated"}
         return

@@ -1,7 +1,7 @@
 """Whether the choice among compared rows stays the same at other prices and at other response lengths.
 
-Prices scale the cost of a row; that the policy would decide otherwise at other prices is
-left out. For lengths the rows that may be chosen are predicted again: those on the front, and the next cheapest.
+Prices scale the cost of a row; that the policy would decide otherwise at other prices is left out. For lengths the
+rows that may be chosen are predicted again: those on the front, and the next cheapest.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def parsed_devices(text: str) -> tuple[str, int]:
     return kind, count
 
 
-def parsed_sides(text: str) -> tuple[str, int, dict[str, Any]]:
+def parsed_sides(text: str, *, draws: bool = True) -> tuple[str, int, dict[str, Any]]:
     """Kind and number of `8xh100`; of `8xl40s+2xh100` those of generation, and the keys of a spec, by dotted name, that
-    give the learner the others. Raises InputError."""
+    give the learner the others. Raises InputError, also for two sides of a run that draws nothing (`draws`)."""
     generation, plus, learner = text.partition("+")
     kind, count = parsed_devices(generation)
     if not plus:
@@ -65,6 +65,9 @@ def parsed_sides(text: str) -> tuple[str, int, dict[str, Any]]:
     of_learner, learners = parsed_devices(learner)
     if of_learner == kind:
         what, hint = f"{text!r} names {kind} for both sides", f"write {count + learners}x{kind}, which has both"
+        raise InputError("--devices", [Problem("", what, hint)])
+    if not draws:
+        what, hint = f"{text!r} has devices of two kinds, and the run draws nothing", "give devices of one kind"
         raise InputError("--devices", [Problem("", what, hint)])
     apart = {"placement.mode": "disaggregated", "placement.learner_devices": learners}
     return kind, count, apart | {"placement.learner_kind": of_learner}
