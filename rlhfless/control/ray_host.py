@@ -31,6 +31,7 @@ from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import environment_of_runs
 from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.folders import OTHERS, lock, replace_text
+from rlhfless.spec.errors import UserError
 
 LOW_PRIORITY = ("nice", "-n", "5")
 """Prefix of commands that start runs' processes: at a lower priority they leave the cores to the service for the
@@ -38,6 +39,8 @@ milliseconds that an answer takes, and lose nothing, because all their processes
 
 RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
+FAULT_FILE = "ray-host.fault"
+"""Why the last host could not start or join Ray; there until one can."""
 
 REPORT_S = 1.0
 """How often a host reports what its Ray has."""
@@ -82,6 +85,14 @@ def read_ray(file: Path) -> RayReport | None:
     except (OSError, ValueError, TypeError):
         return None
     return ray if time.time() - ray.at < STALE_S and psutil.pid_exists(ray.pid) else None
+
+
+def read_fault(folder: Path) -> str:
+    """Why the last host could not start or join Ray; empty if it could, or none has tried."""
+    try:
+        return (folder / FAULT_FILE).read_text("utf-8").strip()
+    except OSError:
+        return ""
 
 
 class HostKeeper(PeriodicTask):
@@ -194,9 +205,13 @@ async def report_to_file(folder: Path, ray_address: str | None) -> None:
 
     async def write(report: RayReport) -> None:
         replace_text(folder / RAY_FILE, json.dumps(asdict(report)))
+        (folder / FAULT_FILE).unlink(missing_ok=True)
 
     try:
         await host(ray_address, folder, write)
+    except UserError as error:
+        replace_text(folder / FAULT_FILE, str(error))
+        raise
     finally:
         (folder / RAY_FILE).unlink(missing_ok=True)
 

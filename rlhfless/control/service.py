@@ -23,7 +23,7 @@ from rlhfless.control.device_history import DeviceHistory
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.objects.fleet import ReplicaNow
 from rlhfless.control.pods import PodWatch, pod_lister
-from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayReport, read_ray
+from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayReport, read_fault, read_ray
 from rlhfless.control.retention import RetentionSweep
 from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings, open_data
@@ -49,7 +49,9 @@ class Service:
         self.address = address
         self.bus = Bus(asyncio.get_running_loop())
         self.keys = Keys(database, required=not is_loopback(settings.host))
-        self.supervisor = Supervisor(database, settings, drivers, self.url, self.ray_address, self.device_counts)
+        self.supervisor = Supervisor(
+            database, settings, drivers, self.url, self.ray_address, self.ray_wait, self.device_counts
+        )
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.device_counts)
         self.simulations = Simulations(database, self.runner)
@@ -82,6 +84,15 @@ class Service:
         """The address of Ray; empty while there is no Ray."""
         ray = self.ray()
         return ray.address if ray else ""
+
+    def ray_wait(self) -> str:
+        """What the service waits for while it has no Ray, and why; empty if it has one."""
+        if self.ray() is not None:
+            return ""
+        where = self.settings.ray_address
+        wait = f"waiting for the Ray cluster at {where}" if where else "waiting for Ray to start"
+        fault = read_fault(self.settings.folder)
+        return f"{wait}: {fault}" if fault else wait
 
     def device_counts(self) -> dict[str, int]:
         """The devices that runs may hold together, by kind."""

@@ -52,16 +52,18 @@ class Supervisor(PeriodicTask):
         drivers: Drivers,
         url: str,
         ray_address: Callable[[], str],
+        ray_wait: Callable[[], str],
         device_counts: Callable[[], dict[str, int]],
     ) -> None:
-        """`url`: where drivers reach the service; `ray_address`: empty while there is no Ray; `device_counts`: by
-        kind."""
+        """`url`: where drivers reach the service; `ray_address`: empty while there is no Ray; `ray_wait`: what is
+        waited for then; `device_counts`: by kind."""
         super().__init__(PERIOD_S)
         self._database = database
         self._settings = settings
         self._drivers = drivers
         self._url = url
         self._ray_address = ray_address
+        self._ray_wait = ray_wait
         self._device_counts = device_counts
         self.admits = True
         """Whether drivers may be started."""
@@ -138,22 +140,21 @@ class Supervisor(PeriodicTask):
     # -- drivers to start
 
     async def _admit(self) -> None:
-        """Start drivers for the first runs of the queue, up to the limit of drivers."""
+        """Start drivers for the first runs of the queue, up to the limit of drivers; none while there is no Ray."""
+        wait = self._ray_wait()
 
         def next_runs(session: Session) -> list[RunRow]:
             working = store.count_driven(session)
-            free = max(self._settings.max_drivers - working, 0)
+            free = 0 if wait else max(self._settings.max_drivers - working, 0)
             queue = store.queue(session)
             for place, row in enumerate(queue[free:]):
                 ahead = f"{place} run(s) before it" if place else "it is the next one"
-                reason = f"waiting for its turn: {ahead}, {working} at work"
+                reason = wait or f"waiting for its turn: {ahead}, {working} at work"
                 if row.status_reason != reason and row.attempt == 0:
                     row.status_reason = reason
                     store.touch(session, row)
             return queue[:free]
 
-        if not self._ray_address():
-            return
         for run in await self._database.write(next_runs):
             await self._begin(run)
 

@@ -43,10 +43,8 @@ async def readyz(service: OfService) -> JSONResponse:
         await service.database.read(lambda session: session.execute(sql("SELECT 1")).scalar())
     except Unavailable as error:
         waiting.append(str(error))
-    ray = service.ray()
-    if ray is None:
-        where = service.settings.ray_address
-        waiting.append(f"waiting for the Ray cluster at {where}" if where else "waiting for Ray to start")
+    if wait := service.ray_wait():
+        waiting.append(wait)
     devices = service.device_counts()
     body = {"status": "waiting" if waiting else "ok", "waiting_for": waiting, "devices": devices}
     return JSONResponse(body, 503 if waiting else 200)

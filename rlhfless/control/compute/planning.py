@@ -182,7 +182,7 @@ def planner_of(question: Mapping[str, Any]) -> Planner:
 
 def chosen_devices(spec: RunSpec, devices: Mapping[str, int]) -> tuple[str, int]:
     """Kind and number of the run's devices, from its spec or else from the service."""
-    gpus = [kind for kind in devices if kind != CPU_KIND]
+    gpus = [kind for kind in devices if kind not in (CPU_KIND, spec.placement.learner_kind)]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
     return kind, spec.placement.devices or devices.get(kind, 0) or 1
 

@@ -31,7 +31,7 @@ from rlhfless.control.compute.dimensions import (
     Dimensions,
     Way,
 )
-from rlhfless.control.compute.planning import Planner
+from rlhfless.control.compute.planning import Planner, chosen_devices
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.prefill import PlannedPrefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
@@ -210,6 +210,12 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
     assert spec_of(before, choices[-1]).placement.learner_kind is None, "a choice of one kind has one"
     with pytest.raises(InputError, match="names h100 for both sides\n    write 10xh100"):
         choices_of(SPEC, ["8xh100+2xh100"])
+
+
+def test_generation_is_not_planned_on_the_learners_devices() -> None:
+    placement = {"mode": "disaggregated", "learner_kind": "h100"}
+    spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | {"placement": placement})
+    assert chosen_devices(spec, {"h100": 2, "l40s": 8, CPU_KIND: 4}) == ("l40s", 8)
 
 
 def test_the_specs_own_schedule_is_compared_too() -> None:
