@@ -105,11 +105,8 @@ def chart_values(spec: RunSpec, chosen: ComparedDevices) -> dict[str, Any]:
     """Values of the chart for a cluster that has these devices: a group of pods for each kind, each all of a node."""
     asked = question_of(spec, chosen.kind, chosen.count)
     plan = asked.plan()
-    kinds = {chosen.kind: chosen.count}
-    if spec.placement.learner_kind is not None:
-        kinds[spec.placement.learner_kind] = spec.placement.learner_devices
     host_bytes = plan.host_bytes / _nodes(asked.learner_count)  # what functions of the learner's side load there
-    groups = [_group(kind, count, host_bytes, plan.shared_bytes) for kind, count in kinds.items()]
+    groups = [_group(kind, count, host_bytes, plan.shared_bytes) for kind, count in asked.devices.items()]
     return {"ray": {"gpuGroups": groups}}
 
 

@@ -80,6 +80,10 @@ class PlacementSpec(SpecModel):
             )
         return self
 
+    def kind_of_learner(self, kind: str) -> str:
+        """The kind of the learner side's devices, where generation's are of this one."""
+        return self.learner_kind or kind
+
     @property
     def in_turns(self) -> bool:
         """Functions take turns on their devices, with each other or with other runs."""

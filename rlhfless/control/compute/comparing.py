@@ -230,7 +230,7 @@ def spec_of(spec: RunSpec, choice: Choice) -> RunSpec:
     values.pop("schedule", None)  # its other keys are of the type that the spec names
     devices = {"placement.kind": choice.kind, "placement.devices": choice.count}
     if spec.placement.learner_kind is not None:  # a choice without one has devices of one kind
-        devices["placement.learner_kind"] = None
+        devices[LEARNER_KIND] = None
     for key, value in {**devices, **choice.changes}.items():
         *sections, name = key.split(".")
         section = values

@@ -101,7 +101,7 @@ def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
 
 def _on_cores(spec: RunSpec, kind: str) -> bool:
     """Whether all devices of a run, whose generation has this kind, are CPU cores."""
-    return {kind, spec.placement.learner_kind or kind} == {CPU_KIND}
+    return {kind, spec.placement.kind_of_learner(kind)} == {CPU_KIND}
 
 
 def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> tuple[str, int]:
@@ -149,9 +149,7 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
     if not plan.fits:
         change = nearest_change(asked)
         hint = f"it fits with {change.text}" if change else "see docs/sizing.md"
-        devices = f"{count} x {kind}"
-        if spec.placement.learner_kind is not None:
-            devices += f" and {spec.placement.learner_devices} x {spec.placement.learner_kind}"
+        devices = " and ".join(f"{number} x {of}" for of, number in asked.devices.items())
         problems.append(Problem("placement", f"{devices} do not hold the run: {'; '.join(plan.problems)}", hint))
     return problems
 

@@ -37,7 +37,7 @@ MOST = "scaling.generation.max_actors"
 
 def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the defaults for devices of a kind: on GPUs bfloat16 and activation checkpointing."""
-    learning = spec.placement.learner_kind or kind
+    learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
     for name in spec.trained if learning != CPU_KIND else ():
         wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
@@ -105,7 +105,7 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
     """The problem of float32 on GPUs, which is of use for comparisons only."""
     if spec.placement.float32_on_gpus:
         return []
-    learning = spec.placement.learner_kind or kind
+    learning = spec.placement.kind_of_learner(kind)
     kinds = {"model.dtype": kind} | {f"{name}.dtype": learning for name in spec.trained}
     return [
         Problem(
