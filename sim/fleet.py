@@ -37,6 +37,7 @@ class SimulatedFleet:
         self.setup = setup
         self._idle = idle
         self.slot_setups = setup.slot_setups
+        self._under_way = setup.under_way
         self.replicas: dict[int, SimulatedReplica] = {}
         """By slot. A replica that waits for its devices is not among them, unless it sleeps."""
         self.agenda: Agenda[SimulatedEvent] = Agenda()
@@ -99,6 +100,12 @@ class SimulatedFleet:
         for slot in range(len(self.setup.actors)):
             if self.state(slot) is ReplicaState.SLEEPING:
                 self.start(slot, at_s)
+
+    def bring_up(self) -> None:
+        """Starts what a run that is under way has; what shares devices with it comes up when its turn comes."""
+        for slot in self._under_way:
+            if self._devices.held(slot) is None:
+                self.start(slot, 0.0)
 
     def start(self, slot: int, at_s: float) -> None:
         """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is awake."""
@@ -243,7 +250,7 @@ class SimulatedFleet:
         self.replicas[slot] = SimulatedReplica(
             self._ledger, self._functions[slot], self._label(slot), slot_setup.allocation, begin_s, life
         )
-        start_s = 0.0 if self.setup.warm and life == 1 else slot_setup.start_s
+        start_s = 0.0 if slot in self._under_way and life == 1 else slot_setup.start_s
         self.agenda.add(begin_s + late_s + start_s, Up(slot, self._turns[slot]))
         mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):

@@ -187,12 +187,13 @@ class Setup:
     """The cost of giving a device back and taking it again."""
     prefixes: PrefixUse = PrefixUse()
     warm: bool = False
-    """Each slot's first start takes no time: the run is under way when the simulation begins."""
+    """The run is under way when the simulation begins: what a live run waits for before its first step is up."""
     in_flight: bool = False
     """Actors load the weights that are published while they draw at once, and compute the KV of their samples again;
     else between two draws."""
     fewest_actors: int = 0
-    """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`)."""
+    """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`), and a run that is
+    under way has so many; with 0 all."""
 
     def __post_init__(self) -> None:
         if self.max_staleness and self._takes_turns():
@@ -224,6 +225,14 @@ class Setup:
     def prefill(self) -> tuple[int, ...]:
         """Slots of the actors that compute prompts."""
         return tuple(slot for slot, actor in enumerate(self.actors) if actor.prefills)
+
+    @property
+    def under_way(self) -> tuple[int, ...]:
+        """Slots whose replicas are up before the first step."""
+        if not self.warm:
+            return ()
+        fewest = self.fewest_actors or len(self.actors)
+        return tuple(slot for slot, role in enumerate(self.roles) if role is not FunctionRole.SAMPLES or slot < fewest)
 
     @property
     def roles(self) -> tuple[FunctionRole, ...]:

@@ -99,6 +99,10 @@ class Simulation:
             raise ValueError(
                 f"step {batch.step} has a response of {longest} tokens, above max_tokens ({self.setup.max_tokens})"
             )
+        if not self._begun:
+            self.fleet.bring_up()
+            while self.fleet.agenda.next_s <= self.now_s:
+                self._handle_next()
         off = self.setup.max_staleness
         if not self._drawn:  # else actors take in weights in the midst of their draws
             newest = self._learned if self.setup.in_flight else 0

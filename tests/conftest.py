@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from rlhfless.text import storable
 
@@ -37,6 +39,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         limits[item.path] = max(limits.get(item.path, 0), mark.args[0] if mark else 0)
     items.sort(key=lambda item: (-limits[item.path], -tests[item.path]))
+
+
+class _FilesOfLostWorkers(LoadFileScheduling):
+    """A worker that was lost (killed for memory, crashed) gives back only files that have tests left, and the one that
+    comes in its place is told that no more follow. pytest-xdist gives it finished files, too, and not that: it then
+    waits for ever for its first test, or runs all but its last."""
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        files = self.assigned_work[node]
+        self.assigned_work[node] = {file: tests for file, tests in files.items() if not all(tests.values())}
+        lost: str | None = super().remove_node(node)
+        return lost
+
+    def schedule(self) -> None:
+        super().schedule()
+        if not self.workqueue:
+            for node in self.nodes:
+                node.shutdown()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """None: pytest-xdist's own."""
+    return _FilesOfLostWorkers(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,6 +82,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         _start_s(trace, FunctionName.GENERATION),
     )
     bounds = trace.meta.spec.get("scaling", {}).get("generation", {})
+    fewest = int(bounds.get("min_actors", 0))
     most = bounds["max_actors"] if isinstance(bounds.get("max_actors"), int) else 0
     prices = PricedModel(latency.engine, shape.max_sequences)
     draw = other.allocations(fleet.actors, kind, most)
@@ -106,7 +107,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         prefixes=_prefix_use(trace),
         warm=True,
         in_flight=other.max_staleness is None and _loads_in_flight(trace),
-        fewest_actors=int(bounds.get("min_actors", 0)),
+        fewest_actors=len(draw) if 0 < fewest == most else fewest,
     )
 
 

@@ -156,25 +156,28 @@ def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead(
     assert second.end_s - second.start_s == pytest.approx(drawn_s + 0.004 + 0.2 + 0.008 + 0.05, rel=1e-9)
 
 
-def test_a_run_that_is_under_way_begins_warm_and_keeps_its_fewest_actors() -> None:
-    """Without the 2 s of a start; the second actor starts again in the second step, for which it was released, and the
-    last one is not released."""
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_a_run_that_is_under_way_begins_warm_and_keeps_its_fewest_actors(fewest: int) -> None:
+    """Its fewest actors, by default all, are up without the 2 s of a start; an actor that was released starts again in
+    the second step, and the last one of the fewest is not released."""
 
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         return (Release(0), Release(1)) if isinstance(event, Generated) else ()
 
     batch = batch_of([(5, [20]), (5, [20])])
-    warm = dataclasses.replace(setup_of(actor(0), actor(1)), node_s=0.0, warm=True, fewest_actors=1)
+    warm = dataclasses.replace(setup_of(actor(0), actor(1)), node_s=0.0, warm=True, fewest_actors=fewest)
     simulation = Simulation(warm, Scripted(answer), PRICES)
     for step in (1, 2):
         simulation.step(dataclasses.replace(batch, step=step))
     first, second = simulation.ledger.steps
     drawn_s = MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 19)
-    assert first.metrics["generation_s"] == pytest.approx(0.3 + drawn_s)
+    assert first.metrics["generation_s"] == pytest.approx((2.0 if fewest else 0.0) + 0.3 + drawn_s)
     assert second.metrics["generation_s"] == pytest.approx(2.0 + 0.3 + drawn_s)
     holdings = simulation.close().holdings
     assert len({row.incarnation for row in holdings if row.replica == "generation-0"}) == 2
-    assert len({row.incarnation for row in holdings if row.replica == "generation-1"}) == 1
+    assert len({row.incarnation for row in holdings if row.replica == "generation-1"}) == (1 if fewest else 2)
+    learner_s = min(row.start_s for row in holdings if row.replica.startswith("learner"))
+    assert learner_s == 0.0
 
 
 def test_first_come_first_served_by_hand() -> None:

@@ -176,15 +176,17 @@ def test_the_learners_own_start_is_no_part_of_the_time_after_generation(learner_
     assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
 
 
-def test_all_leave_after_generation_and_start_ahead_of_the_next_step() -> None:
+@pytest.mark.parametrize("steps_before", [1, 2])
+def test_all_leave_after_generation_and_start_ahead_of_the_next_step(steps_before: int) -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
-    for begin_s in (0.0, 60.0, 120.0):
+    for begin_s in [60.0 * step for step in range(steps_before + 1)]:
         actors = dealt(policy.decide(begin_s, StepBegan(), fresh()))
         actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
         policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
     assert [a for a in actions if isinstance(a, Release)] == [Release(slot) for slot in range(3)]
-    # The learner took 40 s after generation in the two steps before, and a start takes 2 s.
-    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, 120 + 20 + 40 - 2)
+    # The learner took 40 s after generation in the steps before, and a start takes 2 s.
+    again_s = 60 * steps_before + 20 + 40 - 2
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, again_s)
 
 
 def test_actors_that_are_idle_in_one_of_two_steps_that_are_drawn_stay() -> None:

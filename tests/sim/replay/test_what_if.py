@@ -25,7 +25,7 @@ from rlhfless.sim.workloads.runtime import read_runtime
 
 AWARE: Mapping[str, Any] = {
     "policy": {"type": "cost_aware"},
-    "contract": {"type": "weighted", "time_weight": 0.7},
+    "contract": {"type": "weighted", "time_weight": 0.6},
     "generation": {"min_actors": 1, "max_actors": 4},
 }
 
@@ -50,8 +50,8 @@ FIT = LatencyFile(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Lengths at which no start is about as long as the time between two steps, where a fit would tip releases.
-    return record(tmp_path_factory.mktemp("aware"), actors=4, prompts=40, median_tokens=50.0, scaling=AWARE)
+    # Lengths and a contract at which no two numbers of actors cost nearly the same, where a fit would tip plans.
+    return record(tmp_path_factory.mktemp("aware"), actors=4, prompts=40, median_tokens=110.0, scaling=AWARE)
 
 
 def test_the_policy_that_ran_decides_again_as_it_did(run: Path) -> None:
@@ -66,6 +66,7 @@ def test_the_policy_that_ran_decides_again_as_it_did(run: Path) -> None:
     exact = replay(trace, drawn, calibrate([trace]).model_copy(update={"generation": true}), run_policy(trace))
     assert len({ran for _, ran, _ in exact.plans}) > 1, "a policy that never changes its mind tells nothing"
     assert [ran for _, ran, _ in exact.plans] == [replayed for _, _, replayed in exact.plans]
+    assert exact.predicted_usd == pytest.approx(exact.measured_usd, rel=0.01)
     again = replay(trace, drawn, None, run_policy(trace))
     assert again.policy == "cost_aware"
     assert len(again.plans) == 8

@@ -152,8 +152,8 @@ class IdleScheduler:
         return self._after.value * tokens
 
     def _soonest_s(self, tokens: float) -> float:
-        """As `after_s`, at the earliest: an actor that comes up late delays its step."""
-        return self._after.least * tokens
+        """As `after_s`, at the earliest: an actor that comes up late delays its step. Of one step there is one time."""
+        return (self._after.least if self._after.count > 1 else self._after.value) * tokens
 
     def after_at_s(self, confidence: float, tokens: float) -> float:
         """An upper bound of `after_s` with this probability."""
