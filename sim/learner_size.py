@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.learner_ranks import (
     LEARNER_RANKS,
-    RankChoice,
+    Size,
+    SizeChoice,
     StepMeasured,
-    choose_ranks,
+    choose_size,
     learning,
     released_usd_per_s,
     saved_usd_per_s,
@@ -34,11 +35,13 @@ class SimulatedLearnerSize:
         self._shapes = shapes
         self._terms = terms
         self._prices = prices
-        self._devices = max(shapes)
+        self._kind = shapes[max(shapes)].slot_setup.allocation.devices[0].kind
+        self._size = Size(max(shapes), self._kind)
         every = (device for slot_setup in setup.slot_setups for device in slot_setup.allocation.devices)
         self._released_usd_per_s = released_usd_per_s(prices, every)
         self._saved_usd_per_s = {
-            count: saved_usd_per_s(prices, shape.slot_setup.allocation) for count, shape in shapes.items()
+            Size(count, self._kind): saved_usd_per_s(prices, shape.slot_setup.allocation)
+            for count, shape in shapes.items()
         }
         self._counted = 0
         """Invocations of earlier steps."""
@@ -46,18 +49,19 @@ class SimulatedLearnerSize:
     def choose(self, fleet: SimulatedFleet, ledger: SimulatedLedger, now_s: float) -> LearnerShape | None:
         """The learner's shape from now on; None while it stays. Called at the end of each step."""
         record, calls = ledger.steps[-1], ledger.invocations[self._counted :]
-        self._counted, before, done = len(ledger.invocations), self._devices, len(ledger.steps)
+        self._counted, before, done = len(ledger.invocations), self._size, len(ledger.steps)
         if done == 1 or done >= self._terms.steps:
             return None
         learn_s, alone_s = learning(calls, FunctionName.LEARNER, record.start_s)
         measured = StepMeasured(
-            ranks=before,
+            size=before,
             step_s=record.end_s - record.start_s,
             learn_s=learn_s,
             alone_s=alone_s,
             others_usd_per_s=self._released_usd_per_s + self._held_usd_per_s(fleet),
-            change_s=self._shapes[before].slot_setup.start_s,
+            change_s=self._shapes[before.ranks].slot_setup.start_s,
             steps_left=self._terms.steps - done,
+            speeds={self._kind: 1.0},
         )
         contract = contract_for_step(
             self._terms.of_step(done),
@@ -65,12 +69,12 @@ class SimulatedLearnerSize:
             spent_s=now_s,
             spent_usd=self._spent_usd(fleet, ledger, now_s),
         )
-        choice = choose_ranks(measured, self._saved_usd_per_s, contract)
-        if choice.ranks == before:
+        choice = choose_size(measured, self._saved_usd_per_s, contract)
+        if choice.size == before:
             return None
-        self._devices = choice.ranks
+        self._size = choice.size
         ledger.decisions.append(_decision(record.step, now_s, before, choice))
-        return self._shapes[choice.ranks]
+        return self._shapes[choice.size.ranks]
 
     def _held_usd_per_s(self, fleet: SimulatedFleet) -> float:
         """What a release of all other replicas would save."""
@@ -91,6 +95,6 @@ class SimulatedLearnerSize:
         return self._prices.cost_usd(ledger.holdings) + open_usd / SECONDS_PER_HOUR
 
 
-def _decision(step: int, at_s: float, before: int, choice: RankChoice) -> Decision:
-    inputs: dict[str, float | int | str | bool] = {"before": before, "reason": choice.reason, **choice.figures}
-    return Decision(step, at_s, LEARNER_RANKS, str(choice.ranks), inputs)
+def _decision(step: int, at_s: float, before: Size, choice: SizeChoice) -> Decision:
+    inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": choice.reason, **choice.figures}
+    return Decision(step, at_s, LEARNER_RANKS, str(choice.size), inputs)

@@ -85,12 +85,12 @@ def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> Rend
 
 
 def sizes_lines(rows: Sequence[PlannedLearner], reason: str | None) -> RenderableType:
-    """Time and cost with each number of the learner's ranks, and which is chosen."""
+    """Time and cost with each size of the learner, and which is chosen."""
     made = table("learner", "step", "cost", "run", "cost", texts=1)
     made.add_column("")
     for row in rows:
         cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
-        made.add_row(f"{count(row.ranks)} rank{'s' * (row.ranks != 1)}", *cells, "chosen" if row.chosen else "")
+        made.add_row(f"{count(row.ranks)} x {row.kind}", *cells, "chosen" if row.chosen else "")
     return Group(made, *([Text(legible(reason))] if reason else []))
 
 

@@ -160,7 +160,7 @@ class RunSteps:
         choice = await size.choose(step)
         if choice is not None:
             await self._wait_for_checkpoint()  # the ranks that write it are to end
-            with self._session.console.waiting(f"moving the learner's state to {choice.ranks} rank(s)"):
+            with self._session.console.waiting(f"moving the learner's state to {choice.choice.size}"):
                 await size.change(step, choice, save=lambda: self._save(step, whole=True))
 
     async def _obey(self, step: int, *, saved: bool) -> None:

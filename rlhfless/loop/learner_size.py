@@ -1,5 +1,5 @@
-"""A learner whose number of ranks changes: between two steps as the contract has it, and after a fault as there are
-devices (rlhfless.scaling.learner_ranks decides).
+"""A learner whose number of ranks, or kind of devices, changes: between two steps as the contract has it, and after a
+fault as there are devices (rlhfless.scaling.learner_ranks decides).
 
 A group of ranks cannot take another rank in. So the ranks write their state to shared memory and end, and a group of
 another number reads its own parts of it there. Where the two are not on one node, or memory is short, the state goes
@@ -24,14 +24,18 @@ from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.records import Decision, Work
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.function_kinds import publisher_of
+from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.learner_ranks import (
     LEARNER_RANKS,
-    RankChoice,
+    Size,
+    SizeChoice,
     StepMeasured,
     after_fault,
     allocations_with,
-    choose_ranks,
+    choose_size,
+    learned_tokens,
     learning,
+    relative_speeds,
     released_usd_per_s,
     saved_usd_per_s,
 )
@@ -46,28 +50,27 @@ GROW_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class SizeChange:
-    """Another number of ranks, from the next step on."""
+    """Another size, from the next step on."""
 
     allocation: Allocation
-    choice: RankChoice
-
-    @property
-    def ranks(self) -> int:
-        """Ranks from then on."""
-        return self.choice.ranks
+    choice: SizeChoice
 
 
 class LearnerSize:
-    """The number of ranks of a run's learner."""
+    """The size of a run's learner."""
 
     def __init__(
-        self, run: TrainedRun, devices: RunDevices, candidates: Mapping[int, Sequence[Allocation]], in_memory: bool
+        self, run: TrainedRun, devices: RunDevices, candidates: Mapping[Size, Sequence[Allocation]], in_memory: bool
     ) -> None:
-        """`candidates`: the allocations that it may have, by number of ranks. `in_memory`: nodes have shared memory, in
-        which the folder of the weights is."""
+        """`candidates`: the allocations that it may have, by size; it begins with the first. `in_memory`: nodes have
+        shared memory, in which the folder of the weights is."""
         self._run = run
         self._devices = devices
         self._candidates = candidates
+        self._first = next(iter(candidates))
+        self._rates = _rates({size.kind for size in candidates})
+        self._token_s: dict[str, float] = {}
+        """By kind: seconds of a rank per token, in the last whole step there."""
         self._in_memory = in_memory
         self._since_s: float | None = None
         """Begin of the step that is measured (unix time); None after a fault, until a whole step begins."""
@@ -77,26 +80,26 @@ class LearnerSize:
         """The last step in which the learner was lost."""
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the present group, or of the one that starts next."""
+    def size(self) -> Size:
+        """Of the present group, or of the one that starts next."""
         return self._of(self._allocation)
 
     @property
     def _allocation(self) -> Allocation:
         return self._run.learner.allocations[0]
 
-    def _of(self, allocation: Allocation) -> int:
-        return allocation.ranks or max(self._candidates)
+    def _of(self, allocation: Allocation) -> Size:
+        return Size(allocation.ranks or self._first.ranks, allocation.devices[0].kind)
 
     def resume(self, decisions: Sequence[Decision]) -> None:
-        """Let the learner of a resumed run start with the ranks that it had, if it may have them still: on devices that
+        """Let the learner of a resumed run start with the size that it had, if it may have that still: on devices that
         are held, where an earlier driver left some. `decisions`: of the earlier attempts."""
-        sizes = [int(each.choice) for each in decisions if each.kind == LEARNER_RANKS]
+        sizes = [Size.parse(each.choice) for each in decisions if each.kind == LEARNER_RANKS]
         allocations = self._candidates.get(sizes[-1], ()) if sizes else ()
-        if allocations and sizes[-1] != self.ranks:
+        if allocations and sizes[-1] != self.size:
             held = (each for each in allocations if self._devices.bound(each) is not None)
             self._run.learner.set_allocation(0, next(held, allocations[0]))
-            log.info("the learner starts with %d rank(s), as it had before", self.ranks)
+            log.info("the learner starts on %s, as it had before", self.size)
 
     # -- after a fault
 
@@ -118,12 +121,12 @@ class LearnerSize:
             return
         await self._devices.renew()  # which finds devices that are lost
         again, self._lost_step = step <= self._lost_step, max(step, self._lost_step)
-        before = self.ranks
+        before = self.size
         there = await self._devices.at_hand()
-        allocation, reason = after_fault(self._candidates, there, before if again else None)
+        allocation, reason = after_fault(self._candidates, there, self._first.kind, before if again else None)
         pool.set_allocation(0, allocation)
-        if self.ranks != before:
-            log.warning("the learner goes on with %d of %d ranks: %s", self.ranks, before, reason)
+        if self.size != before:
+            log.warning("the learner goes on with %s, after %s: %s", self.size, before, reason)
         self._record(step, time.time(), before, f"a fault: {reason}", {})
 
     # -- between two steps
@@ -134,21 +137,22 @@ class LearnerSize:
         if since_s is None:
             return None
         there = await self._devices.at_hand()
-        now, possible = self.ranks, {self.ranks: self._allocation}
-        for ranks, allocations in self._candidates.items():
-            if ranks != now and not (ranks > now and self._devices.waiting):
+        now, possible = self.size, {self.size: self._allocation}
+        for size, allocations in self._candidates.items():
+            takes = size.kind != now.kind or size.ranks > now.ranks
+            if size != now and not (takes and self._devices.waiting):
                 free = [allocation for allocation in allocations if there(allocation)]
                 if free:
-                    possible[ranks] = max(free, key=self._in_common)
+                    possible[size] = max(free, key=self._in_common)
         prices = self._run.ledger.prices
-        usd_per_s = {ranks: saved_usd_per_s(prices, allocation) for ranks, allocation in possible.items()}
+        usd_per_s = {size: saved_usd_per_s(prices, allocation) for size, allocation in possible.items()}
         spec, spent = self._run.spec, self._run.ledger.spent(self._run.pools.values())
         left = spec.steps - step
         contract = contract_for_step(
             spec.scaling.contract, steps_left=left, spent_s=spent.held_s, spent_usd=spent.cost_usd
         )
-        choice = choose_ranks(self._measured(since_s, left), usd_per_s, contract)
-        return None if choice.ranks == now else SizeChange(possible[choice.ranks], choice)
+        choice = choose_size(self._measured(since_s, left), usd_per_s, contract)
+        return None if choice.size == now else SizeChange(possible[choice.size], choice)
 
     def _in_common(self, allocation: Allocation) -> int:
         return len({*allocation.devices} & {*self._allocation.devices})
@@ -159,29 +163,33 @@ class LearnerSize:
         if change_s is None:
             change_s = self._run.ledger.mean_start_s(learner.function) or 0.0
         others = [pool for pool in self._run.pools.values() if pool is not learner]
-        every = [*self._candidates[max(self._candidates)], *(one for pool in others for one in pool.allocations)]
+        every = [*self._candidates[self._first], *(one for pool in others for one in pool.allocations)]
         released_usd = released_usd_per_s(prices, (device for one in every for device in one.devices))
         held_usd = sum(saved_usd_per_s(prices, each.allocation) for pool in others for each in pool.replicas())
-        learn_s, alone_s = learning(self._run.ledger.calls_since(since_s), learner.function, since_s)
+        calls, size = self._run.ledger.calls_since(since_s), self.size
+        learn_s, alone_s = learning(calls, learner.function, since_s)
+        if learn_s and (tokens := learned_tokens(calls, learner.function)):
+            self._token_s[size.kind] = learn_s * size.ranks / tokens
         return StepMeasured(
-            ranks=self.ranks,
+            size=size,
             step_s=now_s - since_s,
             learn_s=learn_s,
             alone_s=alone_s,
             others_usd_per_s=released_usd + held_usd,
             change_s=change_s,
             steps_left=steps_left,
+            speeds=relative_speeds(size.kind, self._rates, self._token_s),
         )
 
     async def change(self, step: int, change: SizeChange, save: Callable[[], Awaitable[None]]) -> None:
-        """Give the learner another number of ranks. `save` writes a checkpoint of the step.
+        """Give the learner another size. `save` writes a checkpoint of the step.
 
         Raises CheckpointError if the state did not arrive as it was, and what a start or a call raises: then the run
         goes on from its newest checkpoint, as after any loss of the learner.
         """
-        began_s, before, digest = time.time(), self.ranks, self._run.digest
+        began_s, before, digest = time.time(), self.size, self._run.digest
         self._run.clock.interrupt()
-        user = f"{self._run.learner.function} with {change.ranks} ranks"
+        user = f"{self._run.learner.function} on {change.choice.size}"
         try:
             if not await self._taken(change.allocation, user):
                 return
@@ -192,12 +200,12 @@ class LearnerSize:
         await self._run.open_weights(step)
         if self._run.digest != digest:
             raise CheckpointError(
-                f"the learner's weights were {digest} with {before} rank(s) and are {self._run.digest} with "
-                f"{change.ranks}: its state was not moved as it was; resume the run from its newest checkpoint"
+                f"the learner's weights were {digest} on {before} and are {self._run.digest} on "
+                f"{change.choice.size}: its state was not moved as it was; resume the run from its newest checkpoint"
             )
         self._since_s = time.time()
         self._change_s = self._since_s - began_s
-        log.info("the learner has %d rank(s), after %d (%.1f s): %s", change.ranks, before, self._change_s,
+        log.info("the learner is on %s, after %s (%.1f s): %s", self.size, before, self._change_s,
                  change.choice.reason)  # fmt: skip
         seconds |= {"publish_s": self._since_s - moved_s, "changed_in_s": self._change_s}
         self._record(step, began_s, before, change.choice.reason, {**change.choice.figures, **seconds})
@@ -248,9 +256,17 @@ class LearnerSize:
         nodes = {device.node for each in bound if each is not None for device in each.devices}
         return self._in_memory and None not in bound and len(nodes) == 1
 
-    def _record(self, step: int, at_s: float, before: int, reason: str, figures: Mapping[str, float | str]) -> None:
-        inputs: dict[str, float | int | str | bool] = {"before": before, "reason": reason, **figures}
-        self._run.ledger.add_decision(Decision(step, at_s, LEARNER_RANKS, str(self.ranks), inputs))
+    def _record(self, step: int, at_s: float, before: Size, reason: str, figures: Mapping[str, float | str]) -> None:
+        inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": reason, **figures}
+        self._run.ledger.add_decision(Decision(step, at_s, LEARNER_RANKS, str(self.size), inputs))
+
+
+def _rates(kinds: set[str]) -> dict[str, float]:
+    """Floating point operations a second of each kind, by data sheets; of a single kind, which may have none, 1."""
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, 1.0)
+    sheets = {kind: device_of(kind) for kind in kinds}
+    return {kind: sheet.flops_per_s.value * sheet.matmul_efficiency.value for kind, sheet in sheets.items()}
 
 
 def size_of(
@@ -258,12 +274,16 @@ def size_of(
 ) -> LearnerSize | None:
     """The size of a run's learner; None if it is fixed, by the spec or because memory allows no fewer ranks."""
     spec, most = run.spec, run.spec.learner.world_size
-    if spec.learner.fewest_ranks >= most:
-        return None
-    counts = rank_counts(spec, *devices_of(spec, nodes), sequence_tokens)
-    if len(counts) == 1:
-        log.warning("learner.min_ranks has no effect: the memory of the devices holds no fewer than %d ranks", most)
-        return None
+    counts: tuple[int, ...] = (most,)
+    if spec.learner.fewest_ranks < most:
+        counts = rank_counts(spec, *devices_of(spec, nodes), sequence_tokens)
+        if len(counts) == 1:
+            log.warning("learner.min_ranks has no effect: the memory of the devices holds no fewer than %d ranks", most)
     whole = placement.allocation(publisher_of(spec), 0)
-    candidates = {count: allocations_with(placement, whole, most, count) for count in counts}
+    kind = whole.devices[0].kind
+    candidates = {Size(count, kind): allocations_with(placement, whole, most, count) for count in counts}
+    for other in placement.elsewhere:
+        candidates[Size(len(other.devices), other.devices[0].kind)] = (other,)
+    if len(candidates) == 1:
+        return None
     return LearnerSize(run, devices, candidates, on_this_node(spec) == "shared_memory")

@@ -1,15 +1,17 @@
-"""How many ranks the learner has: which devices fewer of them take, and which number a step should have. Pure.
+"""The size of the learner: how many ranks on devices of which kind; which devices fewer of them take, and which size a
+step should have. Pure.
 
-A number is chosen between two steps, from the times of the last one. With n ranks in the place of m, learning takes
-m / n of its time, and what other functions work on meanwhile hides as much of it as before. A change costs the seconds
-of moving the state, spread over the steps that are left. After a fault nothing is weighed: the group goes on with the
-most ranks whose devices are there.
+A size is chosen between two steps, from the times of the last one. With n ranks in the place of m, learning takes m / n
+of its time, and on another kind of device as much less as that is faster; what other functions work on meanwhile hides
+as much of it as before. A change costs the seconds of moving the state, spread over the steps that are left. After a
+fault nothing is weighed: the group goes on with the fastest size whose devices are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlhfless.records import Invocation, Work
 from rlhfless.scaling.intervals import length, union
@@ -21,6 +23,32 @@ LEARNER_RANKS = "learner_ranks"
 """Kind of the decisions about the number of ranks."""
 
 _LEARNS = (Work.EVALUATE, Work.LEARN)
+
+
+class Size(NamedTuple):
+    """A size of the learner."""
+
+    ranks: int
+    kind: str
+    """Of their devices."""
+
+    def __str__(self) -> str:
+        return f"{self.ranks} x {self.kind}"
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Inverse of `str`. Raises ValueError."""
+        ranks, _, kind = text.partition(" x ")
+        return cls(int(ranks), kind)
+
+
+def relative_speeds(now: str, by_sheet: Mapping[str, float], token_s: Mapping[str, float]) -> dict[str, float]:
+    """How fast a rank learns on each kind of `by_sheet`, relative to kind `now`: as measured, or else by the rates of
+    data sheets. `token_s`: seconds of a rank per token, where they were measured."""
+    return {
+        kind: token_s[now] / token_s[kind] if now in token_s and kind in token_s else rate / by_sheet[now]
+        for kind, rate in by_sheet.items()
+    }
 
 
 def allocations_with(placement: Placement, whole: Allocation, ranks: int, count: int) -> tuple[Allocation, ...]:
@@ -43,25 +71,33 @@ def allocations_with(placement: Placement, whole: Allocation, ranks: int, count:
 
 
 def after_fault(
-    candidates: Mapping[int, Sequence[Allocation]], at_hand: Callable[[Allocation], bool], below: int | None = None
+    candidates: Mapping[Size, Sequence[Allocation]],
+    at_hand: Callable[[Allocation], bool],
+    own: str,
+    below: Size | None = None,
 ) -> tuple[Allocation, str]:
-    """The devices that a lost group goes on with, and why. `candidates`: the allocations by number of ranks. `below`: a
-    group of so many ranks was lost again in the same step, so there should be fewer, if there may be."""
-    fewer = [count for count in candidates if below is None or count < below] or [min(candidates)]
-    for count in sorted(fewer, reverse=True):
-        for allocation in candidates[count]:
+    """The devices that a lost group goes on with, and why: of its `own` kind if there are any. `candidates`: the
+    allocations by size. `below`: a group of this size was lost again in the same step, so it should be smaller or on
+    another kind, if it may be."""
+    order = sorted(candidates, key=lambda size: (size.kind != own, -size.ranks))
+    if below is not None:
+        others = [size for size in order if size.kind != below.kind or size.ranks < below.ranks]
+        order = others or order[-1:]
+    again = "" if below is None else f", other than {below}, which was lost twice in one step"
+    for size in order:
+        for allocation in candidates[size]:
             if at_hand(allocation):
-                again = "" if below is None else f", fewer than the {below} that were lost twice in one step"
-                return allocation, f"the most ranks whose devices are there{again}"
-    return candidates[max(fewer)][0], "no devices are there, and the group waits for those of all its ranks"
+                instead = "" if size.kind == own else f", as no devices of kind {own} are"
+                return allocation, f"the most ranks whose devices are there{instead}{again}"
+    return candidates[order[0]][0], "no devices are there, and the group waits for those of all its ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeasured:
     """The last step, in seconds and US dollars per second."""
 
-    ranks: int
-    """Ranks of the learner in it."""
+    size: Size
+    """Of the learner in it."""
     step_s: float
     learn_s: float
     """Time in which the learner worked."""
@@ -73,17 +109,24 @@ class StepMeasured:
     change_s: float
     """Expected time of a change."""
     steps_left: int
+    speeds: Mapping[str, float]
+    """Of a rank by kind of device, relative to any of them."""
 
-    def step_with(self, ranks: int, usd_per_s: Mapping[int, float]) -> tuple[float, float]:
-        """Expected time and cost of each of the steps that are left, with so many ranks, which cost `usd_per_s`."""
+    def step_with(self, size: Size, usd_per_s: Mapping[Size, float]) -> tuple[float, float]:
+        """Expected time and cost of each of the steps that are left, with a learner of this size; `usd_per_s`: what
+        each size costs."""
         hidden_s = self.learn_s - self.alone_s
-        step_s = self.step_s - self.alone_s + max(self.learn_s * self.ranks / ranks - hidden_s, 0.0)
-        cost_usd = step_s * (self.others_usd_per_s + usd_per_s[ranks])
-        if ranks != self.ranks:
+        learn_s = self.learn_s * self._speed(self.size) / self._speed(size)
+        step_s = self.step_s - self.alone_s + max(learn_s - hidden_s, 0.0)
+        cost_usd = step_s * (self.others_usd_per_s + usd_per_s[size])
+        if size != self.size:
             change_s = self.change_s / max(self.steps_left, 1)
-            most_usd_per_s = max(usd_per_s[ranks], usd_per_s[self.ranks])
+            most_usd_per_s = max(usd_per_s[size], usd_per_s[self.size])
             step_s, cost_usd = step_s + change_s, cost_usd + change_s * (self.others_usd_per_s + most_usd_per_s)
         return step_s, cost_usd
+
+    def _speed(self, size: Size) -> float:
+        return size.ranks * self.speeds[size.kind]
 
 
 def saved_usd_per_s(prices: PriceBook, allocation: Allocation) -> float:
@@ -106,36 +149,41 @@ def learning(calls: Sequence[Invocation], learner: str, since_s: float) -> tuple
     return length(union((start_s, end_s) for start_s, end_s, learns in spans if learns)), everything - others
 
 
-@dataclass(frozen=True, slots=True)
-class RankChoice:
-    """A number of ranks for the steps to come."""
+def learned_tokens(calls: Sequence[Invocation], learner: str) -> int:
+    """Tokens that the learner has learned from in these calls."""
+    return sum(call.input_tokens for call in calls if call.function == learner and call.work is Work.LEARN)
 
-    ranks: int
+
+@dataclass(frozen=True, slots=True)
+class SizeChoice:
+    """A size for the steps to come."""
+
+    size: Size
     reason: str
     figures: Mapping[str, float]
-    """What it follows from: by number of ranks the expected seconds and US dollars of a step."""
+    """What it follows from: by size the expected seconds and US dollars of a step."""
 
 
-def choose_ranks(measured: StepMeasured, usd_per_s: Mapping[int, float], contract: Contract) -> RankChoice:
-    """The number of ranks that suits the contract of a step best, of those in `usd_per_s`, which are the numbers whose
-    devices are there and the present one, with the US dollars per second that the release of so many would save. Of
-    equal ones the present one, then the smallest."""
-    expected = {ranks: measured.step_with(ranks, usd_per_s) for ranks in usd_per_s}
-    order = sorted(usd_per_s, key=lambda ranks: (ranks != measured.ranks, ranks))
-    chosen = min(order, key=lambda ranks: _rank(expected, ranks, contract))
-    (before_s, before_usd), (step_s, cost_usd) = expected[measured.ranks], expected[chosen]
-    reason = f"{contract}: {step_s:.3g} s and {cost_usd:.3g} USD a step with {chosen} ranks" + (
-        f", against {before_s:.3g} s and {before_usd:.3g} USD with {measured.ranks}" if chosen != measured.ranks else ""
+def choose_size(measured: StepMeasured, usd_per_s: Mapping[Size, float], contract: Contract) -> SizeChoice:
+    """The size that suits the contract of a step best, of those in `usd_per_s`, which are the ones whose devices are
+    there and the present one, with the US dollars per second that the release of each would save. Of equal ones the
+    present one, then the one with the fewest ranks."""
+    expected = {size: measured.step_with(size, usd_per_s) for size in usd_per_s}
+    order = sorted(usd_per_s, key=lambda size: (size != measured.size, size))
+    chosen = min(order, key=lambda size: _rank(expected, size, contract))
+    (before_s, before_usd), (step_s, cost_usd) = expected[measured.size], expected[chosen]
+    reason = f"{contract}: {step_s:.3g} s and {cost_usd:.3g} USD a step with {chosen}" + (
+        f", against {before_s:.3g} s and {before_usd:.3g} USD with {measured.size}" if chosen != measured.size else ""
     )
-    figures = {f"step_s/{ranks}": expected[ranks][0] for ranks in sorted(expected)} | {
-        f"step_usd/{ranks}": expected[ranks][1] for ranks in sorted(expected)
+    figures = {f"step_s/{size}": expected[size][0] for size in sorted(expected)} | {
+        f"step_usd/{size}": expected[size][1] for size in sorted(expected)
     }
-    return RankChoice(chosen, reason, figures)
+    return SizeChoice(chosen, reason, figures)
 
 
-def _rank(expected: Mapping[int, tuple[float, float]], ranks: int, contract: Contract) -> tuple[float, ...]:
+def _rank(expected: Mapping[Size, tuple[float, float]], size: Size, contract: Contract) -> tuple[float, ...]:
     """Smaller is better. What breaks a limit comes after what keeps it, and then the nearest to the limit."""
-    step_s, cost_usd = expected[ranks]
+    step_s, cost_usd = expected[size]
     if isinstance(contract, CheapestUnderDeadline):
         late_s = max(step_s - contract.deadline_s, 0.0)
         return late_s, cost_usd, step_s

@@ -127,6 +127,8 @@ class Placement:
 
     allocations: Mapping[str, tuple[Allocation, ...]]
     groups: tuple[DeviceGroup, ...]
+    elsewhere: tuple[Allocation, ...] = ()
+    """Where the learner may move to; the groups of these are among `groups`."""
 
     def allocation(self, function: str, index: int) -> Allocation:
         """The allocation of a function's replica number `index`."""
@@ -193,7 +195,7 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
     """
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     if spec.kind is None:
-        others = [kind for kind in kinds if kind != spec.learner_kind]
+        others = [kind for kind in kinds if kind not in {spec.learner_kind, *spec.learner_elsewhere}]
         if len(others) > 1:
             raise PlacementError(f"the cluster has devices of kinds {', '.join(others)}; name one with placement.kind")
         if kinds and not others:
@@ -212,6 +214,13 @@ def learner_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     _require_known("placement.learner_kind", spec.learner_kind, kinds, may_come=bool(spec.ray_address))
     return spec.learner_kind
+
+
+def require_elsewhere(spec: PlacementSpec, nodes: Sequence[Node]) -> None:
+    """Raises PlacementError as `device_kind` does, for `learner_elsewhere`."""
+    kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
+    for kind in spec.learner_elsewhere:
+        _require_known("a kind of placement.learner_elsewhere", kind, kinds, may_come=bool(spec.ray_address))
 
 
 def _require_known(key: str, kind: str, kinds: Sequence[str], *, may_come: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from rlhfless.scaling.placement import (
@@ -24,6 +24,7 @@ from rlhfless.scaling.placement import (
     Wanted,
     device_kind,
     learner_kind,
+    require_elsewhere,
 )
 from rlhfless.spec import PlacementSpec
 
@@ -69,7 +70,41 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     ]
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
-    return Placement(_with_shares(chosen), tuple(groups))
+    elsewhere = _elsewhere(spec, nodes, groups)
+    groups += [group for others in elsewhere for group in others]
+    return Placement(_with_shares(chosen), tuple(groups), tuple(map(_allocation_of, elsewhere)))
+
+
+def _elsewhere(
+    spec: PlacementSpec, nodes: Sequence[Node], groups: Sequence[DeviceGroup]
+) -> list[tuple[DeviceGroup, ...]]:
+    """Groups of the devices that the learner may move to, of each kind, beside those of `groups`."""
+    require_elsewhere(spec, nodes)
+    taken = [(group.node, device) for group in groups for device in group.devices]
+    first, found = 1 + max(device.index for _, device in taken), []
+    for kind, count in spec.learner_elsewhere.items():
+        own = spec.model_copy(update={"learner_devices": count})
+        here = Counter(name for name, device in taken if device.kind == kind)
+        others = [_without(node, kind, here[node.name]) for node in nodes]
+        devices = _learner_nodes(own, others, kind, first, "placement.learner_elsewhere")
+        found.append(tuple(DeviceGroup(f"learner-{kind}-{i}", of.devices, of.name) for i, of in enumerate(devices)))
+        first += count
+    return found
+
+
+def _allocation_of(groups: Sequence[DeviceGroup]) -> Allocation:
+    """A rank on each device of these groups, and nothing else."""
+    devices = [device for group in groups for device in group.devices]
+    return replace(Allocation.of(devices), ranks=len(devices))
+
+
+def _without(node: Node, kind: str, count: int) -> Node:
+    """A node without devices that are planned already."""
+    if kind == CPU_KIND:
+        return replace(node, cores=max(node.cores - count, 0), free_cores=max(node.free_cores - count, 0))
+    if kind != node.gpu_kind:
+        return node
+    return replace(node, gpus=max(node.gpus - count, 0), free_gpus=max(node.free_gpus - count, 0))
 
 
 def _one_by_one(nodes: Sequence[_NodeDevices]) -> list[_NodeDevices]:
@@ -123,14 +158,16 @@ class _NodeDevices:
     devices: tuple[Device, ...]
 
 
-def _learner_nodes(spec: PlacementSpec, nodes: Sequence[Node], kind: str, first: int) -> list[_NodeDevices]:
+def _learner_nodes(
+    spec: PlacementSpec, nodes: Sequence[Node], kind: str, first: int, key: str = "placement.learner_devices"
+) -> list[_NodeDevices]:
     """Devices of a kind of its own for the learner side, numbered from `first`: on one node if it has enough, the one
     with the fewest that are free, or else the smallest."""
     count = spec.learner_devices
     free = sorted((node for node in nodes if node.free(kind) >= count), key=lambda node: node.free(kind))
     there = sorted((node for node in nodes if node.count(kind) >= count), key=lambda node: node.count(kind))
     own = spec.model_copy(update={"devices": count})
-    return _by_node(own, [*free, *there][:1] or nodes, kind, 1, first, "placement.learner_devices")
+    return _by_node(own, [*free, *there][:1] or nodes, kind, 1, first, key)
 
 
 def _by_node(

@@ -54,6 +54,11 @@ class PlacementSpec(SpecModel):
     """Kind of the devices of the learner side, where it is not that of generation. `kind` and `devices` are
     generation's then. Needs `disaggregated`."""
 
+    learner_elsewhere: dict[Annotated[str, Field(min_length=1)], Processes] = Field(default_factory=dict)
+    """Kinds of devices, with how many of each, to which the learner alone may move, with a rank on each device: between
+    two steps, where they are free and suit the contract better, and after a fault, where its own are not there. Needs
+    `disaggregated`."""
+
     ray_address: str | None = None
     """Address of a running Ray cluster. By default a private Ray is started, which only this machine can reach."""
 
@@ -77,6 +82,29 @@ class PlacementSpec(SpecModel):
             raise ValueError(
                 f"{of}, but tenants is {self.tenants}: runs that share devices take turns on devices of one kind; "
                 "leave learner_kind out, or set tenants to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_learner_may_move(self) -> PlacementSpec:
+        if not self.learner_elsewhere:
+            return self
+        of = f"learner_elsewhere is {self.learner_elsewhere}"
+        if self.mode != "disaggregated":
+            raise ValueError(
+                f"{of}, but mode is {self.mode}, in which the learner may be on generation's devices; set mode to "
+                "disaggregated, or leave learner_elsewhere out"
+            )
+        own = self.learner_kind or self.kind
+        if own in self.learner_elsewhere:
+            raise ValueError(
+                f"{of}, but {own} is the learner's own kind; leave it out, and let the number of its ranks change with "
+                "learner.min_ranks"
+            )
+        if self.tenants > 1:
+            raise ValueError(
+                f"{of}, but tenants is {self.tenants}: runs that share devices take turns on devices of one kind; "
+                "leave learner_elsewhere out, or set tenants to 1"
             )
         return self
 

@@ -29,7 +29,7 @@ from rlhfless.prepare.preflight import preflight
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS, RankChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Size, SizeChoice
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
@@ -120,14 +120,16 @@ def test_from_two_ranks_to_one_and_back_through_shared_memory(
         wanted = {2: 1, 5: 2}.get(step)
         if wanted is None:
             return None
-        return SizeChange(size._candidates[wanted][0], RankChoice(wanted, "the test says so", {}))
+        other = Size(wanted, "cpu-core")
+        return SizeChange(size._candidates[other][0], SizeChoice(other, "the test says so", {}))
 
     monkeypatch.setattr(LearnerSize, "choose", choose)
     recovered, trace = driven(opening(assets, tmp_path / "run", min_ranks=1, ema_decay=0.9))
     assert recovered == Recovered(0, 0)
     assert_alike(trace, fixed)
     made = changes(trace)
-    assert [(each.step, each.inputs["before"], each.choice) for each in made] == [(2, 2, "1"), (5, 1, "2")]
+    one, two = "1 x cpu-core", "2 x cpu-core"
+    assert [(each.step, each.inputs["before"], each.choice) for each in made] == [(2, two, one), (5, one, two)]
     assert {each.inputs["through"] for each in made} == {"shared memory"}
     assert devices_over_time(trace) == [2, 1, 2]
 
@@ -159,6 +161,6 @@ def test_a_lost_device_leaves_a_learner_of_one_rank_which_grows_again(
     assert recovered.replicas_lost == 1
     assert_alike(trace, fixed)
     first = changes(trace)[0]
-    assert (first.inputs["before"], first.choice) == (2, "1")
+    assert (first.inputs["before"], first.choice) == ("2 x cpu-core", "1 x cpu-core")
     assert "the most ranks whose devices are there" in str(first.inputs["reason"])
     assert devices_over_time(trace)[:2] == [2, 1]

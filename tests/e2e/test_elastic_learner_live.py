@@ -18,7 +18,7 @@ from rlhfless.loop.session import Session
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS, RankChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Size, SizeChoice
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
@@ -50,7 +50,8 @@ async def by_step(wanted: dict[int, int], size: LearnerSize, step: int) -> SizeC
     """The number of ranks that the test wants from a step on."""
     if step not in wanted:
         return None
-    return SizeChange(size._candidates[wanted[step]][0], RankChoice(wanted[step], "the test says so", {}))
+    other = Size(wanted[step], "cpu-core")
+    return SizeChange(size._candidates[other][0], SizeChoice(other, "the test says so", {}))
 
 
 def test_two_ranks_then_one_and_two_again_while_the_next_step_is_drawn(
@@ -62,7 +63,7 @@ def test_two_ranks_then_one_and_two_again_while_the_next_step_is_drawn(
     start = opening(assets, tmp_path / "elastic", min_ranks=1)
     asyncio.run(execute(start))
     ours, theirs = (read_trace(folder.folder / "trace") for folder in (start, fixed))
-    assert ranks_of(ours) == [(1, "1", "shared memory"), (3, "2", "shared memory")]
+    assert ranks_of(ours) == [(1, "1 x cpu-core", "shared memory"), (3, "2 x cpu-core", "shared memory")]
     assert tokens_of(ours) == tokens_of(theirs)
     assert [record.step for record in ours.steps] == list(range(1, STEPS + 1))
     for one, other in zip(ours.steps, theirs.steps, strict=True):
@@ -92,4 +93,4 @@ def test_a_resumed_run_begins_with_the_ranks_that_it_had(
 
 
 async def noted(sizes: list[int], size: LearnerSize, step: int) -> None:
-    sizes.append(size.ranks)
+    sizes.append(size.size.ranks)

@@ -50,7 +50,7 @@ def changes(simulation: Simulation) -> list[tuple[int, str, object]]:
 
 def test_cost_takes_a_device_back_after_the_first_step_that_was_measured() -> None:
     simulation = simulated(time_weight=0)
-    assert changes(simulation) == [(2, "1", 2)]
+    assert changes(simulation) == [(2, "1 x h100", "2 x h100")]
     learned_s = [call.end_s - call.start_s for call in called(simulation, Work.LEARN)]
     assert learned_s == pytest.approx([0.2 + 0.105] * 2 + [0.2 + 0.21] * 3)
     steps = simulation.ledger.steps
@@ -74,7 +74,7 @@ def test_nothing_is_saved_where_a_device_costs_as_much_after_its_release() -> No
 
 def test_the_next_step_is_drawn_during_a_change_where_steps_overlap() -> None:
     simulation = simulated(time_weight=0, off=1)
-    assert changes(simulation) == [(2, "1", 2)]
+    assert changes(simulation) == [(2, "1 x h100", "2 x h100")]
     assert len(simulation.ledger.steps) == STEPS
     assert sum(call.end_s - call.start_s for call in called(simulation, Work.LEARN)[2:]) == pytest.approx(3 * 0.41)
 

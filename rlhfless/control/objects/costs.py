@@ -96,9 +96,11 @@ class PlannedSchedule(ApiObject):
 
 
 class PlannedLearner(ApiObject):
-    """A number of ranks of a learner that may change it, from the first step on, at the expected lengths."""
+    """A size of a learner that may change it, from the first step on, at the expected lengths."""
 
     ranks: int
+    kind: str
+    """Of their devices."""
     step_s: float
     step_usd: float
     wall_s: float
@@ -126,7 +128,8 @@ class PlanObject(ApiObject):
     schedule_reason: str | None
     """Why one of them is chosen, and which overlap is refused; null if none is predicted."""
     learner_sizes: list[PlannedLearner]
-    """The numbers of ranks side by side; empty for a learner that keeps its size (`learner.min_ranks`)."""
+    """The sizes side by side; empty for a learner that keeps its own (`learner.min_ranks`,
+    `placement.learner_elsewhere`)."""
     learner_reason: str | None
     """Why one of them is chosen."""
     lengths: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.objects.costs import PlannedCost, PlannedLearner
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.changes import Question, edited
 from rlhfless.spec import RunSpec
 
 
@@ -59,7 +60,34 @@ def test_the_number_that_suits_the_contract_is_chosen(contract: dict[str, Any], 
     rows = [PlannedLearner.model_validate(row) for row in found["learner_sizes"]]
     assert [(row.ranks, row.step_s, row.step_usd) for row in rows] == [(4, 13, 78), (2, 16, 64), (1, 22, 66)]
     assert [row.ranks for row in rows if row.chosen] == [chosen]
-    assert found["learner_reason"].startswith(f"{chosen} of 4 ranks are chosen by the contract (of a step: ")
+    assert found["learner_reason"].startswith(f"{chosen} x cpu-core is chosen by the contract (of a step: ")
+
+
+def test_another_kind_is_one_of_the_sizes() -> None:
+    """Its two devices learn in 3 s, and cost as much as three; the own four are given back."""
+    asked = question(None, type="weighted", time_weight=0)
+    run = replace(asked, spec=edited(asked.spec, {"placement.learner_elsewhere": {"h100": 2}}))
+
+    def predicted(one: Question) -> tuple[Predicted | None, str | None]:
+        placement = one.spec.placement
+        if placement.learner_kind is None:
+            return predict(one)
+        assert (placement.learner_kind, placement.learner_devices, one.spec.learner.ranks, one.count) == (
+            "h100", 2, 2, 2,
+        )  # fmt: skip
+        cost = PlannedCost(
+            steps=10, step_s=13, wall_s=130, wall_low_s=0, wall_high_s=0, cost_usd=130 * 5, cost_low_usd=0,
+            cost_high_usd=0,
+        )  # fmt: skip
+        return Predicted(cost, 1.0, 1.0, {}), None
+
+    found = sizes_of(run, predicted)
+    rows = [PlannedLearner.model_validate(row) for row in found["learner_sizes"]]
+    assert [(row.ranks, row.kind, row.step_usd, row.chosen) for row in rows] == [
+        (4, "cpu-core", 78, False),
+        (2, "h100", 65, True),
+    ]
+    assert found["learner_reason"].startswith("2 x h100 is chosen by the contract")
 
 
 def test_a_learner_of_one_size_has_none() -> None:
