@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.learner_ranks import (
     LEARNER_RANKS,
-    Size,
+    GroupSize,
     SizeChoice,
     StepMeasured,
     choose_size,
@@ -36,11 +36,11 @@ class SimulatedLearnerSize:
         self._terms = terms
         self._prices = prices
         self._kind = shapes[max(shapes)].slot_setup.allocation.devices[0].kind
-        self._size = Size(max(shapes), self._kind)
+        self._size = GroupSize(max(shapes), self._kind)
         every = (device for slot_setup in setup.slot_setups for device in slot_setup.allocation.devices)
         self._released_usd_per_s = released_usd_per_s(prices, every)
         self._saved_usd_per_s = {
-            Size(count, self._kind): saved_usd_per_s(prices, shape.slot_setup.allocation)
+            GroupSize(count, self._kind): saved_usd_per_s(prices, shape.slot_setup.allocation)
             for count, shape in shapes.items()
         }
         self._counted = 0
@@ -95,6 +95,6 @@ class SimulatedLearnerSize:
         return self._prices.cost_usd(ledger.holdings) + open_usd / SECONDS_PER_HOUR
 
 
-def _decision(step: int, at_s: float, before: Size, choice: SizeChoice) -> Decision:
+def _decision(step: int, at_s: float, before: GroupSize, choice: SizeChoice) -> Decision:
     inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": choice.reason, **choice.figures}
     return Decision(step, at_s, LEARNER_RANKS, str(choice.size), inputs)

@@ -27,7 +27,7 @@ from rlhfless.scaling.function_kinds import publisher_of
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.learner_ranks import (
     LEARNER_RANKS,
-    Size,
+    GroupSize,
     SizeChoice,
     StepMeasured,
     after_fault,
@@ -60,7 +60,11 @@ class LearnerSize:
     """The size of a run's learner."""
 
     def __init__(
-        self, run: TrainedRun, devices: RunDevices, candidates: Mapping[Size, Sequence[Allocation]], in_memory: bool
+        self,
+        run: TrainedRun,
+        devices: RunDevices,
+        candidates: Mapping[GroupSize, Sequence[Allocation]],
+        in_memory: bool,
     ) -> None:
         """`candidates`: the allocations that it may have, by size; it begins with the first. `in_memory`: nodes have
         shared memory, in which the folder of the weights is."""
@@ -80,7 +84,7 @@ class LearnerSize:
         """The last step in which the learner was lost."""
 
     @property
-    def size(self) -> Size:
+    def size(self) -> GroupSize:
         """Of the present group, or of the one that starts next."""
         return self._of(self._allocation)
 
@@ -88,13 +92,13 @@ class LearnerSize:
     def _allocation(self) -> Allocation:
         return self._run.learner.allocations[0]
 
-    def _of(self, allocation: Allocation) -> Size:
-        return Size(allocation.ranks or self._first.ranks, allocation.devices[0].kind)
+    def _of(self, allocation: Allocation) -> GroupSize:
+        return GroupSize(allocation.ranks or self._first.ranks, allocation.devices[0].kind)
 
     def resume(self, decisions: Sequence[Decision]) -> None:
         """Let the learner of a resumed run start with the size that it had, if it may have that still: on devices that
         are held, where an earlier driver left some. `decisions`: of the earlier attempts."""
-        sizes = [Size.parse(each.choice) for each in decisions if each.kind == LEARNER_RANKS]
+        sizes = [GroupSize.parse(each.choice) for each in decisions if each.kind == LEARNER_RANKS]
         allocations = self._candidates.get(sizes[-1], ()) if sizes else ()
         if allocations and sizes[-1] != self.size:
             held = (each for each in allocations if self._devices.bound(each) is not None)
@@ -256,7 +260,9 @@ class LearnerSize:
         nodes = {device.node for each in bound if each is not None for device in each.devices}
         return self._in_memory and None not in bound and len(nodes) == 1
 
-    def _record(self, step: int, at_s: float, before: Size, reason: str, figures: Mapping[str, float | str]) -> None:
+    def _record(
+        self, step: int, at_s: float, before: GroupSize, reason: str, figures: Mapping[str, float | str]
+    ) -> None:
         inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": reason, **figures}
         self._run.ledger.add_decision(Decision(step, at_s, LEARNER_RANKS, str(self.size), inputs))
 
@@ -281,9 +287,9 @@ def size_of(
             log.warning("learner.min_ranks has no effect: the memory of the devices holds no fewer than %d ranks", most)
     whole = placement.allocation(publisher_of(spec), 0)
     kind = whole.devices[0].kind
-    candidates = {Size(count, kind): allocations_with(placement, whole, most, count) for count in counts}
+    candidates = {GroupSize(count, kind): allocations_with(placement, whole, most, count) for count in counts}
     for other in placement.elsewhere:
-        candidates[Size(len(other.devices), other.devices[0].kind)] = (other,)
+        candidates[GroupSize(len(other.devices), other.devices[0].kind)] = (other,)
     if len(candidates) == 1:
         return None
     return LearnerSize(run, devices, candidates, on_this_node(spec) == "shared_memory")

@@ -4,7 +4,8 @@ step should have. Pure.
 A size is chosen between two steps, from the times of the last one. With n ranks in the place of m, learning takes m / n
 of its time, and on another kind of device as much less as that is faster; what other functions work on meanwhile hides
 as much of it as before. A change costs the seconds of moving the state, spread over the steps that are left. After a
-fault nothing is weighed: the group goes on with the fastest size whose devices are there.
+fault nothing is weighed: the group goes on with the most ranks whose devices are there, of its own kind
+if there are any.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LEARNER_RANKS = "learner_ranks"
 _LEARNS = (Work.EVALUATE, Work.LEARN)
 
 
-class Size(NamedTuple):
+class GroupSize(NamedTuple):
     """A size of the learner."""
 
     ranks: int
@@ -36,7 +37,7 @@ class Size(NamedTuple):
         return f"{self.ranks} x {self.kind}"
 
     @classmethod
-    def parse(cls, text: str) -> Size:
+    def parse(cls, text: str) -> GroupSize:
         """Inverse of `str`. Raises ValueError."""
         ranks, _, kind = text.partition(" x ")
         return cls(int(ranks), kind)
@@ -71,10 +72,10 @@ def allocations_with(placement: Placement, whole: Allocation, ranks: int, count:
 
 
 def after_fault(
-    candidates: Mapping[Size, Sequence[Allocation]],
+    candidates: Mapping[GroupSize, Sequence[Allocation]],
     at_hand: Callable[[Allocation], bool],
     own: str,
-    below: Size | None = None,
+    below: GroupSize | None = None,
 ) -> tuple[Allocation, str]:
     """The devices that a lost group goes on with, and why: of its `own` kind if there are any. `candidates`: the
     allocations by size. `below`: a group of this size was lost again in the same step, so it should be smaller or on
@@ -96,7 +97,7 @@ def after_fault(
 class StepMeasured:
     """The last step, in seconds and US dollars per second."""
 
-    size: Size
+    size: GroupSize
     """Of the learner in it."""
     step_s: float
     learn_s: float
@@ -112,7 +113,7 @@ class StepMeasured:
     speeds: Mapping[str, float]
     """Of a rank by kind of device, relative to any of them."""
 
-    def step_with(self, size: Size, usd_per_s: Mapping[Size, float]) -> tuple[float, float]:
+    def step_with(self, size: GroupSize, usd_per_s: Mapping[GroupSize, float]) -> tuple[float, float]:
         """Expected time and cost of each of the steps that are left, with a learner of this size; `usd_per_s`: what
         each size costs."""
         hidden_s = self.learn_s - self.alone_s
@@ -125,7 +126,7 @@ class StepMeasured:
             step_s, cost_usd = step_s + change_s, cost_usd + change_s * (self.others_usd_per_s + most_usd_per_s)
         return step_s, cost_usd
 
-    def _speed(self, size: Size) -> float:
+    def _speed(self, size: GroupSize) -> float:
         return size.ranks * self.speeds[size.kind]
 
 
@@ -158,13 +159,13 @@ def learned_tokens(calls: Sequence[Invocation], learner: str) -> int:
 class SizeChoice:
     """A size for the steps to come."""
 
-    size: Size
+    size: GroupSize
     reason: str
     figures: Mapping[str, float]
     """What it follows from: by size the expected seconds and US dollars of a step."""
 
 
-def choose_size(measured: StepMeasured, usd_per_s: Mapping[Size, float], contract: Contract) -> SizeChoice:
+def choose_size(measured: StepMeasured, usd_per_s: Mapping[GroupSize, float], contract: Contract) -> SizeChoice:
     """The size that suits the contract of a step best, of those in `usd_per_s`, which are the ones whose devices are
     there and the present one, with the US dollars per second that the release of each would save. Of equal ones the
     present one, then the one with the fewest ranks."""
@@ -181,7 +182,7 @@ def choose_size(measured: StepMeasured, usd_per_s: Mapping[Size, float], contrac
     return SizeChoice(chosen, reason, figures)
 
 
-def _rank(expected: Mapping[Size, tuple[float, float]], size: Size, contract: Contract) -> tuple[float, ...]:
+def _rank(expected: Mapping[GroupSize, tuple[float, float]], size: GroupSize, contract: Contract) -> tuple[float, ...]:
     """Smaller is better. What breaks a limit comes after what keeps it, and then the nearest to the limit."""
     step_s, cost_usd = expected[size]
     if isinstance(contract, CheapestUnderDeadline):

@@ -216,9 +216,14 @@ def learner_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
     return spec.learner_kind
 
 
-def require_elsewhere(spec: PlacementSpec, nodes: Sequence[Node]) -> None:
-    """Raises PlacementError as `device_kind` does, for `learner_elsewhere`."""
+def require_elsewhere(spec: PlacementSpec, nodes: Sequence[Node], own: str) -> None:
+    """Raises PlacementError as `device_kind` does, for `learner_elsewhere`. `own`: the kind that the learner has."""
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
+    if own in spec.learner_elsewhere:
+        raise PlacementError(
+            f"placement.learner_elsewhere names {own}, which the learner has already; leave it out, and let the number "
+            "of its ranks change with learner.min_ranks"
+        )
     for kind in spec.learner_elsewhere:
         _require_known("a kind of placement.learner_elsewhere", kind, kinds, may_come=bool(spec.ray_address))
 

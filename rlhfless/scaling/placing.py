@@ -70,6 +70,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     ]
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
+    require_elsewhere(spec, nodes, of_learner)
     elsewhere = _elsewhere(spec, nodes, groups)
     groups += [group for others in elsewhere for group in others]
     return Placement(_with_shares(chosen), tuple(groups), tuple(map(_allocation_of, elsewhere)))
@@ -79,7 +80,6 @@ def _elsewhere(
     spec: PlacementSpec, nodes: Sequence[Node], groups: Sequence[DeviceGroup]
 ) -> list[tuple[DeviceGroup, ...]]:
     """Groups of the devices that the learner may move to, of each kind, beside those of `groups`."""
-    require_elsewhere(spec, nodes)
     taken = [(group.node, device) for group in groups for device in group.devices]
     first, found = 1 + max(device.index for _, device in taken), []
     for kind, count in spec.learner_elsewhere.items():

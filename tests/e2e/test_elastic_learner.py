@@ -29,7 +29,7 @@ from rlhfless.prepare.preflight import preflight
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Size, SizeChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS, GroupSize, SizeChoice
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
@@ -120,7 +120,7 @@ def test_from_two_ranks_to_one_and_back_through_shared_memory(
         wanted = {2: 1, 5: 2}.get(step)
         if wanted is None:
             return None
-        other = Size(wanted, "cpu-core")
+        other = GroupSize(wanted, "cpu-core")
         return SizeChange(size._candidates[other][0], SizeChoice(other, "the test says so", {}))
 
     monkeypatch.setattr(LearnerSize, "choose", choose)

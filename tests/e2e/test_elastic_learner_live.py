@@ -18,7 +18,7 @@ from rlhfless.loop.session import Session
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Size, SizeChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS, GroupSize, SizeChoice
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
@@ -50,7 +50,7 @@ async def by_step(wanted: dict[int, int], size: LearnerSize, step: int) -> SizeC
     """The number of ranks that the test wants from a step on."""
     if step not in wanted:
         return None
-    other = Size(wanted[step], "cpu-core")
+    other = GroupSize(wanted[step], "cpu-core")
     return SizeChange(size._candidates[other][0], SizeChoice(other, "the test says so", {}))
 
 

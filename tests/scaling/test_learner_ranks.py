@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName
 from rlhfless.scaling.learner_ranks import (
-    Size,
+    GroupSize,
     StepMeasured,
     after_fault,
     allocations_with,
@@ -21,7 +21,7 @@ from rlhfless.scaling.placing import place
 from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget, Weighted
 from rlhfless.spec import PlacementSpec
 
-USD = {Size(ranks, "h100"): float(ranks) for ranks in (1, 2, 4)}
+USD = {GroupSize(ranks, "h100"): float(ranks) for ranks in (1, 2, 4)}
 """A US dollar a second for each rank."""
 
 
@@ -29,7 +29,7 @@ def measured(ranks: int = 2, **changes: float) -> StepMeasured:
     """A step of 10 s, 4 of them for two ranks alone, beside devices for 2 USD/s; a B200 is 2.5 times as fast."""
     speeds = {"h100": 1.0, "b200": 2.5}
     values = {
-        "size": Size(ranks, "h100"),
+        "size": GroupSize(ranks, "h100"),
         "speeds": speeds,
         "step_s": 10.0,
         "learn_s": 4.0,
@@ -52,8 +52,8 @@ def test_what_is_hidden_behind_generation_costs_no_time() -> None:
 
 def test_a_change_is_paid_by_the_steps_that_are_left() -> None:
     """20 s over 10 steps, in which the larger of the two groups is paid for."""
-    assert measured(change_s=20.0).step_with(Size(4, "h100"), USD) == (10.0, 48.0 + 2.0 * 6)
-    assert measured(change_s=20.0).step_with(Size(2, "h100"), USD) == (10.0, 40.0)
+    assert measured(change_s=20.0).step_with(GroupSize(4, "h100"), USD) == (10.0, 48.0 + 2.0 * 6)
+    assert measured(change_s=20.0).step_with(GroupSize(2, "h100"), USD) == (10.0, 40.0)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_a_change_is_paid_by_the_steps_that_are_left() -> None:
 )
 @pytest.mark.parametrize("now", [1, 2, 4])
 def test_the_contract_decides_wherever_the_group_is_now(contract: Contract, ranks: int, now: int) -> None:
-    step = measured().step_with(Size(now, "h100"), USD)[0]
+    step = measured().step_with(GroupSize(now, "h100"), USD)[0]
     choice = choose_size(measured(ranks=now, step_s=step, learn_s=8.0 / now, alone_s=8.0 / now), USD, contract)
-    assert choice.size == Size(ranks, "h100")
+    assert choice.size == GroupSize(ranks, "h100")
     assert str(contract) in choice.reason
 
 
@@ -84,11 +84,11 @@ def test_near_its_end_a_run_keeps_its_learner() -> None:
 
 def test_another_kind_learns_as_much_faster_as_it_is() -> None:
     """Two ranks learn 4 s of 10: one on a B200 takes 3.2 s, at 6 USD/s for all instead of 4."""
-    other = Size(1, "b200")
+    other = GroupSize(1, "b200")
     assert measured().step_with(other, USD | {other: 4.0}) == pytest.approx((9.2, 9.2 * 6))
-    near = {Size(2, "h100"): 2.0, other: 4.0}
+    near = {GroupSize(2, "h100"): 2.0, other: 4.0}
     assert choose_size(measured(), near, Weighted(1.0)).size == other
-    assert choose_size(measured(), near, Weighted(0.0)).size == Size(2, "h100")
+    assert choose_size(measured(), near, Weighted(0.0)).size == GroupSize(2, "h100")
     assert choose_size(measured(), near, CheapestUnderDeadline(9.5)).size == other
 
 
@@ -100,9 +100,9 @@ def test_speeds_are_as_measured_where_both_kinds_were_and_else_by_data_sheets() 
 
 
 def test_a_size_is_read_back() -> None:
-    assert Size.parse(str(Size(8, "h100"))) == Size(8, "h100")
+    assert GroupSize.parse(str(GroupSize(8, "h100"))) == GroupSize(8, "h100")
     with pytest.raises(ValueError, match="eight"):
-        Size.parse("eight x h100")
+        GroupSize.parse("eight x h100")
 
 
 def devices(*indices: int, kind: str = "h100") -> Allocation:
@@ -110,7 +110,7 @@ def devices(*indices: int, kind: str = "h100") -> Allocation:
 
 
 def test_after_a_fault_the_most_ranks_whose_devices_are_there() -> None:
-    two, one = Size(2, "h100"), Size(1, "h100")
+    two, one = GroupSize(2, "h100"), GroupSize(1, "h100")
     candidates = {two: [devices(0, 1)], one: [devices(0), devices(1)]}
     lost_0 = after_fault(candidates, lambda allocation: all(each.index for each in allocation.devices), "h100")
     assert lost_0[0] is candidates[one][1]
@@ -123,7 +123,7 @@ def test_after_a_fault_the_most_ranks_whose_devices_are_there() -> None:
 
 
 def test_after_a_fault_another_kind_comes_where_none_of_the_own_is_there() -> None:
-    own, other = Size(1, "h100"), Size(4, "l40s")
+    own, other = GroupSize(1, "h100"), GroupSize(4, "l40s")
     candidates = {own: [devices(0)], other: [devices(1, 2, 3, 4, kind="l40s")]}
     assert after_fault(candidates, lambda _: True, "h100")[0] is candidates[own][0]
     gone = after_fault(candidates, lambda allocation: allocation.devices[0].kind == "l40s", "h100")

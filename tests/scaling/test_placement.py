@@ -275,6 +275,12 @@ def test_devices_that_the_learner_may_move_to_are_beside_all_others() -> None:
         placed(spec, gpus("a", 4, kind="l40s"), actors=2)
 
 
+def test_the_kind_that_the_learner_has_is_no_other_one() -> None:
+    spec = PlacementSpec.model_validate({"mode": "disaggregated", "learner_elsewhere": {"cpu-core": 2}})
+    with pytest.raises(PlacementError, match="learner_elsewhere names cpu-core, which the learner has already"):
+        placed(spec, cpus(4))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

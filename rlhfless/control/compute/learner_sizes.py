@@ -15,7 +15,7 @@ from typing import Any
 from rlhfless.control.compute.schedules import Predict, limit_of_run
 from rlhfless.prepare.memory.assumed import rank_counts
 from rlhfless.prepare.memory.changes import Question, edited
-from rlhfless.scaling.learner_ranks import Size
+from rlhfless.scaling.learner_ranks import GroupSize
 from rlhfless.scaling.plan import best_of, contract_for_step
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book
 
@@ -29,8 +29,8 @@ def sizes_of(asked: Question, predict: Predict) -> dict[str, Any]:
     counts: tuple[int, ...] = (most,)
     if spec.learner.fewest_ranks < most:
         counts = rank_counts(spec, asked.sheet.kind, asked.count, asked.sequence_tokens)
-    sizes = {Size(ranks, own): _with(asked, ranks) for ranks in counts}
-    sizes |= {Size(n, kind): _elsewhere(asked, kind, n) for kind, n in spec.placement.learner_elsewhere.items()}
+    sizes = {GroupSize(ranks, own): _with(asked, ranks) for ranks in counts}
+    sizes |= {GroupSize(n, kind): _elsewhere(asked, kind, n) for kind, n in spec.placement.learner_elsewhere.items()}
     found = {size: one.cost for size, run in sizes.items() if (one := predict(run)[0]) is not None}
     if len(sizes) == 1 or not found:
         return NO_SIZES
@@ -54,7 +54,7 @@ def sizes_of(asked: Question, predict: Predict) -> dict[str, Any]:
         for (size, cost), cost_usd in zip(found.items(), usd, strict=True)
     ]
     contract = contract_for_step(spec.scaling.contract, steps_left=spec.steps)
-    begins = f"the run begins with {Size(most, own)}, and takes the size that suits the times of its steps"
+    begins = f"the run begins with {GroupSize(most, own)}, and takes the size that suits the times of its steps"
     return {
         "learner_sizes": rows,
         "learner_reason": f"{chosen} is chosen by the contract (of a step: {contract}); {begins}",
