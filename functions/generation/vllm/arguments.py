@@ -52,6 +52,7 @@ OWN_ARGUMENTS = frozenset(
         "per_request_spec_decode_metrics",
         "quantization",
         "quantization_config",
+        "scheduling_policy",
         "speculative_config",
         "weight_transfer_config",
         "worker_extension_cls",
@@ -74,6 +75,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "tensor_parallel_size": spec.tensor_parallel_size,
         # A worker in the core's own process, or one process for each device.
         "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
+        # First come, first served, but for the probe: behind all requests that wait it would wait for most of a step.
+        "scheduling_policy": "priority",
         "max_num_seqs": spec.max_sequences,
         "max_num_batched_tokens": spec.max_batch_tokens,
         "enforce_eager": is_eager(settings),

@@ -57,6 +57,9 @@ for workers that wait for it, in which the device is paid for."""
 PROBE = "logprobs"
 """Id of the request that computes logprobs; others are numbers."""
 
+FIRST = -1
+"""Its priority: before others, which have 0, and among which the first to come is the first."""
+
 
 class Core:
     """One vLLM engine. Not thread-safe; it need not be, because its process has one loop."""
@@ -300,7 +303,7 @@ class Core:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(PROBE, tokens_input(list(token_ids)), parameters)
+        self._engine.add_request(PROBE, tokens_input(list(token_ids)), parameters, priority=FIRST)
         while True:
             outputs = {output.request_id: output for output in self._engine.step()}
             probe: Any = outputs.pop(PROBE, None)

@@ -431,6 +431,24 @@ async def test_samples_go_on_with_weights_that_are_loaded_in_flight(case: Case) 
     assert case.engine.loaded == new.version
 
 
+@of_vllm
+async def test_the_probe_is_computed_before_what_waits(case: Case) -> None:
+    """Behind it, a load in the midst of a draw would take as long as the draw."""
+    request, _ = await _long_request(case)
+    running = [asyncio.create_task(case.engine.sample(replace(request, request_id=f"w{i}"))) for i in range(case.many)]
+    async with asyncio.timeout(60):
+        while max(case.engine.progress().values(), default=0) < 5:
+            await asyncio.sleep(0.01)
+    changed = perturbed(case.model.tensors(), seed=22)
+    case.model.use(changed)
+    published = case.model.publish(case.store.put("run", 1, 22, changed))
+    await case.engine.load(published, in_flight=True)
+    await case.engine.logprobs(PROBE_TOKENS)
+    await case.engine.abort()
+    reasons = [sampled.finish_reason for sampled in await asyncio.gather(*running)]
+    assert reasons.count(FinishReason.ABORT) > case.many / 2
+
+
 @contract_of_weights
 async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
     """Tied: the bytes of the version before, one tiny step away. Untied: one tensor is missing."""
