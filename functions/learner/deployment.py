@@ -4,6 +4,7 @@ published."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from dataclasses import replace
@@ -24,6 +25,9 @@ from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
 
 HANDED_OVER = "handed-over"
+
+OWNER = ".owner"
+"""In the store: the incarnation of the learner that was called last."""
 """The folder of a state that passes from one group of ranks to the next, below that of the weights."""
 
 
@@ -39,6 +43,7 @@ class LearnerFunction(TrainedFunction):
         """The try of a step whose parts are being added up."""
         self._parts: list[asyncio.Task[Any]] = []
         """Those parts, by number."""
+        self._owns = False
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     def actor_of(self, settings: LearnerSettings) -> type:
@@ -167,6 +172,19 @@ class LearnerFunction(TrainedFunction):
             except TimeoutError:
                 raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
 
+    def admit(self, call: Call) -> None:
+        """See Function. The first call makes the store this learner's."""
+        super().admit(call)
+        if not self._owns:
+            with contextlib.suppress(OSError):  # the ranks have not made it yet
+                (Path(self._settings.store.folder) / OWNER).write_text(self.incarnation)
+                self._owns = True
+
     def clean_up(self) -> None:
-        """Remove the store: its files outlive processes, and no function of the run reads them any more."""
-        shutil.rmtree(self._settings.store.folder, ignore_errors=True)
+        """Remove the store: its files outlive processes, and no function of the run reads them any more. Not that of a
+        learner which has come in the place of this one, after Serve had restarted it."""
+        folder = Path(self._settings.store.folder)
+        with contextlib.suppress(OSError):
+            if (folder / OWNER).read_text() != self.incarnation:
+                return
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -70,7 +71,9 @@ class Front(LearnerFunction):
         return Rank(rank)
 
 
-async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0) -> Front:
+async def front_of(
+    monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0, store: str = "nowhere"
+) -> Front:
     monkeypatch.setattr(deployment.ray, "put", lambda batch: batch)
     settings = LearnerSettings(
         run_type="rlhf",
@@ -85,7 +88,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         quantization="off",
         probe_token_ids=PROBE.token_ids,
         read_back=True,
-        store=StoreHome("nowhere"),
+        store=StoreHome(store),
         kept_versions=2,
         rank_bindings=(DeviceBinding("cpu", ("0",), exclusive=False),) * ranks,
         call_timeout_s=call_timeout_s,
@@ -97,6 +100,26 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
 
 def learn(front: Front) -> asyncio.Task[Any]:
     return asyncio.create_task(front.learn(STEP, cast("PackedBatch", Batch()), Passes()))
+
+
+async def test_a_learner_that_was_replaced_leaves_the_store_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Serve restarts a learner that was killed; its lease runs out beside the one that the driver has started."""
+    store = tmp_path / "store"
+    restarted, following = [await front_of(monkeypatch, store=str(store)) for _ in range(2)]
+    restarted.admit(STEP)
+    store.mkdir()  # by the ranks
+    (store / "weights").touch()
+    restarted.admit(STEP)
+    following.admit(STEP)
+    restarted.clean_up()
+    assert (store / "weights").exists()
+    following.clean_up()
+    assert not store.exists()
+    store.mkdir()
+    (await front_of(monkeypatch, store=str(store))).clean_up()  # never called: nothing else was
+    assert not store.exists()
 
 
 @pytest.mark.parametrize("first", ["learn", "publish"])
