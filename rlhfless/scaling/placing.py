@@ -51,7 +51,8 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     learning: Sequence[_NodeDevices] = by_node
     of_learner = learner_kind(spec, nodes)
     if of_learner != kind:
-        learning = _learner_nodes(spec, nodes, of_learner, sum(len(node.devices) for node in by_node))
+        first = sum(len(node.devices) for node in by_node)
+        learning = _learner_nodes(spec, nodes, of_learner, spec.learner_devices, first, "placement.learner_devices")
     elif engines:
         generation, learning = _sides(spec, by_node, per_actor)
     actors = sum(wanted.replicas for wanted in engines)
@@ -83,10 +84,9 @@ def _elsewhere(
     taken = [(group.node, device) for group in groups for device in group.devices]
     first, found = 1 + max(device.index for _, device in taken), []
     for kind, count in spec.learner_elsewhere.items():
-        own = spec.model_copy(update={"learner_devices": count})
         here = Counter(name for name, device in taken if device.kind == kind)
         others = [_without(node, kind, here[node.name]) for node in nodes]
-        devices = _learner_nodes(own, others, kind, first, "placement.learner_elsewhere")
+        devices = _learner_nodes(spec, others, kind, count, first, "placement.learner_elsewhere")
         found.append(tuple(DeviceGroup(f"learner-{kind}-{i}", of.devices, of.name) for i, of in enumerate(devices)))
         first += count
     return found
@@ -159,11 +159,10 @@ class _NodeDevices:
 
 
 def _learner_nodes(
-    spec: PlacementSpec, nodes: Sequence[Node], kind: str, first: int, key: str = "placement.learner_devices"
+    spec: PlacementSpec, nodes: Sequence[Node], kind: str, count: int, first: int, key: str
 ) -> list[_NodeDevices]:
-    """Devices of a kind of its own for the learner side, numbered from `first`: on one node if it has enough, the one
-    with the fewest that are free, or else the smallest."""
-    count = spec.learner_devices
+    """So many devices of a kind of its own for the learner side, numbered from `first`: on one node if it has enough,
+    the one with the fewest that are free, or else the smallest."""
     free = sorted((node for node in nodes if node.free(kind) >= count), key=lambda node: node.free(kind))
     there = sorted((node for node in nodes if node.count(kind) >= count), key=lambda node: node.count(kind))
     own = spec.model_copy(update={"devices": count})

@@ -68,43 +68,28 @@ class PlacementSpec(SpecModel):
 
     @model_validator(mode="after")
     def _another_kind_is_apart(self) -> PlacementSpec:
-        if self.learner_kind is None:
-            return self
-        of = f"learner_kind is {self.learner_kind}"
-        if self.mode != "disaggregated":
+        for key in ("learner_kind", "learner_elsewhere"):
+            value = getattr(self, key)
+            if value and self.mode != "disaggregated":
+                raise ValueError(
+                    f"{key} is {value}, but mode is {self.mode}, in which the learner may be on generation's devices; "
+                    f"set mode to disaggregated, or leave {key} out"
+                )
+            if value and self.tenants > 1:
+                raise ValueError(
+                    f"{key} is {value}, but tenants is {self.tenants}: runs that share devices take turns on devices "
+                    f"of one kind; leave {key} out, or set tenants to 1"
+                )
+        if self.learner_kind is not None and self.learner_kind == self.kind:
             raise ValueError(
-                f"{of}, but mode is {self.mode}, in which the learner may be on generation's devices; set mode to "
-                "disaggregated, or leave learner_kind out"
-            )
-        if self.learner_kind == self.kind:
-            raise ValueError(f"{of}, and so is kind: leave learner_kind out, and count its devices in devices")
-        if self.tenants > 1:
-            raise ValueError(
-                f"{of}, but tenants is {self.tenants}: runs that share devices take turns on devices of one kind; "
-                "leave learner_kind out, or set tenants to 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_learner_may_move(self) -> PlacementSpec:
-        if not self.learner_elsewhere:
-            return self
-        of = f"learner_elsewhere is {self.learner_elsewhere}"
-        if self.mode != "disaggregated":
-            raise ValueError(
-                f"{of}, but mode is {self.mode}, in which the learner may be on generation's devices; set mode to "
-                "disaggregated, or leave learner_elsewhere out"
+                f"learner_kind is {self.learner_kind}, and so is kind: leave learner_kind out, and count its devices "
+                "in devices"
             )
         own = self.learner_kind or self.kind
         if own in self.learner_elsewhere:
             raise ValueError(
-                f"{of}, but {own} is the learner's own kind; leave it out, and let the number of its ranks change with "
-                "learner.min_ranks"
-            )
-        if self.tenants > 1:
-            raise ValueError(
-                f"{of}, but tenants is {self.tenants}: runs that share devices take turns on devices of one kind; "
-                "leave learner_elsewhere out, or set tenants to 1"
+                f"learner_elsewhere is {self.learner_elsewhere}, but {own} is the learner's own kind; leave it out, "
+                "and let the number of its ranks change with learner.min_ranks"
             )
         return self
 
