@@ -6,6 +6,9 @@ from pathlib import Path
 
 import psutil
 
+COPIES_SHARE = 0.5
+"""The share of a node's free memory that copies of a state may take: the rest is for what works beside."""
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ from rlhfless.functions.base import Call, CallUsage, FunctionBroken, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome, SupervisedActor
 from rlhfless.functions.training.deployment import Learned, TrainedFunction
+from rlhfless.functions.training.handing_over import bring
 from rlhfless.records import FloatArray, PublishedWeights
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
 
 HANDED_OVER = "handed-over"
+"""The folder of a state that passes from one group of ranks to the next, below that of the weights."""
 
 OWNER = ".owner"
 """In the store: the incarnation of the learner that was called last."""
-"""The folder of a state that passes from one group of ranks to the next, below that of the weights."""
 
 
 class LearnerFunction(TrainedFunction):
@@ -79,24 +81,30 @@ class LearnerFunction(TrainedFunction):
             planned=launch.planned(kind, allocation),
         )
 
-    async def hand_over(self, call: Call) -> Reply[bool]:
-        """Write the ranks' state beside the weights, in shared memory, for a group of another number of ranks on this
-        node. Returns False if there is no memory for it."""
+    async def hand_over(self, call: Call, nodes: Sequence[str]) -> Reply[bool]:
+        """Write the ranks' state beside the weights, in shared memory, and bring it to each of `nodes` (Ray's ids), for
+        a group of ranks there. Returns False if there is no memory for it."""
         self.admit(call)
-        start_s = time.time()
-        written: list[bool] = await self._group.all("hand_over", str(self._handed_over))
-        return self.reply(all(written), start_s)
+        start_s, folder = time.time(), self._handed_over
+        home = [binding.node for binding in self._settings.rank_bindings]
+        written: list[bool] = await self._group.all("hand_over", folder)
+        there = all(written) and await bring(self._group, folder, home, nodes, self._settings.call_timeout_s)
+        await self._group.all("drop_handed_over", folder, nodes if there else ())
+        return self.reply(there, start_s)
 
     async def take_over(self, call: Call) -> Reply[None]:
         """Go on from the state that the group before this one has handed over, as if `call`'s step were the last that
-        was learned. The state is gone after that."""
-        reply = await self.restore(call, str(self._handed_over))
-        await asyncio.to_thread(shutil.rmtree, self._handed_over, ignore_errors=True)
-        return reply
+        was learned. The state is gone after that. Idempotent."""
+        self.admit(call)
+        start_s = time.time()
+        if self._step != call.step:
+            await self._group.all("take_over", self._handed_over)
+            self._learning, self._step = None, call.step
+        return self.reply(None, start_s)
 
     @property
-    def _handed_over(self) -> Path:
-        return Path(self._settings.store.folder) / HANDED_OVER
+    def _handed_over(self) -> str:
+        return str(Path(self._settings.store.folder) / HANDED_OVER)
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Logprobs `[tokens]` of the current policy: before the first update of a step they are the old ones. Of a

@@ -58,6 +58,11 @@ class RankActor(Generic[S]):
         """The address of this rank's node, as Ray knows it."""
         return ray.util.get_node_ip_address()
 
+    @property
+    def _node_id(self) -> str:
+        """Ray's id of this rank's node."""
+        return self._settings.rank_bindings[self._number].node
+
     def rendezvous(self, on_one_node: bool) -> str:
         """An address on this node at which the ranks can meet: on loopback if no other node has a rank."""
         host = LOOPBACK if on_one_node else self.node()

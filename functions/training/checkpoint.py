@@ -155,16 +155,16 @@ def save_checkpoint(
 
 
 def hand_over(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
-    """Write `state` alone to a folder in shared memory that all ranks see, for the ranks that take over: any number of
-    them, by `restore_checkpoint`. Returns False if there is no room. *Collective.*"""
+    """Write each rank's part of `state` alone to a folder in its node's shared memory, which ranks of one node share,
+    for the ranks that take over: any number of them, by `restore_checkpoint` from a folder with all parts. Returns
+    False if there is no room. *Collective.*"""
     try:
-        savers.together(lambda: shutil.rmtree(folder, ignore_errors=True) if savers.first else None)
-        savers.together(lambda: folder.mkdir(parents=True) if savers.first else None)
+        savers.together(lambda: shutil.rmtree(folder, ignore_errors=True))
+        savers.together(lambda: folder.mkdir(parents=True, exist_ok=True))
         _write_state(folder, state, savers)
     except _RankFailed as error:
         log.warning("the learner's state could not be handed over through %s: %s", folder, error)
-        if savers.first:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return False
     return True
 

@@ -163,8 +163,8 @@ class TrainingRank:
         self._background.wait_written(self._timeout_s)
 
     def hand_over(self, folder: Path) -> bool:
-        """Write the state to a folder in shared memory, from which ranks of another number `restore` it. Returns False,
-        and writes nothing, where there is no memory for a copy. *Collective.*"""
+        """Write this rank's part of the state to a folder in shared memory; ranks of another number `restore` it from a
+        folder with all parts. Returns False where there is no memory for a copy. *Collective.*"""
         self.wait_written()
         state = self._state()
         return self._background.fits(state) and hand_over(folder, state, self._savers)

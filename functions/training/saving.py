@@ -17,12 +17,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rlhfless.free_memory import free_bytes
+from rlhfless.free_memory import COPIES_SHARE, free_bytes
 from rlhfless.functions.sharding import local, mesh_of
 from rlhfless.functions.training.checkpoint import Savers
-
-MEMORY_SHARE = 0.5
-"""The share of a node's free memory that copies may take: the rest is for the step that goes on beside."""
 
 
 class Background:
@@ -82,7 +79,7 @@ def enough(ranks: Sequence[tuple[str, int, int]]) -> bool:
     nodes = {node for node, _, _ in ranks}
     return all(
         sum(size for node, size, _ in ranks if node == each)
-        <= MEMORY_SHARE * min(free for node, _, free in ranks if node == each)
+        <= COPIES_SHARE * min(free for node, _, free in ranks if node == each)
         for each in nodes
     )
 

@@ -2,9 +2,10 @@
 fault as there are devices (rlhfless.scaling.learner_ranks decides).
 
 A group of ranks cannot take another rank in. So the ranks write their state to shared memory and end, and a group of
-another number reads its own parts of it there. Where the two are not on one node, or memory is short, the state goes
-through a checkpoint of the step. Devices that a larger group needs are taken first: a group that works is not given up
-for devices that do not come. What was published before must be published again, bit for bit.
+another number reads its own parts of it there. The nodes of the next group that lack parts pull them from the memory of
+the others first. Where memory is short, the state goes through a checkpoint of the step. Devices that a larger group
+needs are taken first: a group that works is not given up for devices that do not come. What was published before must
+be published again, bit for bit.
 """
 
 from __future__ import annotations
@@ -231,7 +232,11 @@ class LearnerSize:
         """End the group, and start one on other devices with the same state; how, and the seconds of each part."""
         run, call, pool = self._run, self._run.call(step), self._run.learner
         begun_s, replica = time.time(), run.keepers.replica(pool)
-        in_memory = self._on_one_node(allocation) and await run.work(replica, Work.CHECKPOINT, "hand_over", call)
+        before, after = self._nodes(self._allocation), self._nodes(allocation)
+        nodes = sorted(after)
+        in_memory = bool(self._in_memory and before and nodes) and await run.work(
+            replica, Work.CHECKPOINT, "hand_over", call, nodes
+        )
         if not in_memory:
             newest = run.checkpoints.newest()
             if newest is None or newest.notes.step != step:
@@ -247,24 +252,30 @@ class LearnerSize:
         else:
             await run.work(replica, Work.RESTORE, "restore", call, run.checkpoints.location(step))
         return {
-            "through": "shared memory" if in_memory else "a checkpoint",
+            "through": _way(in_memory, one_node=len(before | after) == 1),
             "hand_over_s": handed_s - begun_s,
             "end_s": ended_s - handed_s,
             "start_s": started_s - ended_s,
             "take_over_s": time.time() - started_s,
         }
 
-    def _on_one_node(self, allocation: Allocation) -> bool:
-        """Whether shared memory of the present group is that of the next."""
-        bound = [self._devices.bound(each) for each in (self._allocation, allocation)]
-        nodes = {device.node for each in bound if each is not None for device in each.devices}
-        return self._in_memory and None not in bound and len(nodes) == 1
+    def _nodes(self, allocation: Allocation) -> set[str]:
+        """Ray's ids of the nodes of a group's devices; none if they are not held."""
+        bound = self._devices.bound(allocation)
+        return set() if bound is None else {device.node for device in bound.devices}
 
     def _record(
         self, step: int, at_s: float, before: GroupSize, reason: str, figures: Mapping[str, float | str]
     ) -> None:
         inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": reason, **figures}
         self._run.ledger.add_decision(Decision(step, at_s, LEARNER_RANKS, str(self.size), inputs))
+
+
+def _way(in_memory: bool, *, one_node: bool) -> str:
+    """How a state went, for the records."""
+    if not in_memory:
+        return "a checkpoint"
+    return "shared memory" if one_node else "memory, from node to node"
 
 
 def _rates(kinds: set[str]) -> dict[str, float]:

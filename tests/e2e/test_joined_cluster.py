@@ -142,7 +142,7 @@ def test_a_learner_moves_to_faster_devices_between_two_steps(
     trace = read_trace(folder / "trace")
     first = next(each for each in trace.decisions if each.kind == LEARNER_RANKS)
     assert (first.inputs["before"], first.choice, first.inputs["through"]) == (
-        "1 x cpu-core", "1 x l40s", "a checkpoint",
+        "1 x cpu-core", "1 x l40s", "memory, from node to node",
     )  # fmt: skip
     held = sorted(trace.holdings, key=lambda one: one.start_s)
     assert next(one.device_kind for one in held if one.function == "learner") == "cpu-core"
