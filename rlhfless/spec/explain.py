@@ -171,7 +171,7 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     message = details["msg"].replace("Input should be", "should be").removeprefix("Value error, ")
     what, hint = message, ""
     if kind == "extra_forbidden":
-        what, hint = "unknown key", _key_hint(str(path[-1]), spot.model(), spot.root)
+        what, hint = "unknown key", _key_hint(path, spot.model(), spot.root)
     elif kind == "missing":
         what, hint = "missing, and it has no default", _description(path, spot)
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -195,13 +195,24 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     return Problem(dotted(path), what, hint, origin_of(path, origins))
 
 
-def _key_hint(key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
-    valid = list(model.model_fields)
-    elsewhere = [path for path in keys(root) if path.rpartition(".")[2] == key]
-    hint = nearest(key, valid, cutoff=_TYPING_ERROR)
-    if not hint:
+def _key_hint(path: Path, model: type[BaseModel], root: type[BaseModel]) -> str:
+    key, valid = str(path[-1]), list(model.model_fields)
+    elsewhere = [place for place in keys(root) if place.rpartition(".")[2] == key]
+    if types := _types_with(path, root):
+        hint = f"type {' or '.join(types)} has this key. "
+    elif not (hint := nearest(key, valid, cutoff=_TYPING_ERROR)):
         hint = f"did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, valid)
     return f"{hint}Valid keys here: {', '.join(valid)}"
+
+
+def _types_with(path: Path, root: type[BaseModel]) -> list[str]:
+    """The types of a section, of those that it may have, with the key at the end of a path."""
+    sections = [root]
+    for key in path[:-1]:
+        if isinstance(key, str):
+            fields = [section.model_fields[key] for section in sections if key in section.model_fields]
+            sections = [model for field in fields for model in models(field.annotation)]
+    return [tag_of(section) for section in sections if path[-1] in section.model_fields]
 
 
 def _tag_message(tag: str, annotation: Any) -> tuple[str, str]:
