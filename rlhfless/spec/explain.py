@@ -199,7 +199,7 @@ def _key_hint(path: Path, model: type[BaseModel], root: type[BaseModel]) -> str:
     key, valid = str(path[-1]), list(model.model_fields)
     elsewhere = [place for place in keys(root) if place.rpartition(".")[2] == key]
     if types := _types_with(path, root):
-        hint = f"type {' or '.join(types)} has this key. "
+        hint = f"it is a key of other types: {', '.join(types)}. "
     elif not (hint := nearest(key, valid, cutoff=_TYPING_ERROR)):
         hint = f"did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, valid)
     return f"{hint}Valid keys here: {', '.join(valid)}"

@@ -173,7 +173,7 @@ def test_a_wrong_override_is_explained(fault, override, parts):
             ["rewards.0.wieght (line 7)", "unknown key", "did you mean `weight`?", "answer_field"],
         ),
         ("stesp: 4", ["stesp (line 7)", "did you mean `steps`?", "Valid keys here: type, name, model"]),
-        ("schedule: {max_staleness: 2}", ["schedule.max_staleness (line 7)", "type partial or async has this key"]),
+        ("schedule: {max_staleness: 2}", ["schedule.max_staleness (line 7)", "a key of other types: partial, async."]),
         ("learning_rate: 1", ["learning_rate", "did you mean `optimizer.learning_rate`?"]),
         ("generation:\n  temperatur: 1", ["generation.temperatur (line 8)", "did you mean `temperature`?"]),
         (
