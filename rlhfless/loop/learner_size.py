@@ -25,10 +25,11 @@ from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.records import Decision, Work
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.function_kinds import publisher_of
-from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.learner_ranks import (
+    CHANGED_IN_S,
     LEARNER_RANKS,
     GroupSize,
+    RankSpeeds,
     SizeChoice,
     StepMeasured,
     after_fault,
@@ -36,7 +37,7 @@ from rlhfless.scaling.learner_ranks import (
     choose_size,
     learned_tokens,
     learning,
-    relative_speeds,
+    rank_rates,
     released_usd_per_s,
     saved_usd_per_s,
 )
@@ -73,9 +74,7 @@ class LearnerSize:
         self._devices = devices
         self._candidates = candidates
         self._first = next(iter(candidates))
-        self._rates = _rates({size.kind for size in candidates})
-        self._token_s: dict[str, float] = {}
-        """By kind: seconds of a rank per token, in the last whole step there."""
+        self._speeds = RankSpeeds(rank_rates({size.kind for size in candidates}))
         self._in_memory = in_memory
         self._since_s: float | None = None
         """Begin of the step that is measured (unix time); None after a fault, until a whole step begins."""
@@ -173,8 +172,7 @@ class LearnerSize:
         held_usd = sum(saved_usd_per_s(prices, each.allocation) for pool in others for each in pool.replicas())
         calls, size = self._run.ledger.calls_since(since_s), self.size
         learn_s, alone_s = learning(calls, learner.function, since_s)
-        if learn_s and (tokens := learned_tokens(calls, learner.function)):
-            self._token_s[size.kind] = learn_s * size.ranks / tokens
+        self._speeds.observe(size, learn_s, learned_tokens(calls, learner.function))
         return StepMeasured(
             size=size,
             step_s=now_s - since_s,
@@ -183,7 +181,7 @@ class LearnerSize:
             others_usd_per_s=released_usd + held_usd,
             change_s=change_s,
             steps_left=steps_left,
-            speeds=relative_speeds(size.kind, self._rates, self._token_s),
+            speeds=self._speeds.relative_to(size.kind),
         )
 
     async def change(self, step: int, change: SizeChange, save: Callable[[], Awaitable[None]]) -> None:
@@ -212,7 +210,7 @@ class LearnerSize:
         self._change_s = self._since_s - began_s
         log.info("the learner is on %s, after %s (%.1f s): %s", self.size, before, self._change_s,
                  change.choice.reason)  # fmt: skip
-        seconds |= {"publish_s": self._since_s - moved_s, "changed_in_s": self._change_s}
+        seconds |= {"publish_s": self._since_s - moved_s, CHANGED_IN_S: self._change_s}
         self._record(step, began_s, before, change.choice.reason, {**change.choice.figures, **seconds})
 
     async def _taken(self, allocation: Allocation, user: str) -> bool:
@@ -276,14 +274,6 @@ def _way(in_memory: bool, *, one_node: bool) -> str:
     if not in_memory:
         return "a checkpoint"
     return "shared memory" if one_node else "memory, from node to node"
-
-
-def _rates(kinds: set[str]) -> dict[str, float]:
-    """Floating point operations a second of each kind, by data sheets; of a single kind, which may have none, 1."""
-    if len(kinds) == 1:
-        return dict.fromkeys(kinds, 1.0)
-    sheets = {kind: device_of(kind) for kind in kinds}
-    return {kind: sheet.flops_per_s.value * sheet.matmul_efficiency.value for kind, sheet in sheets.items()}
 
 
 def size_of(

@@ -10,18 +10,22 @@ if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlhfless.records import Invocation, Work
 from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.placement import Allocation, Device, Placement, rank_devices
 from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
 from rlhfless.scaling.prices import PriceBook
 
 LEARNER_RANKS = "learner_ranks"
-"""Kind of the decisions about the number of ranks."""
+"""Kind of the decisions about the learner's size."""
+
+CHANGED_IN_S = "changed_in_s"
+"""Input of such a decision: seconds of the change. A decision after a fault has none."""
 
 _LEARNS = (Work.EVALUATE, Work.LEARN)
 
@@ -43,13 +47,37 @@ class GroupSize(NamedTuple):
         return cls(int(ranks), kind)
 
 
-def relative_speeds(now: str, by_sheet: Mapping[str, float], token_s: Mapping[str, float]) -> dict[str, float]:
-    """How fast a rank learns on each kind of `by_sheet`, relative to kind `now`: as measured, or else by the rates of
-    data sheets. `token_s`: seconds of a rank per token, where they were measured."""
-    return {
-        kind: token_s[now] / token_s[kind] if now in token_s and kind in token_s else rate / by_sheet[now]
-        for kind, rate in by_sheet.items()
-    }
+def rank_rates(kinds: Collection[str], sheet_of: Callable[[str], DeviceSheet] = device_of) -> dict[str, float]:
+    """Floating point operations a second of a rank on each kind, by data sheets; of a single kind, which may have none,
+    1. `sheet_of` finds the sheets. Raises what that raises, such as UnknownDevice."""
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, 1.0)
+    sheets = {kind: sheet_of(kind) for kind in kinds}
+    return {kind: sheet.flops_per_s.value * sheet.matmul_efficiency.value for kind, sheet in sheets.items()}
+
+
+class RankSpeeds:
+    """How fast a rank learns on each kind of device: as measured between kinds on which it has learned, and else by
+    data sheets."""
+
+    def __init__(self, rates: Mapping[str, float]) -> None:
+        """`rates`: of each kind, by data sheets (`rank_rates`)."""
+        self._rates = rates
+        self._token_s: dict[str, float] = {}
+        """By kind: seconds of a rank per token, in the last whole step there."""
+
+    def observe(self, size: GroupSize, learn_s: float, tokens: int) -> None:
+        """A learner of this size has learned from `tokens` tokens in `learn_s`. Without either nothing is known."""
+        if learn_s and tokens:
+            self._token_s[size.kind] = learn_s * size.ranks / tokens
+
+    def relative_to(self, now: str) -> dict[str, float]:
+        """By kind, relative to kind `now`."""
+        token_s = self._token_s
+        return {
+            kind: token_s[now] / token_s[kind] if now in token_s and kind in token_s else rate / self._rates[now]
+            for kind, rate in self._rates.items()
+        }
 
 
 def allocations_with(placement: Placement, whole: Allocation, ranks: int, count: int) -> tuple[Allocation, ...]:

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from rlhfless.records import FunctionName
 from rlhfless.scaling.learner_ranks import (
     GroupSize,
+    RankSpeeds,
     StepMeasured,
     after_fault,
     allocations_with,
     choose_size,
-    relative_speeds,
+    rank_rates,
 )
 from rlhfless.scaling.placement import Allocation, Device, Node, Wanted
 from rlhfless.scaling.placement import Site as At
@@ -93,10 +94,20 @@ def test_another_kind_learns_as_much_faster_as_it_is() -> None:
 
 
 def test_speeds_are_as_measured_where_both_kinds_were_and_else_by_data_sheets() -> None:
-    sheets = {"h100": 600.0, "b200": 1500.0, "l40s": 150.0}
-    assert relative_speeds("h100", sheets, {}) == {"h100": 1.0, "b200": 2.5, "l40s": 0.25}
-    assert relative_speeds("h100", sheets, {"h100": 2e-3, "b200": 1e-3})["b200"] == 2.0
-    assert relative_speeds("h100", sheets, {"b200": 1e-3})["b200"] == 2.5
+    speeds = RankSpeeds({"h100": 600.0, "b200": 1500.0, "l40s": 150.0})
+    assert speeds.relative_to("h100") == {"h100": 1.0, "b200": 2.5, "l40s": 0.25}
+    speeds.observe(GroupSize(1, "b200"), 1.0, 1000)
+    speeds.observe(GroupSize(2, "h100"), 0.0, 1000)
+    assert speeds.relative_to("h100")["b200"] == 2.5, "nothing was learned on h100"
+    speeds.observe(GroupSize(2, "h100"), 1.0, 1000)
+    assert speeds.relative_to("h100") == {"h100": 1.0, "b200": 2.0, "l40s": 0.25}
+    assert speeds.relative_to("b200")["h100"] == 0.5
+
+
+def test_a_single_kind_needs_no_data_sheet() -> None:
+    assert rank_rates({"mine"}) == {"mine": 1.0}
+    rates = rank_rates({"h100", "cpu-core"})
+    assert rates["h100"] > rates["cpu-core"]
 
 
 def test_a_size_is_read_back() -> None:
