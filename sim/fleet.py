@@ -22,7 +22,7 @@ from rlhfless.sim.devices import Devices
 from rlhfless.sim.events import Agenda, Due, SimulatedEvent, SpotInterrupted, Up, WeightsLoaded
 from rlhfless.sim.ledger import SimulatedLedger, version_of
 from rlhfless.sim.replica import SimulatedReplica
-from rlhfless.sim.setup import Setup, SlotSetup
+from rlhfless.sim.setup import Setup
 
 
 class SimulationError(RuntimeError):
@@ -53,6 +53,8 @@ class SimulatedFleet:
         self._waiting: dict[int, float] = {}
         self._nodes: dict[str, float] = {}
         self._gone_s = [0.0] * len(self.slot_setups)
+        self._up_s = [0.0] * len(self.slot_setups)
+        """By slot: when the last start or wake-up that has begun is, or will be, over."""
         self._turns = [0] * len(self.slot_setups)
         self._lives = [0] * len(self.slot_setups)
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
@@ -139,12 +141,18 @@ class SimulatedFleet:
             self._end(slot, max(at_s, replica.busy_s))
         self.pass_turns(at_s)
 
-    def restart(self, slot: int, slot_setup: SlotSetup, at_s: float) -> None:
-        """Ends the replica at a slot, and starts one there on other devices."""
+    def change(self, slot: int, setup: Setup, at_s: float) -> float:
+        """Ends the replica at a slot, and starts one on the devices that it has there in `setup`, which differs in
+        nothing else but the way of the weights. Returns when the replica is up, as far as its devices are free."""
         self._end(slot, max(at_s, self.replicas[slot].busy_s))
-        self.slot_setups = (*self.slot_setups[:slot], slot_setup, *self.slot_setups[slot + 1 :])
-        self._devices.change(slot, slot_setup)
+        moved = setup.transport.home != self.setup.transport.home
+        self.setup, self.slot_setups = setup, setup.slot_setups
+        self._devices.change(slot, self.slot_setups[slot])
         self.start(slot, at_s)
+        up_s = max(at_s, self._up_s[slot])
+        if moved:  # what other nodes pull is there when the replica is
+            self._given_s = max(self._given_s, up_s)
+        return up_s
 
     def require_weights(self, step: int, at_s: float) -> None:
         """From `at_s` on, actors need the weights after `step` training steps: actors with other weights are STALE."""
@@ -241,7 +249,7 @@ class SimulatedFleet:
         at_s, late_s = self._acquired(slot, at_s)
         if replica is not None and replica.asleep:
             replica.note(replica.life.wake(at_s))
-            self.agenda.add(at_s + late_s + slot_setup.wake_s, Up(slot, self._turns[slot]))
+            self._expect_up(slot, at_s + late_s + slot_setup.wake_s)
             replica.asleep, replica.waking, replica.busy_s = False, True, at_s
             return
         begin_s = max(at_s, self._nodes.setdefault(slot_setup.node, at_s + self.setup.node_s))
@@ -251,10 +259,14 @@ class SimulatedFleet:
             self._ledger, self._functions[slot], self._label(slot), slot_setup.allocation, begin_s, life
         )
         start_s = 0.0 if slot in self._under_way and life == 1 else slot_setup.start_s
-        self.agenda.add(begin_s + late_s + start_s, Up(slot, self._turns[slot]))
+        self._expect_up(slot, begin_s + late_s + start_s)
         mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):
             self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), SpotInterrupted(slot, life))
+
+    def _expect_up(self, slot: int, at_s: float) -> None:
+        self._up_s[slot] = at_s
+        self.agenda.add(at_s, Up(slot, self._turns[slot]))
 
     def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
         """Takes the devices of a slot. Returns from when its replica holds them, and how many seconds longer it waits

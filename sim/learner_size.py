@@ -1,21 +1,26 @@
-"""A learner whose number of devices changes between two steps, as in a live run (rlhfless.loop.learner_size): the live
-choice (rlhfless.scaling.learner_ranks), by the times of the step that has ended.
+"""A learner whose number of devices, or their kind, changes between two steps, as in a live run
+(rlhfless.loop.learner_size): the live choice (rlhfless.scaling.learner_ranks), by the times of the step that has ended.
 
-A change ends the group, and starts one on other devices; the seconds of its start are in the shape of each size. The
-first step is not measured, because it has the starts. Devices that a smaller group leaves are given back.
+A change ends the group, and starts one on other devices. The first step is not measured, because it has the starts.
+Devices that a group leaves are given back. Those of all sizes are set aside for the learner, so all are always free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.learner_ranks import (
+    CHANGED_IN_S,
     LEARNER_RANKS,
     GroupSize,
+    RankSpeeds,
     SizeChoice,
     StepMeasured,
     choose_size,
+    learned_tokens,
     learning,
     released_usd_per_s,
     saved_usd_per_s,
@@ -27,22 +32,35 @@ from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.setup import LearnerShape, Setup
 
 
-class SimulatedLearnerSize:
-    """The number of devices of a simulated learner."""
+@dataclass(frozen=True, slots=True)
+class LearnerSizes:
+    """The sizes that a simulated learner may have."""
 
-    def __init__(self, shapes: Mapping[int, LearnerShape], setup: Setup, terms: RunContract, prices: PriceBook) -> None:
-        """`shapes`: the sizes that it may have, by number of devices; it begins with the largest."""
-        self._shapes = shapes
+    shapes: Mapping[GroupSize, LearnerShape]
+    """It begins with the first."""
+    change_s: Callable[[GroupSize, GroupSize], float]
+    """Seconds from the end of a group of one size until a group of another has its state; of a size and itself, what is
+    expected before any change was made."""
+    rates: Mapping[str, float]
+    """By kind of device, by data sheets (`rank_rates`)."""
+
+
+class SimulatedLearnerSize:
+    """The size of a simulated learner."""
+
+    def __init__(self, sizes: LearnerSizes, setup: Setup, terms: RunContract, prices: PriceBook) -> None:
+        self._sizes = sizes
         self._terms = terms
         self._prices = prices
-        self._kind = shapes[max(shapes)].slot_setup.allocation.devices[0].kind
-        self._size = GroupSize(max(shapes), self._kind)
-        every = (device for slot_setup in setup.slot_setups for device in slot_setup.allocation.devices)
+        self._size = next(iter(sizes.shapes))
+        self._speeds = RankSpeeds(sizes.rates)
+        self._change_s = sizes.change_s(self._size, self._size)
+        """How long the last change took."""
+        own = {size: shape.slot_setup.allocation for size, shape in sizes.shapes.items()}
+        others = (slot_setup.allocation for slot_setup in setup.slot_setups)
+        every = (device for allocation in chain(others, own.values()) for device in allocation.devices)
         self._released_usd_per_s = released_usd_per_s(prices, every)
-        self._saved_usd_per_s = {
-            GroupSize(count, self._kind): saved_usd_per_s(prices, shape.slot_setup.allocation)
-            for count, shape in shapes.items()
-        }
+        self._saved_usd_per_s = {size: saved_usd_per_s(prices, allocation) for size, allocation in own.items()}
         self._counted = 0
         """Invocations of earlier steps."""
 
@@ -53,15 +71,16 @@ class SimulatedLearnerSize:
         if done == 1 or done >= self._terms.steps:
             return None
         learn_s, alone_s = learning(calls, FunctionName.LEARNER, record.start_s)
+        self._speeds.observe(before, learn_s, learned_tokens(calls, FunctionName.LEARNER))
         measured = StepMeasured(
             size=before,
             step_s=record.end_s - record.start_s,
             learn_s=learn_s,
             alone_s=alone_s,
             others_usd_per_s=self._released_usd_per_s + self._held_usd_per_s(fleet),
-            change_s=self._shapes[before.ranks].slot_setup.start_s,
+            change_s=self._change_s,
             steps_left=self._terms.steps - done,
-            speeds={self._kind: 1.0},
+            speeds=self._speeds.relative_to(before.kind),
         )
         contract = contract_for_step(
             self._terms.of_step(done),
@@ -72,9 +91,10 @@ class SimulatedLearnerSize:
         choice = choose_size(measured, self._saved_usd_per_s, contract)
         if choice.size == before:
             return None
-        self._size = choice.size
-        ledger.decisions.append(_decision(record.step, now_s, before, choice))
-        return self._shapes[choice.size.ranks]
+        self._size, self._change_s = choice.size, self._sizes.change_s(before, choice.size)
+        ledger.decisions.append(_decision(record.step, now_s, before, choice, self._change_s))
+        shape = self._sizes.shapes[choice.size]
+        return replace(shape, slot_setup=replace(shape.slot_setup, start_s=self._change_s))
 
     def _held_usd_per_s(self, fleet: SimulatedFleet) -> float:
         """What a release of all other replicas would save."""
@@ -95,6 +115,6 @@ class SimulatedLearnerSize:
         return self._prices.cost_usd(ledger.holdings) + open_usd / SECONDS_PER_HOUR
 
 
-def _decision(step: int, at_s: float, before: GroupSize, choice: SizeChoice) -> Decision:
+def _decision(step: int, at_s: float, before: GroupSize, choice: SizeChoice, change_s: float) -> Decision:
     inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": choice.reason, **choice.figures}
-    return Decision(step, at_s, LEARNER_RANKS, str(choice.size), inputs)
+    return Decision(step, at_s, LEARNER_RANKS, str(choice.size), inputs | {CHANGED_IN_S: change_s})

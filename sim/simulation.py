@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -64,7 +63,7 @@ class Simulation:
     def __init__(
         self, setup: Setup, policy: Policy, prices: PriceBook, learner_size: SimulatedLearnerSize | None = None
     ) -> None:
-        """`learner_size`: of a learner whose number of devices changes."""
+        """`learner_size`: of a learner whose devices change."""
         self.setup = setup
         self._learner_size = learner_size
         self.ledger = SimulatedLedger()
@@ -283,11 +282,11 @@ class Simulation:
 
     def _change_learner(self, shape: LearnerShape) -> None:
         """The learner ends, and starts on other devices. A step that waits for the weights begins when it is up."""
-        self.setup = replace(self.setup, learner=shape)
+        self.setup = self.setup.with_learner(shape)
         self._fleet_view = fleet_view(self.setup, self._prices)
-        self.fleet.restart(self._learner, shape.slot_setup, self.now_s)
+        up_s = self.fleet.change(self._learner, self.setup, self.now_s)
         if not self._steps:
-            self.now_s += shape.slot_setup.start_s
+            self.now_s = up_s
 
     def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
         replica = self.fleet.replicas.get(event.slot)

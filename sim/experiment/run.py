@@ -50,7 +50,10 @@ class FleetShape:
             size += f", of {' and '.join(self.kinds)} only"
         if self.placement.mode == "colocated":
             return f"{size}, co-located"
-        return f"{size}, {self.placement.learner_devices or 'half'} of them the learner's"
+        size += f", {self.placement.learner_devices or 'half'} of them the learner's"
+        asked = self.placement.learner_elsewhere.items()
+        others = " or ".join(f"{n} x {kind}" for kind, n in asked if self.kinds is None or kind in self.kinds)
+        return size + (f", which may move to {others}" if others else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,11 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     """
     kind, placement = kind_of(scenario, entry), entry.placement
     if placement is None:
-        placement = scenario.placement.model_copy(update={"mode": kind.placement or scenario.placement.mode})
+        mode = kind.placement or scenario.placement.mode
+        changes: dict[str, object] = {"mode": mode}
+        if mode == "colocated":
+            changes["learner_elsewhere"] = {}
+        placement = scenario.placement.model_copy(update=changes)
     if scenario.steps_ahead and placement.mode == "colocated":
         overlaps = f"schedule {scenario.schedule.type} overlaps generation and learning"
         what = f"{entry.shown} is placed co-located, and {overlaps}"
@@ -175,7 +182,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
         policy = kind.make(settings, terms)
     sizes = layout.learner_sizes()
     fleet = setup(scenario, layout, task.seed, reserved=kind.reserved)
-    learner_size = SimulatedLearnerSize(sizes, fleet, terms, prices) if len(sizes) > 1 else None
+    learner_size = None if sizes is None else SimulatedLearnerSize(sizes, fleet, terms, prices)
     simulation = Simulation(fleet, policy, prices, learner_size)
     for _ in steps_of(simulation, selects(scenario.schedule), drawn):
         on_step()

@@ -1,26 +1,30 @@
 """From a scenario to the inputs of the simulator: price book, slots and workload.
 
 Co-located, actor i has the devices i x tp ... of its node, and the learner all devices of the first kind; they take
-turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on a CPU core of its own.
+turns. Disaggregated, the learner side has the last devices of the first kind, and the learner alone may move to the
+last ones of other kinds. Scoring runs on a CPU core of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.capabilities import MOVE_S, kv_token_s
 from rlhfless.scaling.latency.startup import start_s
+from rlhfless.scaling.learner_ranks import GroupSize, rank_rates
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.learner_size import LearnerSizes
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
+from rlhfless.sim.scenarios.devices import DevicesByNode, elsewhere
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import CriticTimingSpec, ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
@@ -41,43 +45,6 @@ def price_book(scenario: Scenario) -> PriceBook:
         _priced(device, tenures[device.kind], scenario) if device.kind in tenures else device for device in book.devices
     )
     return book.model_copy(update={"devices": devices})
-
-
-@dataclass(frozen=True, slots=True)
-class DevicesByNode:
-    """Part of the cluster's devices, by node, in the order in which they are taken."""
-
-    devices: tuple[tuple[str, tuple[Device, ...]], ...]
-    """Node, and its devices."""
-
-    @classmethod
-    def of(cls, machines: MachinesSpec, devices: int) -> DevicesByNode:
-        """The first `devices` devices of these machines."""
-        nodes = []
-        for node in range(machines.nodes):
-            first = node * machines.devices_per_node
-            count = min(machines.devices_per_node, devices - first)
-            if count > 0:
-                held = tuple(Device(f"{machines.kind}-{first + i}", machines.kind, i) for i in range(count))
-                nodes.append((f"{machines.kind}-node-{node}", held))
-        return cls(tuple(nodes))
-
-    @property
-    def all(self) -> list[Device]:
-        return [device for _, devices in self.devices for device in devices]
-
-    def without(self, taken: list[Device]) -> DevicesByNode:
-        """All devices but these."""
-        names = {device.name for device in taken}
-        return DevicesByNode(
-            tuple((node, tuple(s for s in devices if s.name not in names)) for node, devices in self.devices)
-        )
-
-    def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Device, ...]]]:
-        """Node and devices of each actor; none spans two nodes."""
-        for node, devices in self.devices:
-            for first in range(0, len(devices) - devices_each + 1, devices_each):
-                yield node, devices[first : first + devices_each]
 
 
 class ScenarioLayout:
@@ -102,6 +69,9 @@ class ScenarioLayout:
         self.devices = first.devices if devices is None else devices
         self.prefills = placement.prefill_actors > 0
         """Whether other actors compute the prompts of those that draw."""
+        set_aside = elsewhere(scenario, placement)
+        self.elsewhere = {each.kind: set_aside[each.kind] for each in self.machines if each.kind in set_aside}
+        """By kind: devices to which the learner alone may move."""
         self._first = DevicesByNode.of(first, self.devices)
         devices_of_first = self._first.all
         apart = placement.mode == "disaggregated"
@@ -119,8 +89,10 @@ class ScenarioLayout:
         shapes: list[ActorShape] = []
         for index, machines in enumerate(self.machines):
             devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
+            taken: Sequence[Device] = self.elsewhere.get(machines.kind, ())
             if index == 0 and self._placement.mode == "disaggregated":
-                devices = devices.without(self.learner_side)
+                taken = self.learner_side
+            devices = devices.without(taken)
             first = not shapes
             shapes += self._of_kind(machines, devices)
             if first and (apart := self._placement.prefill_actors):
@@ -133,6 +105,8 @@ class ScenarioLayout:
 
     def _of_kind(self, machines: MachinesSpec, devices: DevicesByNode) -> list[ActorShape]:
         engine = self._scenario.engine
+        if not (each := list(devices.actors(engine.devices))):
+            return []
         blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
@@ -142,38 +116,50 @@ class ScenarioLayout:
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
-                SlotSetup(Allocation.of(devices), node, up_s, turns.sleep_s, turns.wake_s),
+                SlotSetup(Allocation.of(held), node, up_s, turns.sleep_s, turns.wake_s),
                 shape,
                 prices,
-                machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
+                machines.straggler_slowdown if _number(held[-1]) >= slow_from else 1.0,
                 _spot_mean_s(self._scenario, machines),
             )
-            for node, devices in devices.actors(engine.devices)
+            for node, held in each
         ]
 
-    def learner_sizes(self) -> dict[int, LearnerShape]:
-        """The shapes of a learner whose number of devices may change, by that number; empty for one that keeps it. The
-        start of each is that of a change: its state goes to the host's memory, and from there to the new group."""
-        fewest, most = self._scenario.learner.min_devices, len(self.learner_side)
-        if fewest is None:
-            return {}
-        if self._placement.mode != "disaggregated":
-            problem = Problem(
-                "learner.min_devices", "the learner shares its devices", "leave it out, or place it apart"
-            )
-            raise InputError(self._scenario.name, [problem])
-        needed = timing.learner_devices_needed(self._scenario, self._scenario.cluster.machines[0].kind)
-        shapes = {count: self.learner(count) for count in range(max(fewest, needed), most + 1)}
-        return {count: replace(shape, slot_setup=_changed(shape.slot_setup)) for count, shape in shapes.items()}
+    def learner_sizes(self) -> LearnerSizes | None:
+        """The sizes of a learner that may change, the one that it begins with first; None for one that keeps it."""
+        scenario, own, counts = self._scenario, self.machines[0].kind, range(0)
+        if (fewest := scenario.learner.min_devices) is not None:
+            if self._placement.mode != "disaggregated":
+                what, hint = "the learner shares its devices", "leave it out, or place it apart"
+                raise InputError(scenario.name, [Problem("learner.min_devices", what, hint)])
+            needed = timing.learner_devices_needed(scenario, own)
+            counts = range(len(self.learner_side), max(fewest, needed) - 1, -1)
+        sizes = [GroupSize(count, own) for count in counts or (len(self.learner_side),)]
+        sizes += [GroupSize(len(devices), kind) for kind, devices in self.elsewhere.items()]
+        if len(sizes) == 1:
+            return None
+        shapes = {size: self.learner(size) for size in sizes}
+        rates = rank_rates({size.kind for size in sizes}, scenario.cluster.sheet)
+        return LearnerSizes(shapes, lambda before, after: self._change_s(shapes[before], shapes[after]), rates)
 
-    def learner(self, devices: int | None = None) -> LearnerShape:
-        """The slot of the learner, on all devices of its side, or on so many of them."""
-        side = tuple(self.learner_side[-(devices or len(self.learner_side)) :])
-        scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(side)
-        slot_setup = self._slot(FunctionName.LEARNER, self._first.devices[0][0], side)
+    def _change_s(self, before: LearnerShape, after: LearnerShape) -> float:
+        """The state goes to the memory of the host, over the network to the host of another kind, and from there to
+        the new group."""
+        scenario, old, new = self._scenario, before.slot_setup, after.slot_setup
+        kinds = {slot_setup.allocation.devices[0].kind for slot_setup in (old, new)}
+        moved_bytes = (len(kinds) - 1) * timing.state_bytes(scenario)
+        return old.sleep_s + moved_bytes / scenario.transport.pull_bytes_per_s + new.start_s + new.wake_s
+
+    def learner(self, size: GroupSize | None = None) -> LearnerShape:
+        """The slot of the learner, on all devices of its side, or of another size."""
+        scenario, node, side = self._scenario, self._first.devices[0][0], tuple(self.learner_side)
+        if size is not None:
+            side = self.elsewhere.get(size.kind) or side[-size.ranks :]
+            node = side[0].node if size.kind in self.elsewhere else node
+        kind, count = side[0].kind, len(side)
         evaluated = evaluated_share(scenario.learner.mini_batches, scenario.learner.epochs)
         return LearnerShape(
-            slot_setup,
+            self._slot(FunctionName.LEARNER, node, side),
             scenario.learner.fixed_s,
             timing.forward_token_s(scenario, kind, count) * evaluated * scenario.learner.learned_share,
             timing.learn_token_s(scenario, kind, count),
@@ -220,7 +206,7 @@ class ScenarioLayout:
 
     def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
         """The slot of a function of the learner's side, whose state moves to host memory and back."""
-        scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
+        scenario, kind = self._scenario, side[0].kind
         up_s = timing.start_s(self._measured, function, start_s(scenario.model.shape))
         turns = timing.turns_of(scenario, self._measured, function, kind, len(side))
         return SlotSetup(Allocation.of(side), node, up_s, turns.sleep_s, turns.wake_s)
@@ -236,9 +222,7 @@ class ScenarioLayout:
             if not fixed:
                 raise ValueError("transport.kind is nccl, by which only actors that are never released get weights")
             return Transport(spec.kind, rate, spec.fixed_s, size)
-        first = self.learner_side[0]
-        home = next(node for node, devices in self._first.devices if first in devices)
-        return Transport(spec.kind, rate, spec.fixed_s, size, home, spec.pull_bytes_per_s)
+        return Transport(spec.kind, rate, spec.fixed_s, size, self.learner_side[0].node, spec.pull_bytes_per_s)
 
 
 def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:
@@ -313,10 +297,6 @@ def _spot_mean_s(scenario: Scenario, machines: MachinesSpec) -> float:
     spot = load_price_book(scenario.cluster.prices).device(machines.kind).spot
     rate = spot.interruptions_per_hour * scenario.engine.devices if spot is not None else 0.0
     return SECONDS_PER_HOUR / rate if rate else math.inf
-
-
-def _changed(slot_setup: SlotSetup) -> SlotSetup:
-    return replace(slot_setup, start_s=slot_setup.sleep_s + slot_setup.start_s + slot_setup.wake_s)
 
 
 def _number(device: Device) -> int:

@@ -146,8 +146,14 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
 
 def learner_devices_needed(scenario: Scenario, kind: str) -> int:
     """The fewest devices of this kind that hold the learner's state."""
-    state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
-    return max(1, -(-int(state) // int(scenario.cluster.sheet(kind).memory_bytes.value * LEARNER_MEMORY_SHARE)))
+    return max(
+        1, -(-int(state_bytes(scenario)) // int(scenario.cluster.sheet(kind).memory_bytes.value * LEARNER_MEMORY_SHARE))
+    )
+
+
+def state_bytes(scenario: Scenario) -> float:
+    """Bytes of the learner's state, on all its devices together."""
+    return scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
 
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
@@ -171,9 +177,7 @@ def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, ki
         return TurnTimes(fit.sleep_s, fit.wake_s)
     if function == FunctionName.GENERATION:
         return engine_turns()
-    shape = scenario.model.shape
-    state = scenario.learner.state_bytes_per_parameter * shape.parameters
-    held = shape.total_bytes if function == FunctionName.REFERENCE else state
+    held = scenario.model.shape.total_bytes if function == FunctionName.REFERENCE else state_bytes(scenario)
     return state_turns(held, scenario.cluster.sheet(kind), devices)
 
 

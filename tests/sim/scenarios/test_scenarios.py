@@ -57,6 +57,14 @@ def machines(**changes: Any) -> dict[str, Any]:
             "drafted has 2 places, and accepted 1; give as many of both",
         ),
         ({"engine": {"speculation": {"accepted": [0.5]}}}, r"speculation.source .*missing"),
+        (
+            {"placement": {"learner_elsewhere": {"h100": 1}}},
+            r"learner_elsewhere is \{'h100': 1\}, but mode is colocated, .*; set mode to disaggregated, or",
+        ),
+        (
+            {"placement": {"mode": "disaggregated", "learner_elsewhere": {"h100": 0}}},
+            r"placement.learner_elsewhere.h100 \(line \d+\): 0: should be greater than or equal to 1",
+        ),
         ({"schedule": "auto"}, "auto chooses by trial in a run, and is not simulated; name sync or one_step_off"),
         ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' is there twice; give one of them a `label`"),
     ],
