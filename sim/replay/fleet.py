@@ -12,11 +12,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.sim.setup import SlotSetup
 
 _ENGINES = FunctionName.GENERATION, FunctionName.PREFILL
 
@@ -58,6 +61,10 @@ class RecordedFleet:
             raise TraceError(f"the trace of {self._run_id} has no {function}; name the trace of a whole run")
         return first.allocation
 
+    def lives(self, function: str) -> list[Life]:
+        """Of a function's replicas, in the order of their starts."""
+        return [life for life in self._lives if life.function == function]
+
     def slot_of(self, actor: str, at_s: float) -> int:
         """The slot of the actor with this name at a time (unix)."""
         return min(self._slots[actor], key=lambda one: max(one[0].start_s - at_s, at_s - one[0].end_s, 0.0))[1]
@@ -78,6 +85,17 @@ class RecordedFleet:
                 )
             until_s[slot] = max(until_s[slot], life.end_s)
             self._slots[life.replica].append((life, slot))
+
+
+def slot_setup_of(allocation: Allocation, start_s: float) -> SlotSetup:
+    """The live fleet keeps all functions of a device up at the same time, each with its share."""
+    return SlotSetup(allocation, "recorded", start_s, beside=True)
+
+
+def start_s_of(trace: Trace, function: str) -> float:
+    """Median seconds of the function's cold starts, of which some are given up before they end; 0 if there are none."""
+    starts = cold_starts([holding for holding in trace.holdings if holding.function == function])
+    return median(end_s - start_s for start_s, end_s in starts) if starts else 0.0
 
 
 def _lives(trace: Trace) -> list[Life]:

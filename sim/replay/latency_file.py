@@ -16,6 +16,9 @@ from rlhfless.spec.files import read_values
 
 NotNegative = Annotated[float, Field(ge=0)]
 
+SIZE = r"^[1-9]\d* x \S+$"
+"""A size of the learner (`GroupSize`)."""
+
 
 class EngineFit(SpecModel):
     """The generation engine: `rlhfless.scaling.latency.BentEngine`."""
@@ -40,6 +43,24 @@ class LineFit(SpecModel):
 
     def at(self, tokens: float) -> float:
         return self.fixed_s + self.token_s * tokens
+
+    def times(self, factor: float) -> LineFit:
+        """On devices on which a token takes so many times as long; the fixed part stays."""
+        return LineFit(fixed_s=self.fixed_s, token_s=self.token_s * factor)
+
+
+class LearnerFit(SpecModel):
+    """Seconds of the learner's calls."""
+
+    evaluate: LineFit | None = None
+    """Old logprobs of the batch; None if there is one update per step."""
+    learn: LineFit
+
+    def times(self, factor: float) -> LearnerFit:
+        """See LineFit."""
+        return LearnerFit(
+            evaluate=None if self.evaluate is None else self.evaluate.times(factor), learn=self.learn.times(factor)
+        )
 
 
 class TurnFit(SpecModel):
@@ -78,10 +99,13 @@ class LatencyFile(SpecModel):
     columns: dict[str, LineFit] = Field(default_factory=dict)
     """By function that computes a column, such as the reference: one group."""
     evaluate: LineFit | None = None
-    """Old logprobs of the batch; None if there is one update per step."""
+    """As in LearnerFit."""
     updates: dict[str, LineFit] = Field(default_factory=dict)
     """By function that learns before the learner, such as a critic: its update of a step."""
     learn: LineFit
+    learner_sizes: dict[Annotated[str, Field(pattern=SIZE)], LearnerFit] = Field(default_factory=dict)
+    """By size, such as `2 x h100`, of a learner that changed it; `evaluate` and `learn` are those of the first one.
+    Empty where it kept its size."""
     publish_s: NotNegative
     driver_s: NotNegative
     """Seconds of a step in which no function works: calls on their way, the driver's own bookkeeping."""
@@ -106,4 +130,5 @@ def write_latency(latency: LatencyFile, path: Path) -> None:
     """Writes the file as YAML. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "# How long each stage takes, fitted to recorded runs by `rlhfless simulate --calibrate`.\n"
-    path.write_text(head + document.dump(latency.model_dump(mode="json")), "utf-8")
+    unused = None if latency.learner_sizes else {"learner_sizes"}  # and unknown to earlier versions
+    path.write_text(head + document.dump(latency.model_dump(mode="json", exclude=unused)), "utf-8")

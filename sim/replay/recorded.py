@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median
 
 import numpy as np
 
@@ -20,19 +19,20 @@ from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, WeightVersion, Work
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.scaling.selection import Selects
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.learner_size import LearnerSizes
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
-from rlhfless.sim.replay.fleet import RecordedFleet
+from rlhfless.sim.replay.fleet import RecordedFleet, slot_setup_of, start_s_of
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
+from rlhfless.sim.replay.learner import epochs_of, learner_of, learner_sizes
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.selection import AGAIN, as_begun, steps_of
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import LearnerSpec, PartialSpec, TailBatchingSpec
 
@@ -58,28 +58,18 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         return other.allocation(fleet.allocation(function), kind)
 
     def service(function: str, work: Work, line: LineFit) -> ServiceShape:
-        slot_setup = _slot_setup(allocation(function), _start_s(trace, function))
+        slot_setup = slot_setup_of(allocation(function), start_s_of(trace, function))
         learned = latency.updates.get(function, LineFit(fixed_s=0.0))
-        update = (learned.fixed_s, learned.token_s, _epochs(trace, function))
+        update = (learned.fixed_s, learned.token_s, epochs_of(trace, function))
         return ServiceShape(slot_setup, function, work, line.fixed_s, line.token_s, *update)
 
     services = [service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s))]
     services += [service(name, Work.LOGPROBS, line) for name, line in latency.columns.items()]
-    evaluates = latency.evaluate
-    ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
-    learner = LearnerShape(
-        _slot_setup(allocation(FunctionName.LEARNER), 0.0),
-        latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
-        evaluates.token_s if evaluates else 0.0,
-        latency.learn.token_s,
-        latency.publish_s,
-        int(trace.meta.spec.get("mini_batches", 1)) * (ranks if isinstance(ranks, int) else 1),
-        _epochs(trace, FunctionName.LEARNER),
-        _streamed(trace),
-    )
+    sizes = changing_learner(trace, latency, other)
+    fixed = learner_of(trace, latency, allocation(FunctionName.LEARNER))
     shape, start_s = (
         _engine_shape(trace, kv_tokens(trace, kind, other.kind or kind)),
-        _start_s(trace, FunctionName.GENERATION),
+        start_s_of(trace, FunctionName.GENERATION),
     )
     bounds = trace.meta.spec.get("scaling", {}).get("generation", {})
     fewest = int(bounds.get("min_actors", 0))
@@ -89,11 +79,11 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
     compute_prompts = [other.allocation(held, kind) for held in fleet.prefill]
     return Setup(
         (
-            *(ActorShape(_slot_setup(held, start_s), shape, prices) for held in draw),
-            *(ActorShape(_slot_setup(held, start_s), shape, prices, prefills=True) for held in compute_prompts),
+            *(ActorShape(slot_setup_of(held, start_s), shape, prices) for held in draw),
+            *(ActorShape(slot_setup_of(held, start_s), shape, prices, prefills=True) for held in compute_prompts),
         ),
         tuple(services),
-        learner,
+        fixed if sizes is None else next(iter(sizes.shapes.values())),
         Transport("auto", 1.0, latency.load_weights_s, 0),
         Links(
             float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)),
@@ -109,6 +99,12 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         in_flight=other.max_staleness is None and _loads_in_flight(trace),
         fewest_actors=len(draw) if 0 < fewest == most else fewest,
     )
+
+
+def changing_learner(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS) -> LearnerSizes | None:
+    """The sizes of a replay's learner; None if it keeps its size, as in a run that is replayed on another kind of
+    device. Raises UnknownDevice for a kind without a data sheet."""
+    return None if other.kind is not None else learner_sizes(trace, latency)
 
 
 def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutBatch]) -> None:
@@ -144,21 +140,6 @@ def _loads_in_flight(trace: Trace) -> bool:
     """Whether actors took in weights while they drew, several steps at once."""
     schedule = trace.meta.spec.get("schedule") or {}
     return schedule.get("type") == "async" and bool(schedule.get("in_flight", True))
-
-
-def _streamed(trace: Trace) -> bool:
-    """Whether the learner took parts of a step before its generation had ended."""
-    drawn_s = {call.step: call.end_s for call in trace.invocations if call.work is Work.GENERATE}
-    return any(
-        call.work is Work.LEARN and call.function == FunctionName.LEARNER and call.end_s < drawn_s.get(call.step, 0.0)
-        for call in trace.invocations
-    )
-
-
-def _epochs(trace: Trace, function: str) -> int:
-    """Passes of a function that learns over the batch of a step."""
-    own = (trace.meta.spec.get(function) or {}).get("epochs")
-    return int(own or trace.meta.spec.get("epochs", 1))
 
 
 def _prefix_use(trace: Trace) -> PrefixUse:
@@ -217,17 +198,6 @@ class AsRecorded:
         """The group that is drawn in a step; a later step may learn from it."""
         steps = self._rows[prompt_id if prompt_id in self._rows else prompt_id.rstrip(AGAIN)]
         return steps[next((learned for learned in steps if learned >= step), max(steps))]
-
-
-def _slot_setup(allocation: Allocation, start_s: float) -> SlotSetup:
-    """The live fleet keeps all functions of a device up at the same time, each with its share."""
-    return SlotSetup(allocation, "recorded", start_s, beside=True)
-
-
-def _start_s(trace: Trace, function: str) -> float:
-    """Median seconds of the function's cold starts, of which some are given up before they end; 0 if there are none."""
-    starts = cold_starts([holding for holding in trace.holdings if holding.function == function])
-    return median(end_s - start_s for start_s, end_s in starts) if starts else 0.0
 
 
 def _engine_shape(trace: Trace, kv_tokens: int | None) -> EngineShape:

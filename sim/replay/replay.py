@@ -18,14 +18,16 @@ from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.intervals import clip, union
+from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase, step_times
+from rlhfless.sim.learner_size import SimulatedLearnerSize
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s
-from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of, steps_drawn
-from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind
+from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, changing_learner, setup_of, steps_drawn
+from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind, run_contract
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.simulation import Simulation
 
@@ -156,10 +158,12 @@ def replay(
     kind = other.kind or device_kind(trace)
     extrapolated = replace(other, kind=kind if kind != latency.device_kind else None)
     latency = on_kind(latency, kind)
-    simulation = Simulation(setup_of(trace, latency, other), chosen, prices)
+    setup, sizes = setup_of(trace, latency, other), changing_learner(trace, latency, other)
+    size = None if sizes is None else SimulatedLearnerSize(sizes, setup, run_contract(trace), prices)
+    simulation = Simulation(setup, chosen, prices, size)
     steps_drawn(simulation, trace, [batches[record.step] for record in records])
     simulated = simulation.close()
-    again = {record.step: step for record, step in zip(records, _one_after_another(simulated.steps), strict=True)}
+    again = {record.step: step for record, step in zip(records, one_after_another(simulated), strict=True)}
     cores = machine_cores(trace)
     steps = [
         ReplayedStep(
@@ -196,13 +200,14 @@ def replay(
     )
 
 
-def _one_after_another(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
+def one_after_another(simulated: Trace) -> Iterator[StepRecord]:
     """Steps as the trace of a run has them: each counts from the end of the one before, also if its samples were drawn
-    earlier."""
+    earlier; a change of the learner between the two is in neither."""
+    changed = {row.step: float(row.inputs[CHANGED_IN_S]) for row in simulated.decisions if row.kind == LEARNER_RANKS}
     ended_s = -math.inf
-    for step in steps:
+    for step in simulated.steps:
         yield replace(step, start_s=max(step.start_s, ended_s))
-        ended_s = step.end_s
+        ended_s = step.end_s + changed.get(step.step, 0.0)
 
 
 def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:

@@ -25,7 +25,7 @@ from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.registry import configured
 from rlhfless.scaling.policy import Policy
-from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
+from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.generation import EngineSpec
 
@@ -80,9 +80,14 @@ def run_policy(trace: Trace, name: str | None = None) -> tuple[str, Policy]:
     name = name or ran.get("type")
     if name is None:
         raise TraceError(f"the spec in the trace of {trace.meta.run_id} names no scaling.policy; name one by --policy")
-    contract = TypeAdapter(ContractSpec).validate_python(scaling.get("contract") or WeightedSpec().model_dump())
-    run = RunContract(contract, max(len(trace.steps), 1))
-    return name, make_policy(name, configured(name, ran if ran.get("type") == name else {}), run)
+    return name, make_policy(name, configured(name, ran if ran.get("type") == name else {}), run_contract(trace))
+
+
+def run_contract(trace: Trace) -> RunContract:
+    """The contract of a run, for the steps that it had."""
+    written = (trace.meta.spec.get("scaling") or {}).get("contract")
+    contract = TypeAdapter(ContractSpec).validate_python(written or WeightedSpec().model_dump())
+    return RunContract(contract, max(len(trace.steps), 1))
 
 
 def model_shape(trace: Trace) -> ModelShape | None:
@@ -135,15 +140,12 @@ def on_kind(latency: LatencyFile, kind: str) -> LatencyFile:
         "prefill_context_s": engine.prefill_context_s * products,
     }
 
-    def line(fit: LineFit) -> LineFit:
-        return LineFit(fixed_s=fit.fixed_s, token_s=fit.token_s * products)
-
     changes = {
         "device_kind": kind,
         "generation": engine.model_copy(update=scaled),
-        "columns": {name: line(fit) for name, fit in latency.columns.items()},
-        "evaluate": None if latency.evaluate is None else line(latency.evaluate),
-        "updates": {name: line(fit) for name, fit in latency.updates.items()},
-        "learn": line(latency.learn),
+        "columns": {name: fit.times(products) for name, fit in latency.columns.items()},
+        "evaluate": None if latency.evaluate is None else latency.evaluate.times(products),
+        "updates": {name: fit.times(products) for name, fit in latency.updates.items()},
+        "learn": latency.learn.times(products),
     }
     return latency.model_copy(update=changes)

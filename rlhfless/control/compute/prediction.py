@@ -293,6 +293,8 @@ def _scenario(
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
             "learned_share": drawn.learned_share,
+            # `placement.learner_elsewhere` is left out: its devices are none of those that are asked for, and in so few
+            # steps no move would pay. The learner's sizes stand side by side in a plan.
             "min_devices": spec.learner.min_ranks if spec.placement.mode == "disaggregated" else None,
             "state_bytes_per_parameter": _state_bytes(asked),
             "micro_batch_tokens": spec.learner.micro_batch_tokens,
