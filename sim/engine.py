@@ -93,7 +93,16 @@ class EnginePool:
     """The engines of one shape and latency model that draw a step, or several at once; all advance together."""
 
     def __init__(self, shape: EngineShape, prices: PricedModel, table: Table, slots: Sequence[int]) -> None:
-        """One engine at each of `slots`, still without work. `table`: of all samples that they may draw."""
+        """One engine at each of `slots`, still without work. `table`: of all samples that they may draw.
+
+        Raises ValueError if the prices are of fewer sequences than an engine may have: the kernel, which checks no
+        bounds, would read whatever is behind them.
+        """
+        priced = prices.costs.iteration_s.shape[1] - 1
+        if priced < shape.max_sequences:
+            raise ValueError(
+                f"an engine has {shape.max_sequences} sequences, and prices are of {priced}; price them all"
+            )
         self.shape = shape
         self.slots = np.array(slots, dtype=np.int64)
         self.limits = shape.limits

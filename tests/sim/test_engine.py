@@ -180,6 +180,8 @@ def test_faults_of_the_caller_are_named() -> None:
         EngineShape(16, 100, 16, 8)
     with pytest.raises(ValueError, match="kv_blocks is 0"):
         EngineShape(16, 0, 16, None)
+    with pytest.raises(ValueError, match="an engine has 65 sequences, and prices are of 64; price them all"):
+        engine_of(batch_of([(4, [1])]), EngineShape(65, kv_blocks=10, block_tokens=16, chunk_tokens=None))
     batch = batch_of([(100, [100])])
     engine = engine_of(batch, EngineShape(4, 12, 16, None))
     with pytest.raises(ValueError, match="needs 13 KV blocks of 16, and the engine has 12"):

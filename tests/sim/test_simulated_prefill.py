@@ -11,13 +11,18 @@ from fakes.simple_policies import Evenly, Scripted
 from fakes.small_fleet import LINKS, MODEL, SERVING_S, actor, called, one_step, setup_of
 from rlhfless.records import FunctionName, FunctionRole, Work
 from rlhfless.scaling.policy import Action, Beat, Event, Move, StepView
-from rlhfless.sim.engine import EngineShape
+from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import Setup
+from rlhfless.sim.setup import ActorShape, Setup
 from rlhfless.sim.view import prefill_pool
 
 ROOMY = EngineShape(max_sequences=64, kv_blocks=10_000, block_tokens=4, chunk_tokens=None)
+PRICED = PricedModel(MODEL, ROOMY.max_sequences)
 PROMPT = 400
+
+
+def engine(number: int, **changes: object) -> ActorShape:
+    return actor(number, engine=ROOMY, prices=PRICED, **changes)
 
 
 def batch_of(groups: int, siblings: int, tokens: int = 20) -> RolloutBatch:
@@ -32,7 +37,7 @@ def batch_of(groups: int, siblings: int, tokens: int = 20) -> RolloutBatch:
 
 def setup(actors: int, prefills: int, **changes: object) -> Setup:
     """The last actors compute prompts; each has a node of its own."""
-    engines = (actor(number, engine=ROOMY, prefills=number >= actors) for number in range(actors + prefills))
+    engines = (engine(number, prefills=number >= actors) for number in range(actors + prefills))
     return setup_of(*engines, **changes)
 
 
@@ -77,11 +82,9 @@ def test_weights_in_flight_are_refused() -> None:
 def test_a_lost_prefill_actor_loses_nothing(prefills: int, own: bool) -> None:
     """It computes the first piece for 170 s, and its spot machine is taken away. Another one computes what it has not,
     or the actor that draws."""
-    taken = actor(1, engine=ROOMY, prefills=True, slowdown=10_000.0, spot_mean_s=20.0)
-    other = actor(2, engine=ROOMY, prefills=True)
-    simulation, generation = one_step(
-        setup_of(actor(0, engine=ROOMY), *(taken, other)[:prefills]), Evenly(), batch_of(8, 2)
-    )
+    taken = engine(1, prefills=True, slowdown=10_000.0, spot_mean_s=20.0)
+    other = engine(2, prefills=True)
+    simulation, generation = one_step(setup_of(engine(0), *(taken, other)[:prefills]), Evenly(), batch_of(8, 2))
     assert generation.unfinished == 0
     assert simulation.now_s < 170
     read = [call for call in called(simulation, Work.PRECOMPUTE) if call.function == FunctionName.GENERATION]
