@@ -167,7 +167,8 @@ class LearnerSize:
         if change_s is None:
             change_s = self._run.ledger.mean_start_s(learner.function) or 0.0
         others = [pool for pool in self._run.pools.values() if pool is not learner]
-        every = [*self._candidates[self._first], *(one for pool in others for one in pool.allocations)]
+        own = [one for allocations in self._candidates.values() for one in allocations]
+        every = [*own, *(one for pool in others for one in pool.allocations)]
         released_usd = released_usd_per_s(prices, (device for one in every for device in one.devices))
         held_usd = sum(saved_usd_per_s(prices, each.allocation) for pool in others for each in pool.replicas())
         calls, size = self._run.ledger.calls_since(since_s), self.size

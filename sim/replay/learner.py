@@ -59,6 +59,17 @@ def learned_by_size(trace: Trace, calls: Iterable[Invocation]) -> dict[GroupSize
     return {size: of for size, of in by_size.items() if any(call.work is Work.LEARN for call in of)}
 
 
+def with_learner(trace: Trace, latency: LatencyFile, size: GroupSize) -> LatencyFile:
+    """The latencies of a run with a learner of another size. Raises UnknownDevice for one of several kinds without a
+    data sheet."""
+    changes, ranks = SizeChanges.of(trace), trace.meta.spec.get("learner", {}).get("ranks")
+    held = RecordedFleet(trace).allocation(FunctionName.LEARNER)
+    first = GroupSize(ranks, held.devices[0].kind) if isinstance(ranks, int) else size
+    fits = _fits(latency, first if changes is None else changes.first)
+    fit = _fit(fits, size, rank_rates({size.kind, *(GroupSize.parse(each).kind for each in fits)}))
+    return latency.model_copy(update={"evaluate": fit.evaluate, "learn": fit.learn})
+
+
 def learner_of(trace: Trace, latency: LatencyFile, allocation: Allocation) -> LearnerShape:
     """The learner of a run in which it keeps its size."""
     ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
@@ -73,7 +84,7 @@ def learner_sizes(trace: Trace, latency: LatencyFile) -> LearnerSizes | None:
     sizes = [] if changes is None else _allowed(trace, changes.first)
     if changes is None or len(sizes) == 1:
         return None
-    fits = latency.learner_sizes or {str(changes.first): LearnerFit(evaluate=latency.evaluate, learn=latency.learn)}
+    fits = _fits(latency, changes.first)
     rates = rank_rates({size.kind for size in (*sizes, *map(GroupSize.parse, fits))})
     shapes = {
         size: _shape(trace, latency, _fit(fits, size, rates), allocation, size.ranks)
@@ -100,6 +111,11 @@ def _shape(trace: Trace, latency: LatencyFile, fit: LearnerFit, allocation: Allo
         epochs_of(trace, FunctionName.LEARNER),
         _streamed(trace),
     )
+
+
+def _fits(latency: LatencyFile, first: GroupSize) -> Mapping[str, LearnerFit]:
+    """By size. `first`: that of a run whose learner kept it."""
+    return latency.learner_sizes or {str(first): LearnerFit(evaluate=latency.evaluate, learn=latency.learn)}
 
 
 def _fit(fits: Mapping[str, LearnerFit], size: GroupSize, rates: Mapping[str, float]) -> LearnerFit:

@@ -22,9 +22,11 @@ from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.learner_ranks import GroupSize
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.replay.learner import with_learner
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
 
@@ -129,8 +131,13 @@ class Planner:
         return planned_prefill(asked, self.lengths, None if latency is None else latency.engine)
 
     def _latency_of(self, asked: Question) -> LatencyFile | None:
-        """Of the earlier run, if it was recorded with this model on these devices."""
-        return calibrate([self.trace]) if self.trace is not None and self._recorded_on(self.trace, asked) else None
+        """Of the earlier run, if it was recorded with this model on these devices, with the learner that is asked
+        for."""
+        trace = self.trace
+        if trace is None or not self._recorded_on(trace, asked):
+            return None
+        size = GroupSize(asked.spec.learner.world_size, asked.learner_sheet.kind)
+        return with_learner(trace, calibrate([trace]), size)
 
     def _learning_of(self, asked: Question) -> LearningFit | None:
         """As `_latency_of`, of a run that draws nothing, if its learner had as many ranks."""

@@ -13,7 +13,7 @@ from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS, GroupSize, rank_rates
 from rlhfless.sim.replay.calibrate import calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile, load_latency, write_latency
-from rlhfless.sim.replay.learner import SizeChanges, learner_sizes
+from rlhfless.sim.replay.learner import SizeChanges, learner_sizes, with_learner
 from rlhfless.sim.replay.recorded import changing_learner, setup_of
 from rlhfless.sim.replay.replay import Replay, one_after_another, replay
 from rlhfless.sim.replay.what_if import OtherDevices
@@ -47,6 +47,15 @@ def test_a_size_is_in_force_from_its_decision_on(trace: Trace) -> None:
     (decision,) = changes.decisions
     assert (changes.first, decision.step, decision.choice) == (CORES, 2, "1 x h100")
     assert [changes.at(decision.at_s - 0.1), changes.at(decision.at_s)] == [CORES, H100]
+
+
+def test_a_plan_has_the_seconds_of_the_size_that_is_asked_for(trace: Trace, latency: LatencyFile) -> None:
+    """As measured, and at sizes that the run never had by the ranks of the first one."""
+    learn_s = {size: with_learner(trace, latency, size).learn for size in (CORES, H100, GroupSize(1, CORES.kind))}
+    assert learn_s[CORES] == latency.learn
+    assert learn_s[H100] == latency.learner_sizes[str(H100)].learn
+    one = learn_s[GroupSize(1, CORES.kind)]
+    assert (one.fixed_s, one.token_s) == (latency.learn.fixed_s, CORES.ranks * latency.learn.token_s)
 
 
 def test_each_size_has_its_own_line(trace: Trace, latency: LatencyFile) -> None:
