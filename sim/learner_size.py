@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Protocol
 
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.learner_ranks import (
@@ -44,9 +45,25 @@ class LearnerSizes:
     rates: Mapping[str, float]
     """By kind of device, by data sheets (`rank_rates`)."""
 
+    def changed(self, before: GroupSize, choice: SizeChoice, ledger: SimulatedLedger, now_s: float) -> LearnerShape:
+        """The shape after a change at the end of the last step, which the ledger notes."""
+        change_s = self.change_s(before, choice.size)
+        inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": choice.reason, **choice.figures}
+        inputs[CHANGED_IN_S] = change_s
+        ledger.decisions.append(Decision(ledger.steps[-1].step, now_s, LEARNER_RANKS, str(choice.size), inputs))
+        shape = self.shapes[choice.size]
+        return replace(shape, slot_setup=replace(shape.slot_setup, start_s=change_s))
+
+
+class ChoosesSize(Protocol):
+    """Decides the size of a simulated learner."""
+
+    def choose(self, fleet: SimulatedFleet, ledger: SimulatedLedger, now_s: float) -> LearnerShape | None:
+        """The learner's shape from now on; None while it stays. Called at the end of each step."""
+
 
 class SimulatedLearnerSize:
-    """The size of a simulated learner."""
+    """The size of a simulated learner by the live choice: a ChoosesSize."""
 
     def __init__(self, sizes: LearnerSizes, setup: Setup, terms: RunContract, prices: PriceBook) -> None:
         self._sizes = sizes
@@ -65,7 +82,7 @@ class SimulatedLearnerSize:
         """Invocations of earlier steps."""
 
     def choose(self, fleet: SimulatedFleet, ledger: SimulatedLedger, now_s: float) -> LearnerShape | None:
-        """The learner's shape from now on; None while it stays. Called at the end of each step."""
+        """See ChoosesSize."""
         record, calls = ledger.steps[-1], ledger.invocations[self._counted :]
         self._counted, before, done = len(ledger.invocations), self._size, len(ledger.steps)
         if done == 1 or done >= self._terms.steps:
@@ -92,9 +109,7 @@ class SimulatedLearnerSize:
         if choice.size == before:
             return None
         self._size, self._change_s = choice.size, self._sizes.change_s(before, choice.size)
-        ledger.decisions.append(_decision(record.step, now_s, before, choice, self._change_s))
-        shape = self._sizes.shapes[choice.size]
-        return replace(shape, slot_setup=replace(shape.slot_setup, start_s=self._change_s))
+        return self._sizes.changed(before, choice, ledger, now_s)
 
     def _held_usd_per_s(self, fleet: SimulatedFleet) -> float:
         """What a release of all other replicas would save."""
@@ -113,8 +128,3 @@ class SimulatedLearnerSize:
             if not replica.asleep
         )
         return self._prices.cost_usd(ledger.holdings) + open_usd / SECONDS_PER_HOUR
-
-
-def _decision(step: int, at_s: float, before: GroupSize, choice: SizeChoice, change_s: float) -> Decision:
-    inputs: dict[str, float | int | str | bool] = {"before": str(before), "reason": choice.reason, **choice.figures}
-    return Decision(step, at_s, LEARNER_RANKS, str(choice.size), inputs | {CHANGED_IN_S: change_s})

@@ -40,7 +40,7 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.events import PromptsComputed, SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation, SharedEngines
-from rlhfless.sim.learner_size import SimulatedLearnerSize
+from rlhfless.sim.learner_size import ChoosesSize
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, Setup
@@ -61,7 +61,7 @@ class Simulation:
     """A run on the virtual clock, which starts at 0 without any replica."""
 
     def __init__(
-        self, setup: Setup, policy: Policy, prices: PriceBook, learner_size: SimulatedLearnerSize | None = None
+        self, setup: Setup, policy: Policy, prices: PriceBook, learner_size: ChoosesSize | None = None
     ) -> None:
         """`learner_size`: of a learner whose devices change."""
         self.setup = setup

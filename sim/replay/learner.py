@@ -1,7 +1,8 @@
 """The learner of a recorded run: its work, and the sizes between which it changed. Pure.
 
-A run whose learner changed its size has a decision for each change. In a replay it changes by the live choice, between
-the sizes that the run's spec allows, whether or not memory would; a change takes as long as it took. The seconds of a
+A run whose learner changed its size has a decision for each change. A replay as recorded changes it where the run did,
+and one with a policy by the live choice, between the sizes that the run's spec allows, whether or not memory would; a
+change takes as long as it took. The seconds of a
 size at which nothing was recorded are those of the first one, with as many times the seconds per token as its ranks are
 slower together, by data sheets. Without a change the learner keeps its size in a replay, too.
 """
@@ -16,9 +17,11 @@ from statistics import median
 
 from rlhfless.records import Decision, FunctionName, Invocation, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS, GroupSize, rank_rates
+from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS, GroupSize, SizeChoice, rank_rates
 from rlhfless.scaling.placement import Allocation, Device, rank_devices
+from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.learner_size import LearnerSizes
+from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.replay.fleet import RecordedFleet, slot_setup_of, start_s_of
 from rlhfless.sim.replay.latency_file import LatencyFile, LearnerFit
 from rlhfless.sim.setup import LearnerShape
@@ -40,10 +43,32 @@ class SizeChanges:
         decisions = sorted(rows, key=attrgetter("at_s"))
         return cls(GroupSize.parse(str(decisions[0].inputs["before"])), tuple(decisions)) if decisions else None
 
+    def after(self, step: int) -> GroupSize:
+        """The size after the end of a step. After a fault it changes within a step, which is then done again."""
+        made = [row.choice for row in self.decisions if row.step < step + (1 if CHANGED_IN_S in row.inputs else 2)]
+        return GroupSize.parse(made[-1]) if made else self.first
+
     def at(self, at_s: float) -> GroupSize:
         """The size from a time on (unix)."""
         before = [row.choice for row in self.decisions if row.at_s <= at_s]
         return GroupSize.parse(before[-1]) if before else self.first
+
+
+class RecordedSize:
+    """The size of a learner in a replay, as it was: a ChoosesSize."""
+
+    def __init__(self, changes: SizeChanges, sizes: LearnerSizes) -> None:
+        self._changes = changes
+        self._sizes = sizes
+        self._size = next(iter(sizes.shapes))
+
+    def choose(self, fleet: SimulatedFleet, ledger: SimulatedLedger, now_s: float) -> LearnerShape | None:  # noqa: ARG002
+        """See ChoosesSize. A size that the run's spec does not allow any more is left out."""
+        before, after = self._size, self._changes.after(ledger.steps[-1].step)
+        if after == before or after not in self._sizes.shapes:
+            return None
+        self._size = after
+        return self._sizes.changed(before, SizeChoice(after, "as recorded", {}), ledger, now_s)
 
 
 def learned_by_size(trace: Trace, calls: Iterable[Invocation]) -> dict[GroupSize, list[Invocation]]:

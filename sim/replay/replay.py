@@ -22,13 +22,15 @@ from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase, step_times
-from rlhfless.sim.learner_size import SimulatedLearnerSize
+from rlhfless.sim.learner_size import ChoosesSize, LearnerSizes, SimulatedLearnerSize
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.replay.learner import RecordedSize, SizeChanges
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s
 from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, changing_learner, setup_of, steps_drawn
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind, run_contract
 from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
 
 AS_RECORDED = "as recorded"
@@ -158,8 +160,8 @@ def replay(
     kind = other.kind or device_kind(trace)
     extrapolated = replace(other, kind=kind if kind != latency.device_kind else None)
     latency = on_kind(latency, kind)
-    setup, sizes = setup_of(trace, latency, other), changing_learner(trace, latency, other)
-    size = None if sizes is None else SimulatedLearnerSize(sizes, setup, run_contract(trace), prices)
+    setup = setup_of(trace, latency, other)
+    size = _learner_size(trace, changing_learner(trace, latency, other), setup, prices, as_recorded=policy is None)
     simulation = Simulation(setup, chosen, prices, size)
     steps_drawn(simulation, trace, [batches[record.step] for record in records])
     simulated = simulation.close()
@@ -198,6 +200,18 @@ def replay(
         str(extrapolated),
         tuple(_plans(trace, simulated)),
     )
+
+
+def _learner_size(
+    trace: Trace, sizes: LearnerSizes | None, setup: Setup, prices: PriceBook, *, as_recorded: bool
+) -> ChoosesSize | None:
+    """What changes the learner: the run's own decisions, or beside another policy the live choice."""
+    changes = SizeChanges.of(trace)
+    if sizes is None or changes is None:
+        return None
+    if as_recorded:
+        return RecordedSize(changes, sizes)
+    return SimulatedLearnerSize(sizes, setup, run_contract(trace), prices)
 
 
 def one_after_another(simulated: Trace) -> Iterator[StepRecord]:

@@ -16,7 +16,7 @@ from rlhfless.sim.replay.latency_file import LatencyFile, load_latency, write_la
 from rlhfless.sim.replay.learner import SizeChanges, learner_sizes, with_learner
 from rlhfless.sim.replay.recorded import changing_learner, setup_of
 from rlhfless.sim.replay.replay import Replay, one_after_another, replay
-from rlhfless.sim.replay.what_if import OtherDevices
+from rlhfless.sim.replay.what_if import OtherDevices, run_policy
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.spec.errors import InputError
 
@@ -91,6 +91,29 @@ def test_the_replayed_learner_moves_as_the_recorded_one(moved: Path, trace: Trac
     fixed = replace(trace, decisions=())
     mixed = replay(fixed, read_runtime(moved), calibrate([fixed]))
     assert largest_error(mixed, "learn") > 0.2, "one line for both sizes"
+
+
+def test_a_replay_as_recorded_has_the_runs_changes_and_one_with_a_policy_the_live_choice(
+    moved: Path, trace: Trace, latency: LatencyFile
+) -> None:
+    """The run is told to have changed two steps later than its contract would have it."""
+    (change,) = trace.decisions
+    later = replace(trace, decisions=(replace(change, step=change.step + 2),))
+    as_recorded, chosen = (
+        [step.predicted_s["learn"] for step in replay(later, read_runtime(moved), latency, policy).steps]
+        for policy in (None, run_policy(trace, "static"))
+    )
+    pairs = enumerate(zip(as_recorded, chosen, strict=True), 1)
+    slower = [number for number, (one, other) in pairs if one > 1.1 * other]
+    assert slower == [3, 4]
+
+
+def test_a_size_after_a_fault_is_that_of_the_step_that_is_done_again(trace: Trace) -> None:
+    """The rank was lost in step 5; the planned change is one at the end of step 2."""
+    (change,) = trace.decisions
+    lost = Decision(5, change.at_s + 9, LEARNER_RANKS, str(CORES), {"before": str(H100)})
+    changes = SizeChanges(CORES, (change, lost))
+    assert [changes.after(step) for step in range(1, 6)] == [CORES, H100, H100, CORES, CORES]
 
 
 def largest_error(again: Replay, stage: str) -> float:
