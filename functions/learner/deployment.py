@@ -29,6 +29,10 @@ from rlhfless.scaling.placement import Allocation
 HANDED_OVER = "handed-over"
 """The folder of a state that passes from one group of ranks to the next, below that of the weights."""
 
+BRING_SHARE = 0.5
+"""Of the time that a call may take, for the way to other nodes: the driver gives a learner up whose answer, that the
+state did not come, is later than that."""
+
 OWNER = ".owner"
 """In the store: the incarnation of the learner that was called last."""
 
@@ -88,7 +92,8 @@ class LearnerFunction(TrainedFunction):
         start_s, folder = time.time(), self._handed_over
         home = [binding.node for binding in self._settings.rank_bindings]
         written: list[bool] = await self._group.all("hand_over", folder)
-        there = all(written) and await bring(self._group, folder, home, nodes, self._settings.call_timeout_s)
+        limit_s = BRING_SHARE * self._settings.call_timeout_s
+        there = all(written) and await bring(self._group, folder, home, nodes, limit_s)
         await self._group.all("drop_handed_over", folder, nodes if there else ())
         return self.reply(there, start_s)
 
