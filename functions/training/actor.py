@@ -35,11 +35,13 @@ class TrainingActor(RankActor[S]):
     def _joined(self, address: str, rank: Callable[..., R], *own: Any) -> R:
         """The rank, of the class `rank`, which has met the others at an address; `own`: what its class takes beside the
         settings of every trained model. *Collective.*"""
-        settings = self._settings
+        settings, training = self._settings, self._settings.training
+        if training.threads is None and settings.rank_bindings[self._number].kind == "cpu":
+            training = training.model_copy(update={"threads": self._threads})
         with self._at_work("learn"):
             return rank(
                 settings.model,
-                settings.training,
+                training,
                 settings.optimizer,
                 *own,
                 rank=self._number,

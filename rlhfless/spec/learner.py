@@ -75,8 +75,8 @@ class TrainingSpec(SpecModel):
     time: long prompts, many samples per prompt. The results are the same up to rounding."""
 
     threads: Processes | None = None
-    """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
-    sums, and with it the last bits of the weights, depends on it."""
+    """CPU threads per rank; by default one for each core that is a device of the rank, or with GPUs all cores, divided
+    among the ranks. Fixed, because the order of sums, and with it the last bits of the weights, depends on it."""
 
     @property
     def average_decay(self) -> float | None:

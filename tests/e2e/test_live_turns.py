@@ -40,7 +40,8 @@ def test_turns_lost_functions_and_an_average_change_no_sample_and_no_weight(
     judge = {"type": "reward_model", "name": "judge", "path": path, "dtype": "float32", "weight": 0.0}
     start = fault_opening(
         assets, tmp_path / "run", actors=1, steps=STEPS, placement={"turns": True, "devices": 1},
-        learner={"ema_decay": 0.5}, evaluation={"every_steps": 2}, rewards=[*fault_values(assets, 1)["rewards"], judge],
+        learner={"threads": 1, "ema_decay": 0.5}, evaluation={"every_steps": 2},
+        rewards=[*fault_values(assets, 1)["rewards"], judge],
     )  # fmt: skip
     start.folder.mkdir()
     seen: list[Experience] = []

@@ -100,6 +100,8 @@ def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
         steps=FAULT_STEPS,
         prompts_per_step=4,
         optimizer={"learning_rate": 1e-3},
+        # The same bits of all weights on any number of cores.
+        learner={"threads": 1},
         # Which actors come and go is up to the test.
         scaling={"generation": {"min_actors": actors, "max_actors": actors}},
         checkpoint={"every_steps": 2},
