@@ -45,11 +45,10 @@ LIMIT_S = 1200.0
 COMMON = {
     "optimizer": {"learning_rate": 1e-4},
     "generation": {"max_tokens": 200, "engine": {"kv_cache_gib": 0.25}},
-    "learner": {"micro_batch_tokens": 2048, "threads": 1},
+    "learner": {"micro_batch_tokens": 2048},
     "scaling": {"generation": {"min_actors": 1, "max_actors": 1}, "hold_scoring": "always"},
     "rewards": [{"type": "exact_match"}],
 }
-"""A learner has one device, so one thread: by default it uses all cores of the machine."""
 
 CASES = {
     "half": {"prompts_per_step": 16, "samples_per_prompt": 4, "mini_batches": 1},

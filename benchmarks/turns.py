@@ -77,7 +77,7 @@ def made(folder: Path, size: ModelSize) -> RunSpec:
         rewards=[{"type": "reward_model", "path": str(folder / "judge"), "dtype": "float32"}],
         algorithm={"kl": {"coefficient": 0.01}},
         generation={"max_tokens": 64, "engine": {"kv_cache_gib": KV_GIB}},
-        learner={"threads": 1, "micro_batch_tokens": 1024},
+        learner={"micro_batch_tokens": 1024},
         scaling={
             "generation": {"min_actors": 1, "max_actors": 1},
             "hold_scoring": "always",
