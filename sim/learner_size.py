@@ -108,8 +108,9 @@ class SimulatedLearnerSize:
         choice = choose_size(measured, self._saved_usd_per_s, contract)
         if choice.size == before:
             return None
-        self._size, self._change_s = choice.size, self._sizes.change_s(before, choice.size)
-        return self._sizes.changed(before, choice, ledger, now_s)
+        shape = self._sizes.changed(before, choice, ledger, now_s)
+        self._size, self._change_s = choice.size, shape.slot_setup.start_s
+        return shape
 
     def _held_usd_per_s(self, fleet: SimulatedFleet) -> float:
         """What a release of all other replicas would save."""

@@ -100,12 +100,10 @@ class LearnerFunction(TrainedFunction):
     async def take_over(self, call: Call) -> Reply[None]:
         """Go on from the state that the group before this one has handed over, as if `call`'s step were the last that
         was learned. The state is gone after that. Idempotent."""
-        self.admit(call)
-        start_s = time.time()
-        if self._step != call.step:
-            await self._group.all("take_over", self._handed_over)
-            self._learning, self._step = None, call.step
-        return self.reply(None, start_s)
+        if self._step == call.step:
+            self.admit(call)
+            return self.reply(None, time.time())
+        return await self._take_state(call, "take_over", self._handed_over)
 
     @property
     def _handed_over(self) -> str:

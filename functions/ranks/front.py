@@ -16,6 +16,7 @@ import ray
 from rlhfless.functions.base import Call, Function, RankedSettings, ReplicaInfo, Reply
 from rlhfless.functions.ranks.group import RankGroup
 from rlhfless.records import SleepTier, Slept
+from rlhfless.scaling.accelerators import NODE_LABEL
 
 SILENT_SHARE = 0.5
 """The share of a lease in which every rank must give a sign of life. Drivers ask for one four times in a lease, and
@@ -46,7 +47,7 @@ class RankedFunction(Function):
         options = {
             "num_cpus": 0,
             "num_gpus": 0,
-            "label_selector": {"ray.io/node-id": settings.rank_bindings[rank].node},
+            "label_selector": {NODE_LABEL: settings.rank_bindings[rank].node},
             "max_restarts": 0,
             # Threads of their own, so that a rank that computes still answers `alive`, and is waited for meanwhile.
             "concurrency_groups": {"signs_of_life": 1, "waits": 1},

@@ -79,9 +79,13 @@ class TrainedFunction(RankedFunction):
 
     async def restore(self, call: Call, location: str) -> Reply[None]:
         """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
+        return await self._take_state(call, "restore", location)
+
+    async def _take_state(self, call: Call, method: str, place: str) -> Reply[None]:
+        """Go on from a state, which a method of the ranks reads from a place."""
         self.admit(call)
         start_s = time.time()
-        await self._group.all("restore", location)
+        await self._group.all(method, place)
         self._learning, self._step = None, call.step
         return self.reply(None, start_s)
 

@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from rlhfless.free_memory import COPIES_SHARE, free_bytes
+from rlhfless.functions.on_node import on_node
 from rlhfless.functions.ranks.group import RankGroup
 
 PIECE_BYTES = 64 << 20
@@ -54,7 +55,7 @@ async def bring(group: RankGroup, folder: str, home: Sequence[str], nodes: Seque
     lacking = {
         node: [(group.ranks[rank], given[rank]) for other, rank in first.items() if other != node] for node in nodes
     }
-    pulls = [_task_on(node).remote(folder, node, sources) for node, sources in lacking.items() if sources]
+    pulls = [on_node(node, pull, folder, node, sources) for node, sources in lacking.items() if sources]
     try:
         async with asyncio.timeout(limit_s):
             return all(await asyncio.gather(*pulls))
@@ -63,12 +64,6 @@ async def bring(group: RankGroup, folder: str, home: Sequence[str], nodes: Seque
         for each in pulls:
             ray.cancel(each, force=True)
         return False
-
-
-def _task_on(node: str) -> Any:
-    """`pull` on a node, in a process that holds no device."""
-    options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "label_selector": {"ray.io/node-id": node}}
-    return ray.remote(**options)(pull)  # type: ignore[call-overload]  # Ray's types know no labels
 
 
 def pull(folder: str, node: str, sources: Sequence[tuple[Any, Sizes]]) -> bool:

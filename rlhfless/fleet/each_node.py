@@ -6,24 +6,16 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from rlhfless.fleet.nodes import NODE_LABEL
+from rlhfless.functions.on_node import on_node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path, shadowed
 from rlhfless.spec.errors import UserError
 
 log = logging.getLogger(__name__)
-
-
-def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
-    """Run `work` on a node, in a process of its own that holds no device; returns Ray's reference to its result."""
-    options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
-    task: Any = ray.remote(**options)(work)  # type: ignore[call-overload]  # Ray's types know no labels
-    return task.remote(*arguments)
 
 
 def on_each_node(

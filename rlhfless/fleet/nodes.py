@@ -13,8 +13,6 @@ from typing import Any
 from rlhfless.scaling.accelerators import AMBIGUOUS, TYPE_LABEL, UnknownAccelerator, kind_of, types_of
 from rlhfless.scaling.placement import DeviceGroup, Node
 
-NODE_LABEL = "ray.io/node-id"
-
 
 def selector(kind: str) -> dict[str, str]:
     """The label selector of the nodes that have GPUs of a kind."""

@@ -24,8 +24,9 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.holders import DIED, SHARED_KEEPER, Demand, Held, StaleHolder, Tenant, keeper_left, keeper_of
-from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
+from rlhfless.fleet.nodes import selector, shortage
 from rlhfless.functions.base import Call, StaleCall
+from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.spec import RunSpec

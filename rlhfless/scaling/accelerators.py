@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping
 
 from rlhfless.spec.errors import UserError
 
+NODE_LABEL = "ray.io/node-id"
+"""Ray's label of each node with its id."""
+
 TYPE_LABEL = "ray.io/accelerator-type"
 """The label in which Ray says which accelerators a node has."""
 

@@ -2,9 +2,9 @@
 
 A run whose learner changed its size has a decision for each change. A replay as recorded changes it where the run did,
 and one with a policy by the live choice, between the sizes that the run's spec allows, whether or not memory would; a
-change takes as long as it took. The seconds of a
-size at which nothing was recorded are those of the first one, with as many times the seconds per token as its ranks are
-slower together, by data sheets. Without a change the learner keeps its size in a replay, too.
+change takes as long as it took. The seconds of a size at which nothing was recorded are those of the first one, with as
+many times the seconds per token as its ranks are slower together, by data sheets. Without a change the learner keeps
+its size in a replay, too.
 """
 
 from __future__ import annotations

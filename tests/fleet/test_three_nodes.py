@@ -24,13 +24,13 @@ from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.leave_node import INSTANCE
 from rlhfless.fleet.leaving import LeavingWatch, drain_nodes
-from rlhfless.fleet.nodes import NODE_LABEL
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import NoDevices, RunDevices
 from rlhfless.functions.base import StaleCall
 from rlhfless.functions.ranks.group import RankGroup
 from rlhfless.functions.training.handing_over import PIECE_BYTES, bring, pull
 from rlhfless.records import ReplicaState
+from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import PlacementSpec
 
