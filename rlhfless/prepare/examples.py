@@ -117,7 +117,7 @@ class _Rows:
 
     def example(self, prompt: Prompt) -> Example | None:
         """None, with a fault, if the row has no usable response."""
-        row = Row(f"the prompt {prompt.prompt_id!r}", prompt.columns)
+        row = Row(prompt.place, prompt.columns)
         responses = [self._response(row, prompt, field) for field in fields_of(self._data)]
         made = [self._made(row, prompt, response) for response in responses if response is not None]
         if len(made) < len(responses):
@@ -125,7 +125,14 @@ class _Rows:
         if len({tokens for tokens, _ in made}) < len(made):
             self._faults.add("both responses are the same", row, "nothing is preferred", "remove these rows")
         sequences, firsts = zip(*made, strict=True)
-        return Example(prompt.prompt_id, prompt.token_ids, prompt.text, sequences=sequences, learned_from=firsts)
+        return Example(
+            prompt.prompt_id,
+            prompt.token_ids,
+            prompt.text,
+            sequences=sequences,
+            learned_from=firsts,
+            where=prompt.where,
+        )
 
     def _response(self, row: Row, prompt: Prompt, field: str) -> str | None:
         """The response as text, in the form in which it follows the prompt's."""

@@ -211,7 +211,7 @@ def _load(
             _check_length(row, len(token_ids), max_context_tokens, faults)
     problems += faults.problems()
     return rows, [
-        Prompt(prompt_id, tuple(token_ids), text or "", _other_columns(row, spec))
+        Prompt(prompt_id, tuple(token_ids), text or "", _other_columns(row, spec), where=row.where)
         for row, text, prompt_id, token_ids in zip(rows, texts, ids, tokens, strict=True)
     ]
 

@@ -47,7 +47,10 @@ def try_rewards(spec: RunSpec, path: Path) -> Trial:
     rows = [Row(row.where, storable_values(row.values)) for row in read]
     reader = _Reader(spec)
     samples = reader.samples(rows)
-    prompts = [Prompt(sample.prompt_id, (), sample.prompt, sample.columns, sample.source) for sample in samples]
+    prompts = [
+        Prompt(sample.prompt_id, (), sample.prompt, sample.columns, sample.source, where=sample.where)
+        for sample in samples
+    ]
     if problems := reader.problems or reward_problems(spec, prompts):
         raise InputError("the samples cannot be scored", problems)
     scores, wall_s = asyncio.run(_score(spec, samples))
@@ -105,7 +108,7 @@ class _Reader:
         index = self._counts[prompt.prompt_id]
         self._counts[prompt.prompt_id] += 1
         given = (prompt.columns, prompt.prompt_id, index, prompt.source)
-        yield RewardSample(prompt.text, response, tokens, FinishReason(reason), *given)
+        yield RewardSample(prompt.text, response, tokens, FinishReason(reason), *given, where=row.where)
 
     def _prompt(self, row: Row) -> Prompt | None:
         """The prompt in the row, or the spec's prompt with the row's `prompt_id`; None, with a fault, if it has

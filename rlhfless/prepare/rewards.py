@@ -128,7 +128,16 @@ def trial_calls(spec: RunSpec, prompts: Sequence[Prompt]) -> tuple[list[Problem]
 def _samples(prompts: Sequence[Prompt], siblings: int) -> list[RewardSample]:
     chosen = np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_PROMPTS)).astype(int))
     return [
-        RewardSample(prompt.text, text, len(text.split()), FinishReason.STOP, prompt.columns, prompt.prompt_id, number)
+        RewardSample(
+            prompt.text,
+            text,
+            len(text.split()),
+            FinishReason.STOP,
+            prompt.columns,
+            prompt.prompt_id,
+            number,
+            where=prompt.where,
+        )
         for prompt in (prompts[index] for index in chosen)
         for number in range(siblings)
         if (text := f"The answer is {number}.")

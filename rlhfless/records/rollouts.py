@@ -37,6 +37,13 @@ class Prompt:
     """The row's other columns, for rewards."""
     source: str = ""
     """The name of the set that it is from, if that has one."""
+    where: str = field(default="", compare=False, kw_only=True)
+    """The row in its file, as in `train.jsonl:12`, for messages; empty if it is not from a file."""
+
+    @property
+    def place(self) -> str:
+        """What a message calls it: the row in its file, or else its id."""
+        return self.where or f"the prompt {self.prompt_id!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,15 @@ class RewardSample:
     sample_index: int = 0
     source: str = ""
     """The set of its prompt, which decides which rewards score it."""
+    where: str = field(default="", compare=False, kw_only=True)
+    """See Prompt; empty during a run."""
 
     def __str__(self) -> str:
-        return f"sample {self.sample_index} of prompt {self.prompt_id!r} (response {quote(self.response)})"
+        place = self.where or f"prompt {self.prompt_id!r}"
+        return f"sample {self.sample_index} of {place} (response {quote(self.response)})"
 
 
-ARGUMENTS = tuple(field.name for field in fields(RewardSample) if field.name != "source")
+ARGUMENTS = tuple(field.name for field in fields(RewardSample) if field.name not in ("source", "where"))
 """The arguments that every sample fills; a data set's column of the same name is reached through `columns`."""
 
 

@@ -1,5 +1,6 @@
 """Prompts as users keep them: what is read, what is refused, and whether the message helps."""
 
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
@@ -46,6 +47,8 @@ def test_a_prompt_has_its_tokens_text_and_other_columns(load, write_rows):
     assert (first.text, first.token_ids) == ("w1 w2", (6, 7))
     assert first.columns == {"answer": "3", "level": 4}
     assert second.token_ids == (8,)
+    assert (first.where, second.where) == ("train.jsonl:1", "train.jsonl:3")
+    assert dataclasses.replace(first, where="") == first, "the place is for messages alone"
     assert (sets.held_out, sets.warnings) == ((), ())
 
 
