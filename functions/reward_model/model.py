@@ -23,6 +23,7 @@ from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.parking import kept_by
 from rlhfless.functions.policy import TORCH_DTYPES
+from rlhfless.records.fields import field_value
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
 from rlhfless.spec.errors import InputError, first_line
@@ -111,7 +112,7 @@ class RewardModel:
     def _tokens(self, sample: RewardSample) -> list[int]:
         """The sequence to score; its end if it is too long."""
         field = self._spec.prompt_field
-        prompt = sample.prompt if field is None else sample.columns[field]
+        prompt = sample.prompt if field is None else field_value(sample.columns, field)
         if self._spec.chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             messages.append({"role": "assistant", "content": sample.response})

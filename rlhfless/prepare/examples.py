@@ -18,6 +18,7 @@ from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.prompts import Faults, PromptSets, load_prompts
 from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
+from rlhfless.records.fields import dotted_names, field_value, find_field
 from rlhfless.spec import DataSpec, DemonstrationsSpec, PreferencesSpec, RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import nearest, shown
@@ -83,7 +84,7 @@ def fields_of(data: DataSpec) -> tuple[str, ...]:
 
 def _split(row: Row, field: str) -> Row:
     """A conversation without its last message, and that message as the response."""
-    messages = row.values.get(field)
+    messages = find_field(row.values, field)
     if not isinstance(messages, list) or len(messages) < 2:
         return row
     return dataclasses.replace(row, values={**row.values, field: messages[:-1], RESPONSE: messages[-1:]})
@@ -136,10 +137,11 @@ class _Rows:
 
     def _response(self, row: Row, prompt: Prompt, field: str) -> str | None:
         """The response as text, in the form in which it follows the prompt's."""
-        value = row.values.get(field)
+        value = find_field(row.values, field)
         if value is None:
             fields = ", ".join(row.values) or "none"
-            hint = f"{nearest(field, row.values)}Name the field in {self._data.section}, or remove these rows"
+            near = nearest(field, dotted_names(row.values))
+            hint = f"{near}Name the field in {self._data.section}, or remove these rows"
             self._faults.add(f"no response in `{field}`", row, f"its other fields are {fields}", hint)
             return None
         text = value if isinstance(value, str) else _said(value)
@@ -151,7 +153,7 @@ class _Rows:
 
     def _rendered(self, row: Row, prompt: Prompt, text: str) -> str | None:
         """What the chat template writes after the prompt."""
-        written = row.values[self._data.prompt_field]
+        written = field_value(row.values, self._data.prompt_field)
         messages = [{"role": "user", "content": written}] if isinstance(written, str) else [*written]
         messages.append({"role": "assistant", "content": text})
         try:

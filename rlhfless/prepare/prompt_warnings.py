@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhfless.prepare.data_rows import Row
 from rlhfless.records import Prompt
+from rlhfless.records.fields import find_field
 from rlhfless.spec.explain import shown
 
 
@@ -57,8 +58,8 @@ def _repetitions(rows: Sequence[Row], prompts: Sequence[Prompt]) -> str:
 def _nan_columns(rows: Sequence[Row], prompts: Sequence[Prompt], read: frozenset[str] | None) -> list[str]:
     places: dict[str, list[Row]] = {}
     for row, prompt in zip(rows, prompts, strict=True):
-        for name, value in prompt.columns.items():
-            if (read is None or name in read) and _has_nan(value):
+        for name in prompt.columns if read is None else read:
+            if _has_nan(find_field(prompt.columns, name)):
                 places.setdefault(name, []).append(row)
     return [
         f"the column `{name}` is NaN in {len(its_rows)} of {len(rows)} rows, such as {its_rows[0].where}; rewards that "

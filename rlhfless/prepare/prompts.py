@@ -19,6 +19,7 @@ import numpy as np
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
+from rlhfless.records.fields import dotted_names, find_field
 from rlhfless.spec import DataSpec, MixtureSetSpec, NamedSetSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
@@ -219,10 +220,10 @@ def _load(
 def _text(row: Row, spec: DataSpec, tokenizer: Any, faults: Faults) -> str | None:
     """The prompt as the policy sees it; None, with a fault, if the row has no usable one."""
     name = spec.prompt_field
-    value = row.values.get(name)
+    value = find_field(row.values, name)
     if value is None:
         fields = ", ".join(row.values) or "none"
-        hint = f"{nearest(name, row.values)}Set {spec.section}.prompt_field to the field with the prompt"
+        hint = f"{nearest(name, dotted_names(row.values))}Set {spec.section}.prompt_field to the field with the prompt"
         faults.add(f"no field `{name}`", row, f"its fields are {fields}", hint)
     elif not isinstance(value, str | list):
         hint = "a prompt is a string, or a list of chat messages"
@@ -272,9 +273,9 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: DataSpec, fault
     first: dict[str, Row] = {}
     ids = []
     for row in rows:
-        value = row.values.get(spec.id_field)
+        value = find_field(row.values, spec.id_field)
         if not isinstance(value, str | int) or value == "":
-            near = "" if spec.id_field in row.values else nearest(spec.id_field, row.values)
+            near = "" if value is not None else nearest(spec.id_field, dotted_names(row.values))
             hint = f"{near}Leave {spec.section}.id_field out to use hashes"
             faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", hint)
         elif (earlier := first.setdefault(storable(str(value)), row)) is not row:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlhfless import processes
 from rlhfless.records import Prompt
+from rlhfless.records.fields import find_field
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
 from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import CodeSpec
@@ -57,7 +58,7 @@ class CodeReward:
             yield Done(index, attempt(self._value, sample))
 
     def _tests(self, sample: RewardSample) -> tuple[Test, ...]:
-        return tests_of(sample.columns.get(self._spec.tests_field))[: self._spec.max_tests]
+        return tests_of(find_field(sample.columns, self._spec.tests_field))[: self._spec.max_tests]
 
     def _limit_s(self, sample: RewardSample) -> float:
         """Twice the time of all tests at their limits, so that the tests' own limits act first."""

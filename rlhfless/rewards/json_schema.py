@@ -11,6 +11,7 @@ from typing import Any
 from jsonschema.protocols import Validator
 
 from rlhfless.records import Prompt
+from rlhfless.records.fields import field_value, find_field
 from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import JsonSchemaSpec
 from rlhfless.spec.json_schemas import schema_validator
@@ -61,7 +62,7 @@ class JsonSchemaReward:
     def _validator_of(self, sample: RewardSample) -> Validator:
         if self._spec.schema_field is None:
             return _validator(json.dumps(self._spec.json_schema))
-        value = sample.columns.get(self._spec.schema_field)
+        value = find_field(sample.columns, self._spec.schema_field)
         if not _is_schema(value):
             raise Unscorable(f"the column `{self._spec.schema_field}` holds no schema: {quote(str(value))}")
         return _validator(_text(value))
@@ -78,7 +79,7 @@ def _text(value: Any) -> str:
 def _schema_problems(field: str, prompts: Sequence[Prompt]) -> list[str]:
     """A message if the schemas of some rows cannot be used; each distinct one is looked at once."""
     faults: dict[str, str] = {}
-    texts = [_text(prompt.columns[field]) for prompt in prompts]
+    texts = [_text(field_value(prompt.columns, field)) for prompt in prompts]
     for text in dict.fromkeys(texts):
         try:
             _validator(text)

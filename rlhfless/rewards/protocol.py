@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
+from rlhfless.records.fields import MissingField, field_value, find_field
 from rlhfless.redaction import redacted_text
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible
@@ -203,7 +204,7 @@ def is_answer(value: Any) -> bool:
 
 def answer_of(sample: RewardSample, column: str) -> str:
     """The expected answer as text. Raises Unscorable."""
-    value = sample.columns.get(column)
+    value = find_field(sample.columns, column)
     if not is_answer(value):
         raise Unscorable(f"the column `{column}` must be a text or a number, got {quote(str(value))}")
     return str(value)
@@ -211,16 +212,15 @@ def answer_of(sample: RewardSample, column: str) -> str:
 
 def column_problems(column: str, prompts: Sequence[Prompt], usable: Callable[[Any], bool]) -> list[str]:
     """A message if some prompt lacks the column, or has a value there that is not usable."""
-    bad = [prompt for prompt in prompts if not usable(prompt.columns.get(column))]
+    bad = [prompt for prompt in prompts if not usable(find_field(prompt.columns, column))]
     if not bad:
         return []
-    first = bad[0]
-    if column not in first.columns:
-        columns = ", ".join(sorted(first.columns)) or "none"
-        fault = f"the column `{column}` is missing (columns there: {columns})"
-    else:
-        fault = f"the column `{column}` holds {quote(str(first.columns[column]))}, which cannot be used"
-    return [f"{fault} in {len(bad)} of {len(prompts)} prompts; the first is {quote(first.text)}"]
+    first, hint = bad[0], ""
+    try:
+        fault = f"the column `{column}` holds {quote(str(field_value(first.columns, column)))}, which cannot be used"
+    except MissingField as error:
+        fault, hint = f"the column `{column}` is missing: {error.what}", f". {error.hint}".rstrip(". ")
+    return [f"{fault}, in {len(bad)} of {len(prompts)} prompts; the first is {quote(first.text)}{hint}"]
 
 
 @dataclass(frozen=True, slots=True)

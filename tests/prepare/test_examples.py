@@ -81,8 +81,13 @@ def test_a_reward_model_reads_the_text_without_an_end_and_a_place_for_its_score(
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
             {"prompt_field": "messages", "response_field": None},
         ),
+        ({"data": {"q": "a", "r": ["b"]}}, {"prompt_field": "data.q", "response_field": "data.r.0"}),
+        (
+            {"data": {"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}},
+            {"prompt_field": "data.chat", "response_field": None},
+        ),
     ],
-    ids=["texts", "messages", "a conversation"],
+    ids=["texts", "messages", "a conversation", "nested", "a nested conversation"],
 )
 def test_a_chat_is_rendered_and_learned_up_to_the_end_of_its_turn(
     tmp_path: Path, row: dict[str, Any], data: dict[str, Any]

@@ -62,6 +62,18 @@ def test_parquet_is_recognised_by_content(load, tmp_path):
     ]
 
 
+def test_prompt_and_id_may_be_nested(load, fault, write_rows):
+    row = {"data": {"questions": ["w1", "w2"]}, "extra_info": {"index": 7}, "reward_model": {"ground_truth": "4"}}
+    path = write_rows([row])
+    (prompt,) = load(path, prompt_field="data.questions.-1", id_field="extra_info.index").train
+    assert (prompt.text, prompt.prompt_id) == ("w2", "7")
+    assert prompt.columns == row
+    assert "did you mean `data.questions`?" in fault(path, prompt_field="data.question")
+    assert "did you mean `extra_info.index`?" in fault(
+        path, prompt_field="data.questions.0", id_field="extra_info.indx"
+    )
+
+
 def test_a_byte_order_mark_is_ignored(load, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "w1"}\n', encoding="utf-8-sig")

@@ -83,20 +83,29 @@ async def test_no_samples_give_no_scores():
 def test_a_missing_answer_column_is_found_before_the_run():
     reward = checker(ExactMatchSpec(type="exact_match", answer_field="anwser"), None)
     (problem,) = reward.problems([prompt(answer="1"), prompt(answer="2", level=3)])
-    assert "the column `anwser` is missing (columns there: answer)" in problem
+    assert "the column `anwser` is missing: there is no field `anwser` (the fields are answer)" in problem
     assert "in 2 of 2 prompts" in problem
+    assert "did you mean `answer`?" in problem
 
 
 def test_an_answer_that_is_null_in_one_row_is_found_before_the_run():
     reward = checker(RegexSpec(type="regex", pattern="(.*)", answer_field="answer"), None)
     (problem,) = reward.problems([prompt(answer="1"), prompt("the second", answer=None)])
-    assert "holds 'None', which cannot be used in 1 of 2 prompts; the first is 'the second'" in problem
+    assert "holds 'None', which cannot be used, in 1 of 2 prompts; the first is 'the second'" in problem
 
 
 def test_answers_that_can_be_compared_are_no_problem():
     prompts = [prompt(answer="1"), prompt(answer=2), prompt(answer=2.5)]
     for spec in (ExactMatchSpec(type="exact_match"), RegexSpec(type="regex", pattern="x")):
         assert checker(spec, None).problems(prompts) == []
+
+
+async def test_answers_may_be_nested():
+    spec = ExactMatchSpec(type="exact_match", answer_field="reward_model.ground_truth")
+    assert await totals(spec, sample("4", reward_model={"ground_truth": "4"})) == [1.0]
+    (problem,) = checker(spec, None).problems([prompt(reward_model={"ground_thruth": "4"})])
+    assert "`reward_model` has no field `ground_truth` (the fields are ground_thruth)" in problem
+    assert "did you mean `reward_model.ground_thruth`?" in problem
 
 
 async def test_an_unusable_answer_at_run_time_marks_its_sample():

@@ -96,7 +96,7 @@ def test_what_cannot_be_written_marks_its_sample(path: str) -> None:
         [sample("p", "w1"), sample("p", "w1", question=[{"role": "user"}]), sample("p", "w2", question="w1 ")]
     )
     assert isinstance(missing, Failed)
-    assert "KeyError: 'question'" in missing.cause
+    assert "there is no field `question`" in missing.cause
     assert isinstance(messages, Failed)
     assert "set `chat_template: true`" in messages.cause
     assert good == pytest.approx(plain(path, ids("w1 w2")), abs=1e-5)
