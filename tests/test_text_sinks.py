@@ -17,7 +17,7 @@ from rich.text import Text
 
 from fakes.rollouts import drawn
 from fakes.texts import ANY_TEXT
-from rlhfless.records import Decision, Rollout, VersionSpan
+from rlhfless.records import Decision, Prompt, Rollout, VersionSpan
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.rewards import Failed, RewardError, combined
@@ -51,10 +51,13 @@ def test_a_reward_may_fail_with_any_text_and_the_trace_keeps_it(cause: str, faul
     (score,) = combined({"judge": 1.0}, [[Failed(cause)]], 1, "drop")
     with tempfile.TemporaryDirectory() as folder:
         with TraceWriter(folder, META, record_tokens=True) as writer:
-            writer.add_rollout(1, rollout("text"), score, 3)
+            writer.add_prompt(Prompt("p", (1,), cause, {fault: cause}))
+            writer.add_rollout(1, rollout(cause), score, 3)
             writer.add_decision(Decision(1, 0.0, "recover", "redo the step", {"fault": legible(fault)}))
         trace = read_trace(folder)
     assert trace.rollouts[0].reward_failures == {"judge": legible(cause)}
+    assert trace.rollouts[0].text == trace.prompts[0].text == storable(cause)
+    assert trace.prompts[0].columns == {storable(fault): storable(cause)}
     assert trace.decisions[0].inputs == {"fault": legible(fault)}
     assert str(RewardError("judge", cause)).encode()
 

@@ -14,6 +14,8 @@ OptionalSpecFile = Annotated[
 ]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="Spec of the run: a YAML or JSON file.")]
 
+TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or the `trace` in it.")]
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

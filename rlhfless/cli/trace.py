@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from rlhfless.cli.options import TraceFolder
+from rlhfless.cli.trace_samples import samples
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,10 +25,8 @@ def register(app: typer.Typer) -> None:
     trace.command()(summary)
     trace.command()(compare)
     trace.command()(lengths)
+    trace.command()(samples)
     app.add_typer(trace, name="trace")
-
-
-TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or the `trace` in it.")]
 
 
 def summary(folder: TraceFolder) -> None:

@@ -117,6 +117,7 @@ class Ledger:
     def add_group(self, step: int, group: Group) -> None:
         """Add the rollouts of a group, with the scores of its samples."""
         self._rollouts_of.add(step)
+        self._writer.add_prompt(group.prompt)
         prompt_tokens = len(group.prompt.token_ids)
         for sample in group.samples:
             for rollout in sample.rollouts:

@@ -5,8 +5,8 @@ raises it, and a reader reads exactly the versions it knows, this one and those 
 silently is worse than a refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix
 time. docs/trace.md explains every column.
 
-Enums are stored as their text, so that files can be read without this package. `Decision.inputs` mixes types,
-which no Arrow map holds: it is JSON text.
+Enums are stored as their text, so that files can be read without this package. `Decision.inputs` and the columns of a
+prompt mix types, which no Arrow map holds: they are JSON text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import pyarrow as pa
 
 from rlhfless.spec.errors import UserError
 
-TRACE_VERSION = 5
+TRACE_VERSION = 6
 
 _DRAFT_TIMES: Mapping[str, Any] = {"draft_s": 0.0, "verify_s": 0.0}
 _DRAFTS: Mapping[str, Any] = {"drafted": [], "accepted": [], **_DRAFT_TIMES}
+_TEXT: Mapping[str, Mapping[str, Any]] = {"rollouts": {"text": None}}
 
 ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        2: {"invocations": {"evicted_tokens": 0, **_DRAFTS}},
-        3: {"invocations": _DRAFTS},
-        4: {"invocations": _DRAFT_TIMES},
+        2: {"invocations": {"evicted_tokens": 0, **_DRAFTS}, **_TEXT},
+        3: {"invocations": _DRAFTS, **_TEXT},
+        4: {"invocations": _DRAFT_TIMES, **_TEXT},
+        5: _TEXT,
     }
 )
 """The earlier versions that can be read: the columns that a table did not have yet, with the value of all their
@@ -48,6 +50,10 @@ def _columns(name: str, columns: Mapping[str, pa.DataType], nullable: tuple[str,
     fields = [pa.field(column, kind, nullable=column in nullable) for column, kind in columns.items()]
     return pa.schema(fields, metadata={NAME_KEY: name.encode(), VERSION_KEY: str(TRACE_VERSION).encode()})
 
+
+RECORDED = ("token_ids", "logprobs", "text")
+"""Columns of `rollouts` that are null unless the spec has `logging.record_tokens`. Text is a large string: it is not
+written with a dictionary, as names are."""
 
 _VERSION_SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 
@@ -90,6 +96,16 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "verify_s": pa.float64(),
             },
         ),
+        "prompts": _columns(
+            "prompts",
+            {
+                "prompt_id": pa.string(),
+                "source": pa.string(),
+                "text": pa.large_string(),
+                "token_ids": pa.list_(pa.int32()),
+                "columns": pa.large_string(),
+            },
+        ),
         "rollouts": _columns(
             "rollouts",
             {
@@ -110,8 +126,9 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "finished_s": pa.float64(),
                 "token_ids": pa.list_(pa.int32()),
                 "logprobs": pa.list_(pa.float32()),
+                "text": pa.large_string(),
             },
-            nullable=("token_ids", "logprobs"),
+            nullable=RECORDED,
         ),
         "decisions": _columns(
             "decisions",

@@ -3,15 +3,15 @@
     trace/
       meta.json                     run, attempt, price book and spec of the run, machine
       holdings/    <part>.parquet   one folder per table of rlhfless.records.schema
-      invocations/ rollouts/ steps/ decisions/
+      invocations/ prompts/ rollouts/ steps/ decisions/
 
 Every flush writes one part per table that has new rows, under a temporary name, synced and then renamed. So
 a part is whole or absent, and a run that dies loses at most what came after its last flush. Nothing is ever
 rewritten, except meta.json by a later attempt of the same run; parts carry the attempt in their name. A step
 that was interrupted and done again appears twice in holdings and invocations, because it was paid for twice.
 
-Deliberately not here: the text of prompts and responses (a trace can be shared), and any index (a reader
-scans). One writer belongs to one thread.
+The text and tokens of prompts and responses are here only with `logging.record_tokens`, so that a trace can be shared.
+There is no index: a reader scans. One writer belongs to one thread.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rlhfless.records.ledger import (
     Work,
 )
 from rlhfless.records.parts import check_version, read_part, write_part, write_whole
-from rlhfless.records.rollouts import FinishReason, IntArray, Rollout, Score, VersionSpan
+from rlhfless.records.rollouts import FinishReason, IntArray, Prompt, Rollout, Score, VersionSpan
 from rlhfless.records.run_folder import TRACE_FOLDER
-from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
+from rlhfless.records.schema import RECORDED, TABLES, TRACE_VERSION, TraceError
 from rlhfless.redaction import redacted
-from rlhfless.text import parsed_json
+from rlhfless.text import parsed_json, storable, storable_values
 
 META_FILE = "meta.json"
 
@@ -63,7 +63,7 @@ class TraceMeta:
 
 @dataclass(frozen=True, slots=True)
 class TracedRollout:
-    """A row of the table `rollouts`: a rollout without its text, with its step and its score."""
+    """A row of the table `rollouts`: a rollout with its step and its score."""
 
     step: int
     prompt_id: str
@@ -82,6 +82,21 @@ class TracedRollout:
     finished_s: float
     token_ids: tuple[int, ...] | None  # [response]; None unless tokens were recorded
     logprobs: tuple[float, ...] | None  # [response]; rollout logprobs
+    text: str | None = None
+    """What rewards saw; None unless tokens were recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """A row of the table `prompts`: a prompt as the policy saw it, with the columns that rewards got."""
+
+    prompt_id: str
+    source: str
+    """The name of its set, if that has one."""
+    text: str
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any]
+    """Values that JSON does not have are texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,8 @@ class Trace:
     meta: TraceMeta
     holdings: tuple[Holding, ...] = ()
     invocations: tuple[Invocation, ...] = ()
+    prompts: tuple[TracedPrompt, ...] = ()
+    """Empty unless tokens were recorded; each attempt of the run writes its own prompts."""
     rollouts: tuple[TracedRollout, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
@@ -111,7 +128,8 @@ class TraceWriter:
     """Appends to the trace in `folder`, which is made if it is missing. Rows are kept in memory until `flush`.
 
     Records are turned into rows only in `flush`, so that a step does not wait for it.
-    With `record_tokens` the token ids and logprobs of every rollout are kept as well: the bulk of a trace.
+    With `record_tokens` the text, token ids and logprobs of every rollout are kept as well, and each prompt once: the
+    bulk of a trace.
     Raises TraceError if `folder` holds another run, or this run's attempt or a later one.
     """
 
@@ -123,6 +141,8 @@ class TraceWriter:
         self._parts = 0
         self._closed = False
         self._records: dict[str, list[Any]] = {name: [] for name in TABLES}
+        self._prompts: set[str] = set()
+        """Ids of the prompts that were added."""
         _refuse_other_run(self._folder, meta)
         for name in TABLES:
             (self._folder / name).mkdir(parents=True, exist_ok=True)
@@ -135,6 +155,12 @@ class TraceWriter:
 
     def add_invocation(self, invocation: Invocation) -> None:
         self._add("invocations", invocation)
+
+    def add_prompt(self, prompt: Prompt) -> None:
+        """Add the prompt of rollouts, if tokens are recorded; a prompt that was added before is not added again."""
+        if self._record_tokens and prompt.prompt_id not in self._prompts:
+            self._add("prompts", prompt)
+            self._prompts.add(prompt.prompt_id)
 
     def add_rollout(self, step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:
         """Adds a scored rollout, drawn in `step` from a prompt of `prompt_tokens` tokens; returns its record, without
@@ -222,7 +248,14 @@ def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...
         traced.finished_s,
         None if drawn is None else drawn.token_ids.astype(np.int32),
         None if drawn is None else drawn.logprobs,
+        None if drawn is None else storable(drawn.text),
     )
+
+
+def _prompt_row(prompt: Prompt) -> tuple[Any, ...]:
+    columns = json.dumps(storable_values(prompt.columns), ensure_ascii=False, default=str)
+    tokens = np.asarray(prompt.token_ids, dtype=np.int32)
+    return storable(prompt.prompt_id), prompt.source, storable(prompt.text), tokens, columns
 
 
 def _step_row(record: StepRecord) -> tuple[Any, ...]:
@@ -237,6 +270,7 @@ def _decision_row(decision: Decision) -> tuple[Any, ...]:
 _ROW: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "holdings": attrgetter(*TABLES["holdings"].names),
     "invocations": attrgetter(*TABLES["invocations"].names),
+    "prompts": _prompt_row,
     "rollouts": _rollout_row,
     "steps": _step_row,
     "decisions": _decision_row,
@@ -252,8 +286,9 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
     meta = read_meta(folder)
     tables = read_tables(folder)
     if not tokens:
+        tables["prompts"] = TABLES["prompts"].empty_table()
         rollouts = tables["rollouts"]
-        for column in ("token_ids", "logprobs"):
+        for column in RECORDED:
             empty = pa.nulls(len(rollouts), rollouts.schema.field(column).type)
             rollouts = rollouts.set_column(rollouts.schema.get_field_index(column), column, empty)
         tables["rollouts"] = rollouts
@@ -262,6 +297,7 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
         meta=meta,
         holdings=tuple(holding_of(row) for row in rows["holdings"]),
         invocations=tuple(_invocation(row) for row in rows["invocations"]),
+        prompts=tuple(_prompt(row) for row in rows["prompts"]),
         rollouts=tuple(_rollout(row) for row in rows["rollouts"]),
         steps=tuple(StepRecord(**row) for row in rows["steps"]),
         decisions=tuple(_decision(row) for row in rows["decisions"]),
@@ -344,6 +380,10 @@ def holding_of(row: dict[str, Any]) -> Holding:
 def _invocation(row: dict[str, Any]) -> Invocation:
     by_place = {name: tuple(row[name]) for name in ("drafted", "accepted")}
     return Invocation(**(row | {"work": Work(row["work"])} | by_place))
+
+
+def _prompt(row: dict[str, Any]) -> TracedPrompt:
+    return TracedPrompt(**(row | {"token_ids": tuple(row["token_ids"]), "columns": json.loads(row["columns"])}))
 
 
 def _rollout(row: dict[str, Any]) -> TracedRollout:

@@ -99,7 +99,7 @@ class LoggingSpec(SpecModel):
     """Serve Prometheus metrics on this port of the loopback interface."""
 
     record_tokens: bool = False
-    """Keep the token ids and logprobs of every rollout in the trace."""
+    """Keep the prompts in the trace, and the text, token ids and logprobs of every response."""
 
 
 OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.optimizer"})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from rlhfless.records import (
     FunctionName,
     Holding,
     Invocation,
+    Prompt,
     ReplicaState,
     Rollout,
     Score,
@@ -66,7 +70,7 @@ ROLLOUT = Rollout(
     seed=2**62 + 1,
     token_ids=np.array([5, 151_000, 7], dtype=np.int64),
     logprobs=np.array([-0.5, -1.25, 0.0], dtype=np.float32),
-    text="not in the trace",
+    text="<think>8 x 7</think> 56\n<|im_end|>",
     finish_reason=FinishReason.STOP,
     version_spans=(VersionSpan("demo/1/0/ab", 0, 2), VersionSpan("demo/1/1/cd", 2, 3)),
     actor="generation-0",
@@ -74,6 +78,7 @@ ROLLOUT = Rollout(
     finished_s=18.5,
     cached_tokens=16,
 )
+PROMPT = Prompt("p1", (3, 9), "<|im_start|>user\n8 x 7?", {"answer": "56", "at": date(2026, 11, 28)}, source="sums")
 SCORE = Score(0.75, {"exact_match": 1.0, "length_penalty": -0.25}, {"judge": "no answer in 30 s"})
 STEP = StepRecord(1, 10.0, 21.0, {"reward_mean": 0.75, "step_s": 11.0})
 DECISION = Decision(1, 10.5, "plan", "2 actors", {"tokens": 10, "gap_s": 0.5, "warm": True, "hold": "auto"})
@@ -83,7 +88,9 @@ def write_one_of_each(folder: Path, record_tokens: bool = False, meta: TraceMeta
     with TraceWriter(folder, meta, record_tokens) as writer:
         writer.add_holding(HOLDING)
         writer.add_invocation(INVOCATION)
+        writer.add_prompt(PROMPT)
         writer.add_rollout(1, ROLLOUT, SCORE, prompt_tokens=30)
+        writer.add_prompt(PROMPT)
         writer.add_step(STEP)
         writer.add_decision(DECISION)
         writer.flush(1)
@@ -114,8 +121,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert row.finish_reason is FinishReason.STOP
     assert row.version_spans == ROLLOUT.version_spans
     assert (row.actor, row.started_s, row.finished_s) == ("generation-0", 11.5, 18.5)
-    assert row.token_ids is None
-    assert row.logprobs is None
+    assert (row.token_ids, row.logprobs, row.text) == (None, None, None)
+    assert trace.prompts == ()
     assert isinstance(trace.holdings[0].state, ReplicaState)
     assert isinstance(trace.invocations[0].work, Work)
 
@@ -136,6 +143,18 @@ def test_tokens_are_kept_only_when_asked_for(tmp_path: Path) -> None:
     (row,) = read_trace(tmp_path).rollouts
     assert row.token_ids == (5, 151_000, 7)
     assert row.logprobs == (-0.5, -1.25, 0.0)
+
+
+def test_texts_are_kept_with_tokens_and_each_prompt_once(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path, record_tokens=True)
+    trace = read_trace(tmp_path)
+    assert trace.rollouts[0].text == "<think>8 x 7</think> 56\n<|im_end|>"
+    (prompt,) = trace.prompts
+    assert (prompt.prompt_id, prompt.source, prompt.token_ids) == ("p1", "sums", (3, 9))
+    assert prompt.text == "<|im_start|>user\n8 x 7?"
+    assert prompt.columns == {"answer": "56", "at": "2026-11-28"}
+    brief = read_trace(tmp_path, tokens=False)
+    assert (brief.prompts, brief.rollouts[0].text, brief.rollouts[0].token_ids) == ((), None, None)
 
 
 def test_every_flush_is_a_part_and_order_is_kept(tmp_path: Path) -> None:
@@ -196,7 +215,7 @@ def test_unknown_version_of_meta_is_refused(tmp_path: Path, version: object) -> 
     write_one_of_each(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trace_version": version}))
-    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3, 4 and {TRACE_VERSION}"):
+    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2, 3, 4, 5 and {TRACE_VERSION}"):
         read_trace(tmp_path)
 
 
@@ -231,23 +250,26 @@ def test_the_newest_responses_come_first_and_only_as_many_tokens_as_asked_for(tm
         (2, ["evicted_tokens", "drafted", "accepted", "draft_s", "verify_s"]),
         (3, ["drafted", "accepted", "draft_s", "verify_s"]),
         (4, ["draft_s", "verify_s"]),
+        (5, []),
     ],
 )
 def test_a_trace_of_an_earlier_version_is_read_and_continued(tmp_path: Path, version: int, lacks: list[str]) -> None:
     """As it was written then: without columns that came later. A run of then goes on in the same folder."""
 
-    def older(table: pa.Table) -> pa.Table:
+    def older(lacks: list[str], table: pa.Table) -> pa.Table:
         metadata = table.schema.metadata | {VERSION_KEY: str(version).encode()}
         return table.drop_columns(lacks).replace_schema_metadata(metadata)
 
     write_one_of_each(tmp_path)
-    old = replace(INVOCATION, draft_s=0.0, verify_s=0.0)
+    shutil.rmtree(tmp_path / "prompts")
+    old = INVOCATION if version == 5 else replace(INVOCATION, draft_s=0.0, verify_s=0.0)
     if "drafted" in lacks:
         old = replace(old, drafted=(), accepted=())
     before = replace(read_trace(tmp_path), invocations=(old,))
     meta = tmp_path / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"trace_version": version}))
-    rewrite(tmp_path, "invocations", older)
+    rewrite(tmp_path, "invocations", partial(older, lacks))
+    rewrite(tmp_path, "rollouts", partial(older, ["text"]))
     assert read_trace(tmp_path) == before
     write_one_of_each(tmp_path, meta=replace(META, attempt=META.attempt + 1))
     assert read_trace(tmp_path).invocations == (old, INVOCATION)

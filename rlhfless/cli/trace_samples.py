@@ -1,0 +1,117 @@
+"""`rlhfless trace samples`: the prompts and responses of a recorded run, to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless.cli.options import TraceFolder
+
+if TYPE_CHECKING:
+    from rlhfless.records.traces import Trace, TracedPrompt, TracedRollout
+
+SHOWN = 10
+"""Samples that are printed by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesWanted:
+    """Which samples are printed. None: all."""
+
+    step: int | None = None
+    prompt: str | None = None
+    """A prompt id, or the beginning of one."""
+    search: str | None = None
+    """A text in the prompt or the response, in any case."""
+    failed: bool = False
+    """Only samples with a failed reward."""
+
+
+def samples(
+    folder: TraceFolder,
+    step: Annotated[int | None, typer.Option("--step", help="Only samples of this step.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="ID", help="Only samples of this prompt, over all steps.")
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", metavar="TEXT", help="Only samples with this text in prompt or response.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only samples with a failed reward.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Print at most this many samples.")] = SHOWN,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
+) -> None:
+    """Print prompts and responses with their rewards. Needs a run with `logging.record_tokens`."""
+    from rlhfless.records.schema import TraceError
+    from rlhfless.records.traces import read_trace, trace_folder
+
+    where = trace_folder(folder)
+    trace = read_trace(where)
+    if trace.rollouts and all(rollout.text is None for rollout in trace.rollouts):
+        raise TraceError(f"{where} has no text of responses; record it with logging.record_tokens: true")
+    found = list(selected(trace, SamplesWanted(step, prompt, search, failed)))
+    prompts = {each.prompt_id: each for each in trace.prompts}
+    if as_json:
+        for rollout in found[:limit]:
+            typer.echo(json.dumps(as_object(rollout, prompts.get(rollout.prompt_id)), ensure_ascii=False))
+    else:
+        _show(found[:limit], prompts)
+        typer.echo(f"{min(limit, len(found)):,} of {len(found):,} samples", err=True)
+
+
+def selected(trace: Trace, wanted: SamplesWanted) -> Iterator[TracedRollout]:
+    """The samples of a trace that are wanted, by step, then prompt and sample index."""
+    prompts = {each.prompt_id: each.text for each in trace.prompts}
+    for rollout in sorted(trace.rollouts, key=lambda one: (one.step, one.prompt_id, one.sample_index)):
+        texts = (prompts.get(rollout.prompt_id, ""), rollout.text or "")
+        if wanted.step not in (None, rollout.step):
+            continue
+        if wanted.prompt is not None and not rollout.prompt_id.startswith(wanted.prompt):
+            continue
+        if wanted.failed and not rollout.reward_failures:
+            continue
+        if wanted.search is not None and not any(wanted.search.casefold() in text.casefold() for text in texts):
+            continue
+        yield rollout
+
+
+def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, Any]:
+    """A sample as JSON values."""
+    return {
+        "step": rollout.step,
+        "prompt_id": rollout.prompt_id,
+        "sample_index": rollout.sample_index,
+        "prompt": None if prompt is None else prompt.text,
+        "columns": None if prompt is None else prompt.columns,
+        "response": rollout.text,
+        "finish_reason": str(rollout.finish_reason),
+        "response_tokens": rollout.response_tokens,
+        "reward": rollout.reward,
+        "rewards": dict(rollout.reward_parts),
+        "failures": dict(rollout.reward_failures),
+    }
+
+
+def _show(rollouts: list[TracedRollout], prompts: dict[str, TracedPrompt]) -> None:
+    from rlhfless.telemetry.numbers import decimal
+    from rlhfless.text import legible
+
+    before = None
+    for rollout in rollouts:
+        if (rollout.step, rollout.prompt_id) != before:
+            before = (rollout.step, rollout.prompt_id)
+            typer.secho(legible(f"step {rollout.step}, prompt {rollout.prompt_id}"), bold=True)
+            prompt = prompts.get(rollout.prompt_id)
+            typer.echo(legible(prompt.text) if prompt else "(the prompt was not recorded)")
+            typer.echo("")
+        parts = [f"{name} {decimal(value)}" for name, value in rollout.reward_parts.items()]
+        head = f"sample {rollout.sample_index}: reward {decimal(rollout.reward)} ({', '.join(parts) or 'no part'}), "
+        end = "cut off" if rollout.finish_reason == "length" else str(rollout.finish_reason)
+        typer.secho(legible(f"{head}{rollout.response_tokens} tokens, {end}"), dim=True)
+        for name, cause in rollout.reward_failures.items():
+            typer.secho(legible(f"{name} failed: {cause}"), fg="red")
+        typer.echo(legible(rollout.text or ""))
+        typer.echo("")
