@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from typing import Any
 from rlhfless import processes
 from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
+from rlhfless.rewards.code_blocks import program_of
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
 from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import CodeSpec
 
 logger = logging.getLogger(__name__)
-
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +68,11 @@ class CodeReward:
 
     def _value(self, sample: RewardSample) -> float:
         tests = self._tests(sample)
-        results = (passes(code_of(sample.response), test, self._spec) for test in tests)
+        program = program_of(sample.response)
+        if program is None:
+            return 0.0
+        results = (passes(program, test, self._spec) for test in tests)
         return float(all(results)) if self._spec.score == "all" else sum(results) / len(tests)
-
-
-def code_of(response: str) -> str:
-    """The last fenced block; the whole response if there is none."""
-    blocks = _FENCED.findall(response)
-    return str(blocks[-1]) if blocks else response
 
 
 def tests_of(value: Any) -> tuple[Test, ...]:

@@ -8,7 +8,7 @@ import pytest
 from fakes.reward_samples import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import code
-from rlhfless.rewards.code import CodeReward, Test, code_of, passes
+from rlhfless.rewards.code import CodeReward, Test, passes
 from rlhfless.rewards.confinement import CodeTask, protection, run_confined
 from rlhfless.rewards.protocol import Done, Unscorable
 from rlhfless.spec import CodeSpec
@@ -30,9 +30,8 @@ def needs(name):
 # -- what is run, against what
 
 
-def test_the_last_fenced_block_is_the_code_or_else_the_whole_response():
-    assert code_of("```python\na = 1\n```\nor rather\n```\na = 2\n```\ndone") == "a = 2\n"
-    assert code_of("a = 3") == "a = 3"
+def test_a_response_without_a_python_program_gets_0():
+    assert value("```cpp\nint main() {}\n```", [{"input": "", "output": ""}]) == 0.0
 
 
 @pytest.mark.parametrize(

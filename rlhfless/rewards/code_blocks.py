@@ -1,0 +1,178 @@
+"""Finds the Python program in a response: its fenced blocks, read as CommonMark with a few tolerances.
+
+The program is the last block tagged as Python; else the last block without a tag; else, where there is no block at all,
+the response. A response with blocks of other languages only has no program. docs/rewards.md lists the tolerances.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock
+
+_OPENING = re.compile(r"(?P<fence>`{3,})(?P<info>[^`]*)|(?P<tildes>~{3,})(?P<more>.*)")
+# A fence after text on its line is no fence in CommonMark, but models write `Solution: ```python`.
+_GLUED = re.compile(r"(?!>).*?[^`](?P<fence>`{3,})(?P<info>[ \t]*(?:\{?\.?python[\w.]*\}?|py3?))[ \t]*", re.IGNORECASE)
+_PYTHON = re.compile(r"\.?(?:(?:lang|language|source)[-:=])?(?:i?python|py)(?:[ -]?[\d.]+)?", re.IGNORECASE)
+_NO_LANGUAGE = frozenset({"", "code"})
+
+_TRIPLE = r"""(?P<quotes>\"{3}|'{3})(?:\\.|[^\\])*?(?P=quotes)"""
+# What a program consists of, as far as it matters for where it ends: backticks stand in strings and comments only.
+_LEXEMES = re.compile(
+    rf"""{_TRIPLE}
+    | (?P<unclosed>\"{{3}}|'{{3}})
+    | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | \#[^\n]*
+    | (?P<fence>`{{3,}} | (?<=\n)[ \t>]*~{{3,}})""",
+    re.DOTALL | re.VERBOSE,
+)
+_TEXT_LEXEMES = re.compile(
+    rf"""{_TRIPLE} | (?P<fence>^[ \t>]*(?:[-*+] | \d{{1,9}}[.)])?[ \t]*(?:`{{3,}} | ~{{3,}}) | `{{3,}}[ \t{{.]*py)""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE | re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a response."""
+
+    tag: str
+    """`python`, empty for a block without a language, else `other`."""
+    source: str
+    """Its content without the fences' indentation."""
+    first: int
+    """The line of its opening fence, from 0."""
+    end: int
+    """The line after its last."""
+
+
+def program_of(response: str) -> str | None:
+    """The response's Python program with its indentation as written; None if there is none."""
+    text = response.replace("\r\n", "\n").replace("\r", "\n")
+    blocks = blocks_of(text)
+    inside = {line for block in blocks for line in range(block.first + 1, block.end)}
+    lines = text.split("\n")
+    start = _start_of_answer(lines, inside)
+    own = [block for block in blocks if block.first >= start]
+    if not own:
+        answer = _after_marks("\n".join(lines[start:]))
+        return answer if answer.strip() else None
+    for tag in ("python", ""):
+        sources = [block.source for block in own if block.tag == tag and block.source.strip()]
+        if sources:
+            return sources[-1]
+    return None
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of a text with newlines as `\\n`, in their order."""
+    if not any(match["fence"] for match in _TEXT_LEXEMES.finditer(text)):
+        return []  # no fence, or only in the strings of a program without one
+    blocks = []
+    for token in _markdown().parse(text):
+        if token.type == "fence":
+            assert token.map is not None
+            source = textwrap.dedent(token.content)
+            tag = "other" if source.lstrip().startswith(">>>") else _tag(token.info)  # a session is no program
+            blocks.append(Block(tag, source, *token.map))
+    return blocks
+
+
+@lru_cache(maxsize=1)
+def _markdown() -> MarkdownIt:
+    """CommonMark without blocks by indentation and without HTML, which would hide fences below `<answer>`."""
+    markdown = MarkdownIt("commonmark", {"maxNesting": 100}).disable(["code", "html_block", "reference", "inline"])
+    markdown.block.ruler.at("fence", _fence, {"alt": ["paragraph", "reference", "blockquote", "list"]})
+    return markdown
+
+
+def _fence(state: StateBlock, first: int, end: int, silent: bool) -> bool:
+    """The rule for fenced blocks, in the form of markdown-it: whether one opens at the line, and its token."""
+    line = state.src[state.bMarks[first] + state.tShift[first] : state.eMarks[first]]
+    opened = _OPENING.fullmatch(line) or _GLUED.fullmatch(line)
+    if opened is None:
+        return False
+    if silent:
+        return True
+    groups = opened.groupdict()
+    fence, info = groups["fence"] or groups["tildes"], groups["info"] or groups.get("more") or ""
+    last, rest, closed = _end(state, first, end, fence, _tag(info))
+    token = state.push("fence", "code", 0)
+    token.info = info
+    token.content = state.getLines(first + 1, last, state.sCount[first], True) + rest
+    state.line = last + closed
+    token.map = [first, state.line]
+    return True
+
+
+def _end(state: StateBlock, first: int, end: int, fence: str, tag: str) -> tuple[int, str, bool]:
+    """Where a block ends: a line, what belongs to the block before a fence within that line, and whether the line is
+    to be skipped."""
+    found = _end_of_program(state, first, end, fence) if tag != "other" else None
+    if found is not None:
+        return found
+    for number in range(first + 1, end):
+        line = state.src[state.bMarks[number] + state.tShift[number] : state.eMarks[number]]
+        bare = line.strip(" \t")
+        if len(bare) >= len(fence) and set(bare) == {fence[0]}:
+            return number, "", True
+        if line.startswith(fence) and (opened := _OPENING.fullmatch(line)) and _tag(opened["info"] or "") == "python":
+            return number, "", False  # the fence before was never closed
+    return end, "", False
+
+
+def _end_of_program(state: StateBlock, first: int, end: int, fence: str) -> tuple[int, str, bool] | None:
+    """As `_end`, by the first fence outside of strings and comments; None if a string is not closed."""
+    stop = state.eMarks[end - 1]
+    for match in _LEXEMES.finditer(state.src, state.eMarks[first], stop):
+        if match["unclosed"]:
+            return None
+        found = (match["fence"] or "").lstrip(" \t>")
+        if not found.startswith(fence):
+            continue
+        number = _line_at(state, match.end(), first, end)
+        begin = state.bMarks[number] + state.tShift[number]
+        before = state.src[begin : match.end() - len(found)]
+        after = state.src[match.end() : state.eMarks[number]].strip()
+        if not before.strip(" \t>"):
+            return number, "", not after
+        indentation = " " * max(0, state.sCount[number] - state.sCount[first])
+        return number, indentation + before + "\n", True
+    return end, "", False  # the response was cut off
+
+
+def _line_at(state: StateBlock, offset: int, first: int, end: int) -> int:
+    low, high = first, end - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if state.eMarks[middle] >= offset else (middle + 1, high)
+    return low
+
+
+def _tag(info: str) -> str:
+    """`python`, empty, or `other`, by a fence's info string: `Python`, `py3 title="x"`, `{.python .numberLines}`."""
+    braces = re.match(r"\s*\{([^}]*)\}?", info)
+    if braces:
+        return "python" if any(_PYTHON.fullmatch(word) for word in re.split(r"[\s,]+", braces[1])) else "other"
+    word = (re.split(r"[\s,;:{(\[=]", info.strip(), maxsplit=1) or [""])[0]
+    if _PYTHON.fullmatch(word) or word.lower().endswith(".py"):
+        return "python"
+    return "" if word.lower() in _NO_LANGUAGE else "other"
+
+
+def _start_of_answer(lines: Sequence[str], inside: set[int]) -> int:
+    """The line at which the final answer starts: after the last thought, and in `<answer>` if there is one."""
+    outside = [number for number in range(len(lines)) if number not in inside]
+    thought = max((number for number in outside if "</think>" in lines[number]), default=0)
+    answers = [number for number in outside if number >= thought and lines[number].lstrip().startswith("<answer>")]
+    return max(answers, default=thought)
+
+
+def _after_marks(text: str) -> str:
+    text = text.rpartition("</think>")[2]
+    marked = re.match(r"\s*<answer>(.*?)(?:</answer>|\Z)", text, re.DOTALL)
+    return marked[1] if marked else text
