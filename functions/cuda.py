@@ -28,6 +28,12 @@ CONTAINER = (
 )
 
 
+ALLOCATOR_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
+"""Environment of every process that pins host memory through torch: without it each pinned block is rounded up to a
+power of two (`CachingHostAllocator.h` of torch 2.13), and what sleeps on the host takes up to twice the planned bytes.
+Must be set before the process's first use of CUDA."""
+
+
 class NoCuda(UserError):
     """A process was given GPUs, and torch reaches none of them."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +22,11 @@ import torch
 from rlhfless.functions.sharding import local
 
 GIB = 2**30
+
+RELEASE_S = 30.0
+"""Longest wait for memory that another process is giving back."""
+
+RELEASE_POLL_S = 0.1
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
@@ -134,9 +140,17 @@ def held_bytes(device: torch.device) -> int:
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
 
-def require_free(device: torch.device, size_bytes: int) -> None:
-    """Raises MemoryError if a GPU has less than that free, as its own reading says."""
+def require_free(device: torch.device, size_bytes: int, wait_s: float = RELEASE_S) -> None:
+    """Wait until a GPU has `size_bytes` free. Raises MemoryError if it has not within `wait_s`.
+
+    A killed process gives its memory back only when the driver has torn its context down, which takes 1 to 3 s for
+    60 GB: a function that wakes right after it must wait and not fail.
+    """
+    deadline = time.monotonic() + wait_s
     free, total = torch.cuda.mem_get_info(device)
+    while free < size_bytes and time.monotonic() < deadline:
+        time.sleep(RELEASE_POLL_S)
+        free, total = torch.cuda.mem_get_info(device)
     if free < size_bytes:
         raise MemoryError(
             f"{size_bytes / GIB:.2f} GiB are to come back, and {free / GIB:.2f} of {total / GIB:.2f} GiB are free: "

@@ -19,6 +19,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev l
 COPY --from=build /opt/rlhfless /opt/rlhfless
 COPY examples /opt/rlhfless/examples
 ENV PATH=/opt/rlhfless/bin:$PATH PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+# Where nodes mount the driver instead of running NVIDIA's container runtime (GKE), and what that runtime mounts elsewhere.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 PATH=$PATH:/usr/local/nvidia/bin \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000
 WORKDIR /tmp
 CMD ["rlhfless", "--help"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import ray
 
 from rlhfless.functions.base import RankedSettings
-from rlhfless.functions.cuda import require_cuda
+from rlhfless.functions.cuda import ALLOCATOR_ENVIRONMENT, require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,
     bind_rendezvous_to_loopback,
@@ -74,6 +74,7 @@ class RankActor(Generic[S]):
         binding = self._settings.rank_bindings[self._number]
         binding.require_usable()
         if binding.kind == "cuda":
+            set_default_environment(ALLOCATOR_ENVIRONMENT)
             require_cuda()
         if on_one_node:
             set_default_environment(loopback_environment())

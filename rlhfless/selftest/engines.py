@@ -45,29 +45,44 @@ KV_SHARE = 0.9
 """Fewest tokens of the KV cache, as a share of the plan's."""
 
 
+def settings_of(subject: Subject, tensor_parallel: int = 0) -> EngineSettings:
+    """Return the settings of the engine under test, with another `tensor_parallel` than the run's if it is not 0."""
+    spec = subject.spec
+    engine = spec.generation.engine
+    if tensor_parallel:
+        engine = engine.model_copy(update={"tensor_parallel_size": tensor_parallel})
+    settings = EngineSettings.of(
+        spec,
+        "cuda" if subject.gpus else "cpu",
+        StoreAddress("file", str(subject.store.folder)),
+        subject.asked.sequence_tokens,
+        shared_kv_bytes(spec, subject.asked.shape, subject.kind),
+    )
+    # Sleep is checked whether or not the run takes turns, and on GPUs vLLM must know it at the start.
+    return replace(settings, engine=engine, sleeps=True)
+
+
 class Engines:
     """The one running engine, and its event loop."""
 
     def __init__(self, subject: Subject, tensor_parallel: int = 0) -> None:
-        spec = subject.spec
-        engine = spec.generation.engine
-        if tensor_parallel:
-            engine = engine.model_copy(update={"tensor_parallel_size": tensor_parallel})
-        self._devices = _devices_of(subject, engine.tensor_parallel_size)
-        settings = EngineSettings.of(
-            spec,
-            "cuda" if subject.gpus else "cpu",
-            StoreAddress("file", str(subject.store.folder)),
-            subject.asked.sequence_tokens,
-            shared_kv_bytes(spec, subject.asked.shape, subject.kind),
-        )
-        self._settings = replace(settings, engine=engine)
+        self._settings = settings_of(subject, tensor_parallel)
+        self._devices = _devices_of(subject, self._settings.engine.tensor_parallel_size)
         self._runner = asyncio.Runner()
         self.start()
 
     def start(self) -> None:
         with _bound(self._devices, on_gpus=self._settings.device == "cuda"):
             self.engine = self.run(VllmEngine.start(self._settings))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Planned bytes of the KV cache on all devices of the engine; 0 if it is not planned or is on a CPU, whose
+        pages take memory only where they were touched."""
+        settings = self._settings
+        if settings.device == "cpu":
+            return 0
+        return (settings.kv_bytes or 0) * settings.engine.tensor_parallel_size
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -40,7 +40,7 @@ def learner(subject: Subject) -> Measured:
 @check("engine asleep", "leave placement.turns at false, and report it with this file", needs=("probe",))
 def engine(subject: Subject) -> Measured:
     """The engine sleeps without weights and KV, as between two steps, wakes, loads and computes the learner's
-    logprobs: seconds, and bytes given back of the weights."""
+    logprobs: seconds, and bytes given back of the weights and, where planned, of the KV cache."""
     engines, weights = running(subject), subject.results["published"]
     own, run = engines.engine, engines.run
     sleep_s, slept = _timed(lambda: run(own.sleep(SleepTier.DROPPED)))
@@ -48,7 +48,7 @@ def engine(subject: Subject) -> Measured:
     load_s, report = _timed(lambda: run(own.load(weights)))
     kv_s, _ = _timed(lambda: run(own.wake("kv_cache")))
     measured = {"sleep_s": sleep_s, "wake_s": weights_s + kv_s, "load_s": load_s}
-    measured |= _given_back(slept.freed_bytes, weights.size_bytes)
+    measured |= _given_back(slept.freed_bytes, weights.size_bytes + engines.kv_bytes)
     _judge(subject, FunctionName.GENERATION, measured)
     return measured | compared(subject, report, run(own.logprobs(weights.probe.token_ids)))
 

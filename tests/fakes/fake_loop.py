@@ -50,6 +50,8 @@ class FakeCore:
         match published.location:
             case "hang":
                 time.sleep(60)
+            case "slow":
+                time.sleep(1)
             case "die":
                 os._exit(3)
             case "fail":

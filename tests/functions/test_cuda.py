@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,3 +73,25 @@ def test_a_rank_that_was_given_a_gpu_loads_nothing_on_cpus(
         with pytest.raises(NoCuda):
             rank.start("file:///there", False)
     assert bool(loaded) is loads
+
+
+def test_pinned_memory_of_gpu_ranks_is_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds a pinned block up to a power of two by default: a 7B's parked shards take 162 GiB for 85."""
+    seen: dict[str, str | None] = {}
+
+    class Rank(RankActor[Any]):
+        def _load(self, address: str) -> None:
+            seen[self._settings.rank_bindings[0].kind] = os.environ.get("PYTORCH_ALLOC_CONF")
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # put back at the end
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("rlhfless.functions.ranks.actor.require_cuda", lambda: None)
+    for kind in ("cpu", "cuda"):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        rank = Rank(SimpleNamespace(rank_bindings=(DeviceBinding(kind, ("0",), exclusive=False),)), 0)
+        rank.start("file:///there", False)
+    assert seen == {"cpu": None, "cuda": "pinned_max_round_threshold_mb:1"}
+    # An unknown key would end the process at its first allocation.
+    torch._C._accelerator_setAllocatorSettings(seen["cuda"])

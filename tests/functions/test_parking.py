@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.parking import Parking, held_bytes
+from rlhfless.functions import parking as parking_module
+from rlhfless.functions.parking import GIB, Parking, held_bytes, require_free
 from rlhfless.functions.ranks.actor import Asleep, RankActor
 from rlhfless.weights.store import FolderStore
 
@@ -99,3 +100,16 @@ def test_a_sleeping_rank_refuses_work_and_says_what_it_gave_back() -> None:
         rank.add_up()
     rank.wake()
     assert rank.add_up() == 2.0 * 8 * MIB
+
+
+def test_waking_waits_for_memory_that_a_killed_process_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1 * GIB, 2 * GIB, 8 * GIB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (next(free), 80 * GIB))
+    monkeypatch.setattr(parking_module.time, "sleep", lambda _s: None)
+    require_free(torch.device("cuda"), 8 * GIB)
+
+
+def test_waking_ends_with_both_figures_where_the_memory_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 * GIB, 80 * GIB))
+    with pytest.raises(MemoryError, match=r"8\.00 GiB are to come back, and 1\.00 of 80\.00 GiB are free"):
+        require_free(torch.device("cuda"), 8 * GIB, wait_s=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -300,3 +301,20 @@ def test_the_self_test_is_a_job_of_the_ray_cluster_which_only_it_and_the_control
     assert source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "selftest"
     without = render({"networkPolicy": {"enabled": False}}, FILES[0])
     assert not of_kind(without, "NetworkPolicy")
+
+
+def test_gpu_groups_with_the_same_resource_cannot_take_each_others_nodes() -> None:
+    for file in FILES:
+        groups = yaml.safe_load((CHART / file).read_text()).get("ray", {}).get("gpuGroups", [])
+        for one, other in itertools.combinations(groups, 2):
+            if one["resourceName"] == other["resourceName"]:
+                chosen = [set(group.get("nodeSelector", {}).items()) for group in (one, other)]
+                differing = {key for key, _ in chosen[0] ^ chosen[1]}
+                assert differing & dict(chosen[0]).keys() & dict(chosen[1]).keys(), (file, one["name"], other["name"])
+
+
+def test_the_gpu_image_finds_a_driver_that_the_node_mounts() -> None:
+    image = (CHART.parents[1] / "images" / "gpu.Dockerfile").read_text()
+    assert "LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64" in image
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in image
+    assert "/usr/local/nvidia/bin" in image

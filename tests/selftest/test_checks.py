@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhfless.functions.generation.vllm.arguments import engine_arguments
 from rlhfless.selftest import machine
 from rlhfless.selftest.check import Check, NotHere, Wrong, check, outcomes
+from rlhfless.selftest.engines import settings_of
 from rlhfless.selftest.report import CHECKS
 from rlhfless.selftest.subject import Subject, opened
 
@@ -105,3 +107,17 @@ def test_nothing_is_left_in_shared_memory() -> None:
         folder = found.folder
         assert folder.is_dir()
     assert not folder.exists()
+
+
+def test_a_node_without_nvidias_tools_is_judged_by_torch(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images on GKE have the driver's libraries and not always nvidia-smi on their path."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(machine, "require_cuda", lambda: None)
+    assert machine.driver.run(subject) == {"nvidia_smi": []}
+
+
+def test_the_engine_under_test_can_sleep(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM frees the weights in its sleep only if it was started in sleep mode, whatever placement.turns says."""
+    assert not subject.spec.placement.in_turns
+    monkeypatch.setattr(Subject, "gpus", 1)
+    assert engine_arguments(settings_of(subject))["enable_sleep_mode"] is True

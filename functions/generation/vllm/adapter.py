@@ -181,9 +181,13 @@ class VllmEngine:
                 self._send(EngineCall(next(self._numbers), "abort", ((serial,),)))
 
     def require_beat(self, limit_s: float) -> None:
-        """Raises EngineDead if the process has work and has sent nothing for `limit_s`: it hangs."""
+        """Raise EngineDead if the process has work and has sent nothing for `limit_s`: it hangs.
+
+        A call such as a weight load occupies the process and has a limit of its own, so silence does not count
+        meanwhile.
+        """
         silent_s = time.monotonic() - self._heard_s
-        if self._samples and silent_s > limit_s:
+        if self._samples and not self._calls and silent_s > limit_s:
             self._fail(EngineDead(f"the engine has been silent for {silent_s:.0f} s, with work to do"))
             raise EngineDead(str(self._failure))
 

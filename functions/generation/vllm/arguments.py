@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rlhfless.functions.cuda import ALLOCATOR_ENVIRONMENT
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import INTERFACE, LOOPBACK, free_port, is_loopback, loopback_environment
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
@@ -43,6 +44,9 @@ NGRAMS = 3, 5
 
 QUANTIZATION: Mapping[Quantised, str] = MappingProxyType({"int8": "rlhfless-int8", "fp8": "rlhfless-fp8"})
 """Names under which our formats are registered with vLLM (quantised_layers)."""
+
+START_CHECK_FRACTION = 0.05
+"""Part of a GPU that must be free when an engine with planned KV bytes starts: CUDA's context and the first weights."""
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -95,6 +99,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             arguments["enable_sleep_mode"] = True
         if settings.kv_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.kv_bytes
+            # With KV bytes given, vLLM uses the fraction only to refuse a start when less of the device is free. The
+            # memory plan has decided that already, by what each function holds at the same time.
+            arguments["gpu_memory_utilization"] = START_CHECK_FRACTION
     if settings.quantization != "off":
         arguments["quantization"] = QUANTIZATION[settings.quantization]
     if settings.speculation.on:
@@ -193,6 +200,8 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // settings.engine.tensor_parallel_size)),
             "LD_PRELOAD": ":".join(_preloaded_libraries()),
         }
+    else:
+        chosen |= ALLOCATOR_ENVIRONMENT
     fixed = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if has_core_process(settings) else "0",
         # Forked processes would share the channel to the adapter, and could not end with the one that started them.

@@ -286,6 +286,8 @@ class Core:
             if "weights" in parts:
                 self._engine.collective_rpc("rlhfless_require_free", args=(self._freed_bytes,))
             self._engine.wake_up(list(parts))
+            if "weights" in parts:
+                self._engine.collective_rpc("rlhfless_release_host_memory")
         self._usable = True
 
     def _held_bytes(self) -> int:

@@ -31,6 +31,10 @@ class SleepingWorker:
         """Raises MemoryError if the worker's GPU has less than that free: another function still holds it."""
         require_free(self.device, size_bytes)  # type: ignore[attr-defined]
 
+    def rlhfless_release_host_memory(self) -> None:
+        """Unpin the host memory in which weights slept: torch would keep it for the life of the process."""
+        torch._C._host_emptyCache()
+
     def rlhfless_sleep(self, drop: bool) -> None:
         """Give up the memory of the KV cache, and if `drop` of the weights. It comes back as zeros when it is touched:
         there is nothing to wake."""

@@ -183,3 +183,20 @@ async def test_the_process_ends_with_its_adapter(monkeypatch: pytest.MonkeyPatch
     engine._writer.close()  # as when the adapter's process dies
     await _until(lambda: engine._process.poll() is not None)
     assert engine._process.returncode == 0
+
+
+async def test_silence_during_a_load_in_flight_is_no_hang(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process sends nothing while it loads; a load of 32B over HTTP takes longer than a heartbeat."""
+    running = asyncio.create_task(engine.sample(_request("a", 900_000)))
+    await _until(lambda: engine.progress().get("a", 0) > 0)
+    loading = asyncio.create_task(engine.load(_published("slow"), in_flight=True))
+    await asyncio.sleep(0.5)
+    assert not loading.done()
+    engine.require_beat(0.2)
+    assert await loading is not None
+    engine.require_beat(0.2)
+    monkeypatch.setattr(engine, "_heard_s", time.monotonic() - 1)
+    with pytest.raises(EngineDead, match="silent for 1 s"):
+        engine.require_beat(0.2)
+    with pytest.raises(EngineDead):
+        await running
