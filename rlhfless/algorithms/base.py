@@ -27,7 +27,6 @@ BUILT_IN: Mapping[str, str] = {
     "dapo": "rlhfless.algorithms.dapo:DAPO",
     "dr_grpo": "rlhfless.algorithms.dr_grpo:DrGRPO",
     "rloo": "rlhfless.algorithms.rloo:RLOO",
-    "remax": "rlhfless.algorithms.remax:ReMax",
     "reinforce_plus_plus": "rlhfless.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     "gspo": "rlhfless.algorithms.gspo:GSPO",
     "cispo": "rlhfless.algorithms.cispo:CISPO",

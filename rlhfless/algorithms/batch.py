@@ -107,8 +107,6 @@ class PackedBatch:
     rewards: npt.NDArray[np.float64] | None = dataclasses.field(
         default=None, metadata=per_sequence(np.float64, lambda sample: sample.score and sample.score.total)
     )
-    baselines: npt.NDArray[np.float64] | None = dataclasses.field(default=None, metadata=per_sequence(np.float64))
-    """The reward of the greedy response to each sequence's prompt."""
     old_logprobs: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     reference_logprobs: FloatArray | None = dataclasses.field(
         default=None, metadata=per_token(np.float32, lambda sample: sample.columns.get("reference_logprobs"))

@@ -37,8 +37,6 @@ class RolloutRequest:
     seed: int
     seed_step: int
     """Part of every seed: the step, or one number for all evaluations, which then differ by the weights alone."""
-    first_index: int = 0
-    """Index of each prompt's first sample."""
     selection: Selection | None = None
     """If its step does not wait for all groups."""
 
@@ -57,7 +55,7 @@ class RolloutRequest:
                 prompt.token_ids,
                 sample_seed(self.seed, begun, prompt.prompt_id, index),
             )
-            for index in range(self.first_index, self.first_index + self.samples_per_prompt)
+            for index in range(self.samples_per_prompt)
         )
 
 

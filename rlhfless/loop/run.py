@@ -277,7 +277,7 @@ class Run(TrainedRun):
         """Put the rollouts into ledger and history, and update the estimates of engine speed. A step that is done again
         counts once."""
         if not self.ledger.has_rollouts_of(step):
-            for group in (*experience.groups, *experience.greedy):
+            for group in experience.groups:
                 self.ledger.add_group(step, group)
             self.history.learned(self.ledger.done_in_step(step)[1])
             self.scaler.learn_speeds(step)

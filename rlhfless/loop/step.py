@@ -16,7 +16,6 @@ from rlhfless.algorithms.batch import PackedBatch, in_batch_order, leave_out, pa
 from rlhfless.functions.base import Call
 from rlhfless.loop.failures import without_failures
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.greedy_baseline import baseline_figures, baselines, greedy_request
 from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
@@ -59,13 +58,8 @@ async def _rolled_out(run: Run, context: StepContext) -> Experience:
         (experience,) = await drawn(run, {generation(wanted): columns}, context.oldest, passed)
         return experience
 
-    needs = run.spec.algorithm.needs
-    if needs.greedy_baseline:
-        greedy = greedy_request(request, run.spec)
-        experience, baseline = await drawn(run, {generation(request): columns, generation(greedy): {}}, context.oldest)
-        experience = replace(experience, greedy=baseline.groups)
-    else:
-        experience = await redrawn(await draw(request), request, run.order, needs.redraws, draw)
+    redraws = run.spec.algorithm.needs.redraws
+    experience = await redrawn(await draw(request), request, run.order, redraws, draw)
     run.release_idle(context.step)
     return experience
 
@@ -126,7 +120,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     if streaming := context.streaming:
         learn = partial(streaming.finish, learned_from)
     else:
-        batch = await _whole_batch(run, context, learned_from, experience.greedy)
+        batch = await _whole_batch(run, context, learned_from)
         if staleness and staleness.differs:
             behind = by_token(learned_from.groups, run.published.version)
             batch = replace(batch.with_columns(staleness=behind), oldest=max(staleness.most, 0))
@@ -142,7 +136,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         figures |= {**split(learned), **run.algorithms.learn(step, whole)}
     else:
         drawn = await taken(run, context, experience, kept, after=[])
-    figures |= baseline_figures(experience) | (staleness.metrics if staleness else {})
+    figures |= staleness.metrics if staleness else {}
     metrics = step_metrics(run, context, experience, learned_from, drawn, figures)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
@@ -150,14 +144,10 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     return record
 
 
-async def _whole_batch(
-    run: Run, context: StepContext, learned_from: Experience, greedy: Sequence[Group]
-) -> PackedBatch:
+async def _whole_batch(run: Run, context: StepContext, learned_from: Experience) -> PackedBatch:
     """The batch of a step whose samples are all there."""
     needs = run.spec.algorithm.needs
     batch = batch_of(learned_from, needs)
-    if needs.greedy_baseline:
-        batch = batch.with_columns(baselines=baselines(learned_from, greedy))
     if needs.old_logprobs and run.spec.updates_per_step > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_columns(old_logprobs=await run.evaluate(context.call, batch))

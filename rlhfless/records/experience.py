@@ -129,8 +129,6 @@ class Experience:
     """The groups of a step, by prompt id."""
 
     groups: tuple[Group, ...]
-    greedy: tuple[Group, ...] = ()
-    """The greedy response to each prompt, if the algorithm needs it as a baseline; it is in no other figure."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:

@@ -11,7 +11,6 @@ from rlhfless.spec.algorithm import (
     OwnAlgorithmSpec,
     PPOSpec,
     ReinforcePlusPlusSpec,
-    ReMaxSpec,
     RLOOSpec,
     SAPOSpec,
 )

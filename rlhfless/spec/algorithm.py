@@ -56,19 +56,6 @@ class RLOOSpec(ComparedSpec, ClippedLossSpec):
     kl: RewardKLSpec = RewardKLSpec()
 
 
-class ReMaxSpec(ClippedLossSpec):
-    """REINFORCE with the reward of the greedy response as the baseline (ReMax, arXiv 2310.10505). A step draws that
-    response to each prompt in addition; one sample of a prompt is enough."""
-
-    type: Literal["remax"] = "remax"
-
-    kl: RewardKLSpec = RewardKLSpec()
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, samples_per_prompt=1, greedy_baseline=True, by_group=None)
-
-
 class ReinforcePlusPlusSpec(ClippedLossSpec):
     """REINFORCE with PPO's clip, a KL reward per token and advantages that are whitened over the whole step
     (REINFORCE++, arXiv 2501.03262): no critic, and one sample of a prompt is enough."""
@@ -181,7 +168,6 @@ AlgorithmSpec = Annotated[
     | DAPOSpec
     | DrGRPOSpec
     | RLOOSpec
-    | ReMaxSpec
     | ReinforcePlusPlusSpec
     | GSPOSpec
     | CISPOSpec
@@ -195,7 +181,6 @@ AlgorithmSpec = Annotated[
             DAPOSpec,
             DrGRPOSpec,
             RLOOSpec,
-            ReMaxSpec,
             ReinforcePlusPlusSpec,
             GSPOSpec,
             CISPOSpec,

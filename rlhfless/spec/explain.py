@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rlhfless.redaction import redacted
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.removed import removed_problems
 
 # Longest value quoted in a message.
 _MAX_QUOTE = 80
@@ -48,7 +49,12 @@ def explain(
     found = [
         problem for details in shown for problem in _problems(details, _Spot(model, data, details["loc"]), origins)
     ]
-    return _together(found)
+    gone = [
+        dataclasses.replace(problem, origin=origin_of(path, origins))
+        for path, problem in removed_problems(data, getattr(model, "removed", {}))
+    ]
+    of_gone = tuple(problem.where for problem in gone)
+    return [*gone, *_together([problem for problem in found if problem.where not in of_gone])]
 
 
 def _together(problems: Sequence[Problem]) -> list[Problem]:

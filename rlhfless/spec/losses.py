@@ -44,9 +44,6 @@ class Needs:
     """Nothing is learned from responses that were cut off at the longest length; their rewards still count in their
     group."""
 
-    greedy_baseline: bool = False
-    """The reward of a greedy response to each prompt (the batch's `baselines`), which a step then draws in addition."""
-
     redraws: int = 0
     """How many times a step draws other prompts in place of those whose samples have all the same reward. With any,
     the latter are not learned from."""
@@ -76,7 +73,7 @@ class KLSpec(SpecModel):
 
     where: Literal["loss", "reward"] = "loss"
     """Add the term to the loss of each token, or subtract it from the reward: of each token where the algorithm has
-    rewards per token (`ppo`, `remax`, `reinforce_plus_plus`), else of the response."""
+    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response."""
 
     @property
     def on(self) -> bool:
@@ -88,14 +85,14 @@ class KLSpec(SpecModel):
 
 
 class RewardKLSpec(KLSpec):
-    """KL divergence to the frozen reference policy, for `rloo`, `remax`, `reinforce_plus_plus` and `ppo` by
-    default in the reward, as RLHF began (arXiv 2203.02155). With `coefficient` 0 no reference is deployed at all."""
+    """KL divergence to the frozen reference policy, for `rloo`, `reinforce_plus_plus` and `ppo` by default
+    in the reward, as RLHF began (arXiv 2203.02155). With `coefficient` 0 no reference is deployed at all."""
 
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Schulman's estimators (http://joschu.net/blog/kl-approx.html)."""
 
     where: Literal["loss", "reward"] = "reward"
-    """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`, `remax`,
+    """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`,
     `reinforce_plus_plus`) and else of the response; or add it to the loss of each token."""
 
     target: Annotated[float, Field(gt=0)] | None = None

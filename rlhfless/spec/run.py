@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -37,6 +37,7 @@ from rlhfless.spec.learner import (
     TrainingSpec,
 )
 from rlhfless.spec.losses import PolicyLossSpec
+from rlhfless.spec.removed import REMOVED
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
 from rlhfless.spec.schedule import PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
 from rlhfless.spec.scoring import ScoringSpec
@@ -108,6 +109,9 @@ OPTIMIZER_KEYS = MappingProxyType({"learner": "optimizer", "critic": "critic.opt
 
 class RunSpec(SpecModel):
     """One run."""
+
+    removed: ClassVar[Mapping[str, str]] = REMOVED
+    """Spellings that are refused with a hint of their own (rlhfless.spec.removed)."""
 
     type: RunType = "rlhf"
     """What the run learns, and from what. `rlhf`: a policy, from rewards of the responses that it draws. `sft`: a
@@ -522,12 +526,11 @@ class RunSpec(SpecModel):
     def _what_is_begun_is_what_is_learned(self) -> RunSpec:
         """A step that leaves groups to later ones draws nothing beside its groups."""
         needs, schedule = self.algorithm.needs, self.schedule
-        if isinstance(schedule, PartialSpec | TailBatchingSpec) and (needs.redraws or needs.greedy_baseline):
-            what = "draws other prompts in place of those without signal" if needs.redraws else "draws greedy baselines"
-            hint = "set algorithm.max_redraws to 0, or schedule to sync" if needs.redraws else "set schedule to sync"
+        if isinstance(schedule, PartialSpec | TailBatchingSpec) and needs.redraws:
             raise ValueError(
                 f"schedule.type is {schedule.type}, which leaves groups to later steps, but {self.algorithm.type} "
-                f"{what} within a step; {hint}"
+                "draws other prompts in place of those without signal within a step; set algorithm.max_redraws to 0, "
+                "or schedule to sync"
             )
         return self
 

@@ -82,12 +82,11 @@ METRICS = _table(
     [
         # Rewards and responses
         Metric("reward_mean", Unit.NONE, "Mean reward of the step's rollouts"),
-        Metric("reward_greedy", Unit.NONE, "Mean reward of the greedy responses that are the baseline of the others"),
         Metric("reward_std", Unit.NONE, "Standard deviation of the reward over the step's rollouts"),
         Metric("reward", Unit.NONE, "Mean of one part of the reward, before its weight", label="part"),
         Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),
         Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
-        Metric("groups_without_signal", _RATIO, "Groups whose rewards are all equal: their advantage is 0"),
+        Metric("groups_without_signal", _RATIO, "Groups in which no two rewards differ; failed ones do not count"),
         Metric("redrawn_groups", Unit.NONE, "Groups that were drawn in place of those without signal"),
         Metric("left_groups", Unit.NONE, "Groups that the step drew and left to later ones, by its schedule"),
         Metric(

@@ -148,7 +148,7 @@ class LearnerTimingSpec(SpecModel):
     """Passes over the batch of a step. With several, all samples are passed forward before the first update."""
 
     learned_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the samples of a step that is learned. The others are drawn and scored, and no more: greedy ones, and
+    """Share of the samples of a step that is learned. The others are drawn and scored, and no more:
     groups that are left out."""
 
     min_devices: Count | None = None

@@ -24,7 +24,6 @@ from rlhfless.spec import (
     PPOSpec,
     ReinforcePlusPlusSpec,
     RejectionSpec,
-    ReMaxSpec,
     RewardKLSpec,
     RLOOSpec,
     SAPOSpec,
@@ -221,25 +220,6 @@ def test_reinforce_plus_plus(group_baseline, seed):
     ]
     ours = algorithm_of(settings).advantages(batch)[batch.response_mask]
     np.testing.assert_allclose(ours, peers.whitened(returns), **EXACT)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("coefficient", [0.0, 0.2])
-def test_remax(coefficient, seed):
-    """compute_remax_outcome_advantage: rewards to go, with each token's KL, minus the greedy response's reward."""
-    batch = Case(seed).batch
-    baselines = np.random.default_rng(seed).random(batch.sequences)
-    algorithm = algorithm_of(ReMaxSpec(kl=RewardKLSpec(coefficient=coefficient)))
-    ours = drawn(batch, algorithm.advantages(batch.with_columns(baselines=baselines)))
-    kl = drawn(batch, batch.old_logprobs.astype(np.float64) - batch.reference_logprobs)
-    for index, of_sequence in enumerate(ours):
-        expected = [
-            batch.rewards[index] - baselines[index] - coefficient * sum(kl[index][at:])
-            for at in range(len(of_sequence))
-        ]
-        np.testing.assert_allclose(of_sequence, expected, **EXACT)
-    with pytest.raises(ValueError, match="the batch has no baselines"):
-        algorithm.advantages(batch)
 
 
 @pytest.mark.parametrize("seed", range(3))

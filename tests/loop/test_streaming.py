@@ -178,7 +178,6 @@ async def test_where_no_group_has_a_signal_all_are_learned_from() -> None:
         ({"placement": {"mode": "colocated"}}, "share the devices"),
         ({"mini_batches": 2}, "a step has 2 updates"),
         ({"epochs": 3}, "a step has 3 updates"),
-        ({"algorithm": "remax"}, "a greedy one"),
         ({"algorithm": "reinforce_plus_plus"}, "from the whole batch"),
         ({"algorithm": "ppo", "critic": {}}, "from the whole batch"),
     ],

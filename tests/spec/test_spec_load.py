@@ -12,6 +12,7 @@ from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, RunSpec
 from rlhfless.spec.document import dump, parse
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
+from rlhfless.spec.removed import removed_problems
 
 MINIMAL = """\
 model:
@@ -163,6 +164,43 @@ def test_a_wrong_override_is_explained(fault, override, parts):
 
 
 # -- unknown keys, wrong types, wrong values
+
+
+@pytest.mark.parametrize(
+    ("lines", "where"),
+    [
+        ("algorithm: remax", "algorithm (line 7)"),
+        ("algorithm: {type: remax}", "algorithm.type (line 7)"),
+        ("algorithm:\n  type: remax\n  kl: {coefficient: 0.1}\n  clip_low: 0.1", "algorithm.type (line 8)"),
+    ],
+)
+def test_a_removed_value_names_the_way_out(fault, lines, where):
+    message = fault(f"{MINIMAL}{lines}\nstesp: 4")
+    assert f"- {where}: 'remax' was removed\n    Use `rloo`" in message
+    assert "`grpo`" in message
+    assert "is no algorithm" not in message
+    assert "stesp (line" in message, "the other problems are shown, too"
+    assert "2 problems" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("algorithm.type=remax", "algorithm.type (--set algorithm.type=remax)"),
+        ("algorithm=remax", "algorithm (--set algorithm=remax)"),
+    ],
+)
+def test_a_removed_value_of_an_override_names_the_way_out(fault, override, where):
+    assert f"{where}: 'remax' was removed" in fault(MINIMAL, override)
+
+
+def test_a_removed_key_is_told_from_an_unknown_one():
+    removed = {"schedule.streaming": "leave it out", "rewards.*.old": "use new"}
+    data = {"schedule": {"streaming": {"on": True}}, "rewards": [{}, {"old": 1}], "metadata": {"streaming": "remax"}}
+    assert [(problem.where, problem.what, problem.hint) for _, problem in removed_problems(data, removed)] == [
+        ("schedule.streaming", "was removed", "leave it out"),
+        ("rewards.1.old", "was removed", "use new"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""What a step draws beyond what it learns: redraws, groups that are left out, greedy responses.
+"""What a step draws beyond what it learns: redraws, and groups that are left out.
 
 With s, the share of groups whose samples differ in their rewards, and n samples of each of P prompts:
 
     dynamic sampling (`max_redraws`)    P / s groups are drawn, at most P (1 + max_redraws), and P learned
     `leave_out_without_signal`          P groups are drawn, and s P learned
-    a greedy baseline (ReMax)           n + 1 samples of a prompt are drawn, and n learned
 
 s is that of an earlier run; without one it is taken to be 1. Redraws are counted as if they were drawn at once: in a
 run each waits for the longest response of the one before.
@@ -35,8 +34,6 @@ class Drawn:
         """`signal`: s, if it is known."""
         prompts, samples, needs = spec.prompts_per_step, spec.samples_per_prompt, spec.algorithm.needs
         share = 1.0 if signal is None else max(signal, 1 / prompts)  # a step learns at least one group
-        if needs.greedy_baseline:
-            return cls(prompts, samples + 1, samples / (samples + 1))
         if needs.redraws:
             drawn = min(math.ceil(prompts / share), prompts * (1 + needs.redraws))
             return cls(drawn, samples, min(share, prompts / drawn))

@@ -25,7 +25,6 @@ def spec_of(**algorithm: Any) -> RunSpec:
         ({"type": "dapo"}, 0.75, Drawn(80, 4, 0.75)),
         ({"type": "dapo", "max_redraws": 1}, 0.25, Drawn(120, 4, 0.25)),
         ({"type": "dapo"}, None, Drawn(60, 4, 1.0)),
-        ({"type": "remax"}, 0.5, Drawn(60, 5, 0.8)),
     ],
 )
 def test_samples_of_a_step(algorithm: dict[str, Any], signal: float | None, expected: Drawn) -> None:

@@ -1,0 +1,35 @@
+"""Keys and values that a `run.yaml` may no longer have, each with what to use instead.
+
+A spelling is a dotted key (`schedule.streaming`), with `*` for the index of a list item (`rewards.*.weight`), or a key
+and a value (`algorithm.type=remax`). A section's short form (`algorithm: remax`) counts as its `type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from rlhfless.spec.document import Path, dotted, walk
+from rlhfless.spec.errors import Problem
+
+REMOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "algorithm.type=remax": (
+            "Use `rloo`, whose baseline is the mean reward of the prompt's other samples, or `grpo`; both need "
+            "samples_per_prompt of 2 or more, and no greedy response"
+        ),
+    }
+)
+"""By spelling, the way out."""
+
+
+def removed_problems(data: Any, removed: Mapping[str, str]) -> Iterator[tuple[Path, Problem]]:
+    """A problem for each removed spelling in plain `data`, with its path; the problem has no origin yet."""
+    for path, value in walk(data):
+        key = dotted(tuple("*" if isinstance(part, int) else part for part in path))
+        with_value = (f"{key}={value}", f"{key}.type={value}") if isinstance(value, str) else ()
+        for spelling in (key, *with_value):
+            if hint := removed.get(spelling):
+                what = "was removed" if spelling == key else f"{value!r} was removed"
+                yield path, Problem(dotted(path), what, hint)
