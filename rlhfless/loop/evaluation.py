@@ -41,7 +41,10 @@ def figures_of(sampled: Experience, greedy: Experience, spec: EvaluationSpec) ->
     passed: dict[str, float] = {}
     for part in mean_parts(sampled.scores):
         counts = [_counts(group, part, spec.pass_from) for group in sampled.groups]
-        passed |= {f"{part}_pass@{k}": pass_at(k, counts) for k in spec.pass_at}
+        for k in spec.pass_at:
+            # A prompt with fewer than k samples whose reward did not fail is left out.
+            if enough := [(n, c) for n, c in counts if n >= k]:
+                passed[f"{part}_pass@{k}"] = pass_at(k, enough)
     return mean_parts(sampled.scores) | passed | greedy_means
 
 
@@ -52,8 +55,9 @@ def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float:
 
 
 def _counts(group: Group, part: str, pass_from: float) -> tuple[int, int]:
-    """Samples of a prompt, and those whose reward part is high enough; a sample whose reward failed has not passed."""
-    values = [sample.scored.parts.get(part, -math.inf) for sample in group.samples]
+    """Samples of a prompt that have a reward part, and those of them with a high enough one. A failed part is missing:
+    it says nothing about the response."""
+    values = [sample.scored.parts[part] for sample in group.samples if part in sample.scored.parts]
     return len(values), sum(value >= pass_from for value in values)
 
 

@@ -56,24 +56,31 @@ def without_failures(experience: Experience, scoring: ScoringSpec, step: int) ->
     Logs failures. Raises RewardError if too many samples failed.
     """
     log_failures(experience, step)
-    failed, samples, usable = list(experience.failed()), len(experience.samples), usable_of(experience, scoring)
-    if len(failed) > scoring.max_failed * samples or not usable.groups:
+    if too_many_failed(experience, scoring):
+        failed, samples = list(experience.failed()), len(experience.samples)
         reward, cause = next(iter(failed[0].scored.failures.items()))
         share = (
             f"{len(failed)} of {samples} samples of step {step} failed (scoring.max_failed is {scoring.max_failed:g})"
         )
         raise RewardError(reward, f"{share}; the first: {failed[0]}: {cause}")
-    return usable
+    return usable_of(experience, scoring)
 
 
 def usable_of(experience: Experience, scoring: ScoringSpec) -> Experience:
     """The samples that can be learned from, and the groups that have any."""
-    unusable = {
-        sample.key
-        for sample in experience.failed()
-        if scoring.on_failure == "drop" or LOGPROBS in sample.scored.failures
-    }
+    unusable = {sample.key for sample in experience.failed() if not usable(sample.scored.failures, scoring)}
     return _without(experience, unusable) if unusable else experience
+
+
+def usable(failures: Collection[str], scoring: ScoringSpec) -> bool:
+    """Whether a sample whose parts `failures` have failed can be learned from."""
+    return not failures or (scoring.on_failure != "drop" and LOGPROBS not in failures)
+
+
+def too_many_failed(experience: Experience, scoring: ScoringSpec) -> bool:
+    """Whether a step stops the run because of the samples that failed."""
+    failed, samples = len(list(experience.failed())), len(experience.samples)
+    return failed > scoring.max_failed * samples or not usable_of(experience, scoring).groups
 
 
 def log_failures(experience: Experience, step: int) -> None:

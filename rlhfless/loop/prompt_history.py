@@ -2,8 +2,8 @@
 
 - `lengths`: what forecasts of the prompt's next samples need. The scaling policy adds to it where it sees a step's
   samples, because it forecasts from the same view, and the simulator, which has no rollouts, runs the same code.
-- Whether the prompt's samples differed in their rewards, by step: `prompts` draws a prompt less often that was without
-  signal. A step's own filter of such groups needs no record (rlhfless.loop.redraws).
+- Whether the prompt's samples differed in their rewards, by step, without those whose reward failed: `prompts` draws a
+  prompt less often that was without signal. A step's own filter of such groups needs no record (rlhfless.loop.redraws).
 - The newest responses: drafts for an engine, which gets those of a prompt with the first request of it and indexes them
   beside what it is drawing (vllm/drafter.py). They change no sample, so they may be lost: of each prompt the newest are
   kept, so that older weights fade, and of all prompts those that were drawn last, up to a number of tokens.
@@ -28,6 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhfless.loop.failures import usable
+from rlhfless.loop.redraws import differ
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import IntArray, Prompt, Rollout
 from rlhfless.records.traces import Trace, TracedRollout, newest_responses
@@ -69,12 +71,13 @@ class PromptHistory:
         """Take note of the rewards of steps, each with all of its rollouts."""
         if self._draw_less is None:
             return
-        rewards: defaultdict[tuple[str, int], set[float]] = defaultdict(set)
+        rewards: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         for rollout in rollouts:
-            if rollout.sample_index < self._spec.samples_per_prompt:  # another is a greedy baseline
-                rewards[rollout.prompt_id, rollout.step].add(rollout.reward)
-        for (prompt_id, step), different in rewards.items():
-            self._signals[prompt_id][step] = len(different) > 1
+            if usable(rollout.reward_failures, self._spec.scoring):
+                rewards[rollout.prompt_id, rollout.step][rollout.sample_index] = rollout.reward
+        for (prompt_id, step), of_samples in rewards.items():
+            if len(of_samples) > 1:  # fewer say nothing about the prompt
+                self._signals[prompt_id][step] = differ([*of_samples.values()])
 
     def ended(self, rollouts: Iterable[Rollout]) -> None:
         """Take note of responses that have ended."""

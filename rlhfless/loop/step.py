@@ -59,7 +59,7 @@ async def _rolled_out(run: Run, context: StepContext) -> Experience:
         return experience
 
     redraws = run.spec.algorithm.needs.redraws
-    experience = await redrawn(await draw(request), request, run.order, redraws, draw)
+    experience = await redrawn(await draw(request), request, run.order, redraws, draw, run.spec.scoring)
     run.release_idle(context.step)
     return experience
 

@@ -32,14 +32,14 @@ def test_by_hand() -> None:
     assert figures == pytest.approx(
         {
             "right": (1 + 1 + 1 + 0.5) / 7,  # the failed sample has no reward
-            "right_pass@1": (1 / 4 + 2 / 4) / 2,
-            "right_pass@2": (1 - 3 / 6 + 1 - 1 / 6) / 2,
-            "right_pass@4": 1.0,
+            "right_pass@1": (1 / 4 + 2 / 3) / 2,
+            "right_pass@2": (1 - 3 / 6 + 1) / 2,
+            "right_pass@4": 1.0,  # of the prompt with four rewards alone
             "right_greedy": 0.5,
         }
     )
     lenient = EvaluationSpec(samples_per_prompt=4, pass_at=(1,), pass_from=0.5)
-    assert figures_of(sampled, greedy, lenient)["right_pass@1"] == pytest.approx((1 / 4 + 3 / 4) / 2)
+    assert figures_of(sampled, greedy, lenient)["right_pass@1"] == pytest.approx((1 / 4 + 3 / 3) / 2)
 
 
 @given(st.integers(1, 7), st.data())

@@ -46,11 +46,15 @@ def history_of(
 
 
 def rows(step: int, prompts: Iterable[Prompt], settled: set[str]) -> list[TracedRollout]:
-    """Two samples of each prompt, and a greedy one of another reward; the samples of a settled one have the same."""
+    """Two samples of each prompt, and one whose reward failed; the samples of a settled one have the same reward."""
     each = [(prompt.prompt_id, index) for prompt in prompts for index in range(3)]
     rewards = [2.0 if index == 2 else float(index and name not in settled) for name, index in each]
     return [
-        replace(traced(step, name, index, tokens=step + index), reward=reward)
+        replace(
+            traced(step, name, index, tokens=step + index),
+            reward=reward,
+            reward_failures={"r": "down"} if index == 2 else {},
+        )
         for (name, index), reward in zip(each, rewards, strict=True)
     ]
 
@@ -93,6 +97,17 @@ def test_a_prompt_that_has_a_signal_again_is_drawn_as_before() -> None:
     history.learned(rows(2, PROMPTS, set()))
     assert history.prompts(order, 3, 12) == order.batch(2, 12)
     assert len(few) == 12, "where no other prompt is left, those of the order stay"
+
+
+def test_a_step_in_which_rewards_failed_says_nothing_about_a_prompt() -> None:
+    """With fewer than two rewards there is nothing to compare: neither without signal, nor with one."""
+    history = history_of(DrawLessSpec(factor=1e-9, floor=1e-12))
+    order = PromptOrder(PROMPTS, 0, shuffle=True)
+    failed = [
+        replace(row, reward_failures={"r": "down"} if row.sample_index else {}) for row in rows(1, PROMPTS, set())
+    ]
+    history.learned(failed)
+    assert history.prompts(order, 2, 12) == order.batch(1, 12)
 
 
 STEPS = 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ from fakes.fleet import group, prompt, runner
 from fakes.stage import until
 from rlhfless.functions.base import Call
 from rlhfless.loop.algorithm_state import AlgorithmState
+from rlhfless.loop.failures import LOGPROBS, usable_of
 from rlhfless.loop.redraws import has_signal, redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Experience, Group, Score, Work
-from rlhfless.spec import AlgorithmSpec, DAPOSpec, RLOOSpec
+from rlhfless.spec import AlgorithmSpec, DAPOSpec, RLOOSpec, ScoringSpec
 
 EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 
@@ -49,7 +51,7 @@ def run_redraws(easy: set[str], names: list[str], prompts: int, redraws: int) ->
 
     request = request_for(*names[:prompts])
     order = PromptOrder([prompt(name) for name in names], 7, shuffle=True)
-    return asyncio.run(redrawn(drawn(request), request, order, redraws, draw)), rounds
+    return asyncio.run(redrawn(drawn(request), request, order, redraws, draw, ScoringSpec())), rounds
 
 
 def test_a_step_draws_as_many_others_as_give_what_it_lacks() -> None:
@@ -92,6 +94,84 @@ def test_a_step_without_any_signal_keeps_its_groups(caplog: pytest.LogCaptureFix
     assert len(rounds) == 2
     assert with_signal(found) is found
     assert "learns from 0 of 1 prompts: 2 redraws" in caplog.text
+
+
+def with_failures(name: str, rewards: tuple[float | None, ...], reward: str = "r") -> Group:
+    """A group; None is a sample whose reward failed, and which has no other."""
+    scores = [Score(0.0, {}, {reward: "down"}) if one is None else Score(one, {"r": one}) for one in rewards]
+    return group(name, len(rewards)).adding(score=scores)
+
+
+def redrawn_of(
+    rewards: dict[str, tuple[float | None, ...]], wanted: int, redraws: int = 9, reward: str = "r", **scoring: Any
+) -> tuple[Experience, Experience]:
+    """What a step of the first `wanted` names draws, and what it learns from."""
+    settings = ScoringSpec(**{"max_failed": 1.0, **scoring})
+
+    def drawn(request: RolloutRequest) -> Experience:
+        names = sorted(each.prompt_id for each in request.prompts)
+        return Experience(tuple(with_failures(name, rewards[name], reward) for name in names))
+
+    async def draw(request: RolloutRequest) -> Experience:
+        return drawn(request)
+
+    names = list(rewards)
+    order = PromptOrder([prompt(name) for name in names], 7, shuffle=False)
+    request = request_for(*names[:wanted])
+    found = asyncio.run(redrawn(drawn(request), request, order, redraws, draw, settings))
+    return found, with_signal(usable_of(found, settings))
+
+
+SIGNAL = (0.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signal"),
+    [
+        ((1.0, 1.0, 1.0, None), False),
+        ((0.0, 0.0, None, 0.0), False),
+        ((None, 1.0, None, None), False),
+        ((None, None, None, None), False),
+        ((1.0, 0.0, None, None), True),
+        ((-1.0, -1.0, None, -1.0), False),
+        ((0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, None, None), False),
+        ((0.5, 0.5, 0.5 + 2**-8, None), True),
+        ((1e6, 1e6 + 1e-3, None, None), True),
+        ((-0.0, 0.0, 0.0, None), False),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_failed_reward_is_no_signal(rewards: tuple[float | None, ...], signal: bool) -> None:
+    """Without a signal of its own the group is redrawn, and not learned from."""
+    found, learned = redrawn_of({"a": rewards, "b": SIGNAL, "c": SIGNAL}, wanted=2)
+    assert len(found.groups) == (2 if signal else 3)
+    assert [each.prompt.prompt_id for each in learned.groups] == (["a", "b"] if signal else ["b", "c"])
+    assert all(not sample.scored.failures for sample in learned.samples)
+
+
+def test_with_a_fifth_of_rewards_failed_all_wanted_prompts_are_learned_from() -> None:
+    """32 prompts of four samples, of which half would differ without failures."""
+    numbers = random.Random(0)
+    rewards = {}
+    for number in range(400):
+        solved = numbers.choice((0.0, 0.5, 1.0))
+        of_samples = [float(numbers.random() < solved) for _ in range(4)]
+        rewards[f"p{number:03d}"] = tuple(None if numbers.random() < 0.2 else one for one in of_samples)
+    _, learned = redrawn_of(rewards, wanted=32)
+    assert len(learned.groups) >= 32
+    assert all(has_signal(each) for each in learned.groups)
+
+
+def test_a_failure_that_counts_0_by_the_spec_is_a_signal_and_a_broken_logprob_is_none() -> None:
+    """With `on_failure: zero` the sample is learned from; without its logprobs it cannot be."""
+    rewards = {"a": (1.0, 1.0, None, 1.0), "b": SIGNAL, "c": SIGNAL}
+    assert len(redrawn_of(rewards, 2, on_failure="zero")[0].groups) == 2
+    assert len(redrawn_of(rewards, 2, on_failure="zero", reward=LOGPROBS)[0].groups) == 3
+
+
+def test_a_step_that_its_failures_end_draws_no_more() -> None:
+    found, _ = redrawn_of({"a": (None, None), "b": (None, None), "c": (0.0, 1.0)}, wanted=2, max_failed=0.5)
+    assert len(found.groups) == 2
 
 
 class Scene(scenes.Scene):
