@@ -106,11 +106,11 @@ class Trace:
     meta: TraceMeta
     holdings: tuple[Holding, ...] = ()
     invocations: tuple[Invocation, ...] = ()
-    prompts: tuple[TracedPrompt, ...] = ()
-    """Empty unless tokens were recorded; each attempt of the run writes its own prompts."""
     rollouts: tuple[TracedRollout, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    prompts: tuple[TracedPrompt, ...] = ()
+    """Empty unless tokens were recorded; each attempt of the run writes its own prompts."""
 
 
 def describe_machine() -> dict[str, Any]:
