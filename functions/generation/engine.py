@@ -151,7 +151,8 @@ class Sampled:
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     text: str
-    """The text of the whole response, with what was drawn before; without special tokens and without the stop text."""
+    """The text of the whole response, with what was drawn before: its decoded tokens with special tokens and the stop
+    text, without the end and padding tokens at its end (see response_text.py)."""
     kv_offer: KvTransfer | None = None
     """With this other engines get the KV of the prompt, if the request was OFFER."""
     drafted: tuple[int, ...] = ()

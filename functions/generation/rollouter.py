@@ -42,7 +42,8 @@ class SingleTurn:
             return await draw(item.prompt_token_ids, 0)
         rest = await draw(item.prompt_token_ids + tuple(map(int, prior.token_ids[:kept])), kept)
         # A sample that was aborted in the queue has drawn nothing, and loses nothing.
-        kept = kept if rest.token_ids else len(prior.token_ids)
+        if not rest.token_ids:
+            kept, rest = len(prior.token_ids), replace(rest, text=prior.text)
         before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
         moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in rest.version_spans)
         return replace(

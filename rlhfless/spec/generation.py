@@ -171,10 +171,12 @@ class GenerationSpec(SpecModel):
     """Sample among the k likeliest tokens; 0 for all. Any value but 0 biases the ratio, and gives a warning."""
 
     stop: Annotated[tuple[str, ...], Field(max_length=MOST_STOPS)] = ()
-    """Texts that end a response, in addition to the end-of-sequence token."""
+    """Texts that end a response, in addition to the end-of-sequence token. The response ends with the token that
+    completes the text, which rewards see and the policy learns."""
 
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=MOST_STOPS)] = ()
-    """Tokens that end a response, in addition to the end-of-sequence token."""
+    """Tokens that end a response, in addition to the end-of-sequence token. Rewards see them in the response's text,
+    unless they close a turn, as `<|im_end|>` does."""
 
     batch_invariant: bool = False
     """On GPUs: kernels whose result for a sequence does not depend on what else is in the batch

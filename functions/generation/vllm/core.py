@@ -39,11 +39,11 @@ from rlhfless.functions.generation.engine import (
     Sampled,
     SampleRequest,
 )
+from rlhfless.functions.generation.response_text import closing_ids, closing_stops, with_text
 from rlhfless.functions.generation.vllm import quantised_layers, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
-from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
@@ -94,8 +94,11 @@ class Core:
         self._internal_ids: dict[str, str] = {}
         self._ended: list[Sampled] = []
         """Responses that ended while something else was waited for."""
-        self._continued: dict[str, SampleRequest] = {}
-        """Requests that continue a response, by id."""
+        self._requests: dict[str, SampleRequest] = {}
+        """Unfinished requests, by id."""
+        self._tokenizer: Any = self._engine.get_tokenizer()
+        eos: int | list[int] | None = config.model_config.try_get_generation_config().get("eos_token_id")
+        self._end_ids = closing_ids(self._tokenizer, [eos] if isinstance(eos, int) else eos or ())
         self._usable = True
         self._speculates = settings.speculation.on
         self._drafts_suffixes = settings.speculation.remembers
@@ -122,15 +125,15 @@ class Core:
             stop_token_ids=list(request.stop_token_ids),
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
-            # Only stop texts need the text while sampling; without them it is decoded once, at the end.
+            # Only stop texts need the text while sampling. The response's own text is decoded once, at the end.
             detokenize=bool(request.stop),
+            skip_special_tokens=False,  # a stop text may be, or contain, a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=self._extra(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
-        if request.drawn_tokens:
-            self._continued[request.request_id] = request
         self._internal_ids[request.request_id] = self._engine.add_request(request.request_id, prompt, parameters)
+        self._requests[request.request_id] = request
 
     def _extra(self, request: SampleRequest) -> dict[str, Any] | None:
         extra: dict[str, Any] = {}
@@ -334,7 +337,7 @@ class Core:
 
     def _take(self, output: RequestOutput) -> Sampled:
         del self._internal_ids[output.request_id]
-        completion, tokenizer = output.outputs[0], self._engine.get_tokenizer()
+        request, completion = self._requests.pop(output.request_id), output.outputs[0]
         token_ids = tuple(completion.token_ids)
         assert isinstance(completion.logprobs, FlatLogprobs)
         assert completion.finish_reason is not None
@@ -349,11 +352,11 @@ class Core:
             ),
             cached_tokens=output.num_cached_tokens or 0,
             kv_offer=output.kv_transfer_params,
-            text=completion.text or tokenizer.decode(token_ids, skip_special_tokens=True),
+            text="",
             **_speculated(completion.spec_decode_metrics),
         )
-        continued = self._continued.pop(output.request_id, None)
-        return sampled if continued is None else as_one(sampled, continued, tokenizer)
+        end_ids = self._end_ids | closing_stops(self._tokenizer, request.stop_token_ids)
+        return with_text(sampled, request, self._tokenizer, end_ids)
 
     def _require_idle(self, purpose: str) -> None:
         if self.busy:

@@ -25,6 +25,7 @@ from rlhfless.functions.generation.engine import (
     Sampled,
     SampleRequest,
 )
+from rlhfless.functions.generation.response_text import closing_ids, response_text
 from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.weights.check import check_consumed
@@ -54,6 +55,7 @@ class PlainEngine:
         self._heard_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.tokenizer)
+        self._end_ids = closing_ids(self._tokenizer)
         dtype = getattr(torch, settings.dtype)
         self._model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device).eval()
         self._parking = Parking(self._model.parameters())
@@ -95,7 +97,6 @@ class PlainEngine:
         drawn = list(request.token_ids[len(request.token_ids) - request.drawn_tokens :])
         ends = {self._model.config.eos_token_id, *request.stop_token_ids}
         fed, cache, reason = torch.tensor([request.token_ids]), None, FinishReason.LENGTH
-        text = self._text(drawn)
         most = min(request.max_tokens, self._limit() - len(request.token_ids))
         while len(running.tokens) < most:
             if running.stopped.is_set() or self._failure:
@@ -107,18 +108,15 @@ class PlainEngine:
             running.tokens.append(token)
             running.logprobs.append(logprob)
             self._heard_s = time.monotonic()
-            text = self._text(drawn + running.tokens)
+            text = self._tokenizer.decode(drawn + running.tokens)
             if token in ends or any(stop in text for stop in request.stop):
                 reason = FinishReason.STOP
-                text = text[: min((text.find(stop) for stop in request.stop if stop in text), default=len(text))]
                 break
         label = self.loaded.label if self.loaded else ""
         spans = (VersionSpan(label, 0, len(running.tokens)),)
         tokens, logprobs = tuple(running.tokens), tuple(running.logprobs)
+        text = response_text(self._tokenizer, drawn + running.tokens, self._end_ids)
         return Sampled(request.request_id, tokens, logprobs, reason, spans, 0, text)
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _limit(self) -> int:
         return self.settings.max_model_len or int(self._model.config.max_position_embeddings)

@@ -202,8 +202,20 @@ async def test_ends(case: Case) -> None:
     assert (by_token.finish_reason, by_token.token_ids) == (FinishReason.STOP, long.token_ids[:5])
     by_text = await case.engine.sample(_request("text", max_tokens=9, stop=(VOCABULARY[fifth],)))
     assert (by_text.finish_reason, by_text.token_ids) == (FinishReason.STOP, long.token_ids[:5])
-    assert by_text.text == "".join(VOCABULARY[token] for token in long.token_ids[:4])
+    assert by_text.text == "".join(VOCABULARY[token] for token in long.token_ids[:5])
     assert len(by_text.logprobs) == 5
+    first = VOCABULARY[long.token_ids[0]]
+    assert (await case.engine.sample(_request("first", stop=(first,)))).text == first
+
+
+@contract
+async def test_a_stop_text_may_be_a_special_token(case: Case) -> None:
+    requests = [_request(f"b{i}", seed=i, max_tokens=LONG) for i in range(48)]
+    samples = await asyncio.gather(*map(case.engine.sample, requests))
+    request, sample = next(pair for pair in zip(requests, samples, strict=True) if 0 in pair[1].token_ids[1:])
+    stopped = await case.engine.sample(replace(request, stop=("<bos>",)))
+    assert stopped.token_ids == sample.token_ids[: sample.token_ids.index(0) + 1]
+    assert stopped.text == "".join(VOCABULARY[token] for token in stopped.token_ids)
 
 
 @contract
