@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhfless.redaction import user_in
+from rlhfless.spec.errors import Problem
+from rlhfless.spec.explain import several
 
 MOST_PROCESSES = 4096
 """The most replicas, ranks, devices or workers of one function: the driver keeps an object and a connection for
@@ -42,7 +46,67 @@ def without_user(url: str, hint: str) -> str:
     return url
 
 
-class SpecModel(BaseModel):
+class StrictModel(BaseModel):
+    """Takes `true` for no number and 1 for no `true`: pydantic would convert one to the other without a word."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_not_booleans(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        problems = [
+            Problem(".".join((name, *place)), f"{each!r}: {what}")
+            for name, field in cls.model_fields.items()
+            if name in values
+            for wrong, what in _refused(frozenset(_scalars(field.annotation)))
+            for place, each in _leaves(values[name])
+            if type(each) in wrong
+        ]
+        if problems:
+            raise several(problems)
+        return values
+
+
+def _refused(allowed: frozenset[type]) -> Iterator[tuple[tuple[type, ...], str]]:
+    """The types of values that a field refuses, by the types that it allows, and what it should be instead."""
+    if bool in allowed and not allowed & {int, float, object}:
+        yield (int, float), "should be true or false"
+    elif allowed & {int, float} and not allowed & {bool, object}:
+        yield (bool,), "should be a number, not true or false"
+
+
+def _scalars(annotation: Any) -> Iterator[type]:
+    """The types of the plain values that an annotation allows; `object` where it allows any, or has models: these check
+    their own values."""
+    if isinstance(annotation, type) and annotation in (bool, int, float):
+        yield annotation
+    elif (
+        annotation is Any
+        or annotation is object
+        or (isinstance(annotation, type) and issubclass(annotation, BaseModel))
+    ):
+        yield object
+    elif get_origin(annotation) is Literal:
+        yield from (type(value) for value in get_args(annotation) if isinstance(value, bool | int))
+    elif get_origin(annotation) is Annotated:
+        yield from _scalars(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, tuple, list, set, frozenset):
+        for part in get_args(annotation):
+            yield from _scalars(part)
+    elif get_origin(annotation) in (dict, Mapping):
+        yield from _scalars(get_args(annotation)[1])
+
+
+def _leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The plain values in a value, each with the keys that lead to it."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in items:
+        yield from _leaves(each, (*place, str(key)))
+    if not isinstance(value, Mapping | list | tuple):
+        yield place, value
+
+
+class SpecModel(StrictModel):
     """A frozen part of a `RunSpec`.
 
     Unknown keys are refused: a key that silently does nothing would be hard to find. Defaults live

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -21,7 +22,7 @@ from rlhfless.control.security.gate import Gate
 from rlhfless.control.security.keys import requires
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
-from rlhfless.spec.explain import shown
+from rlhfless.spec.explain import PROBLEMS_ERROR, shown
 
 PLACES = ("body", "query", "path", "header")
 """Parts of a request that have fields."""
@@ -68,7 +69,17 @@ async def _api(_: Request, error: ApiError) -> JSONResponse:
 
 async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
     content_type = request.headers.get("content-type", "")
-    return invalid_request([problem_of(each, content_type) for each in error.errors()]).response()
+    problems = [problem for each in error.errors() for problem in problems_of(each, content_type)]
+    return invalid_request(problems).response()
+
+
+def problems_of(error: Mapping[str, Any], content_type: str) -> list[Problem]:
+    """The wrong fields of one error of a RequestValidationError."""
+    if error["type"] != PROBLEMS_ERROR:
+        return [problem_of(error, content_type)]
+    section = [str(part) for part in error["loc"] if part not in PLACES]
+    found: Sequence[Problem] = error["ctx"]["problems"]
+    return [replace(problem, where=".".join(filter(None, (*section, problem.where)))) for problem in found]
 
 
 def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -27,6 +27,7 @@ from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service
 from rlhfless.prepare.memory.assumed import parsed_sides
+from rlhfless.spec.base import StrictModel
 from rlhfless.spec.errors import InputError, Problem
 
 router = APIRouter(tags=["compute"])
@@ -35,7 +36,7 @@ PLAN_S, COMPARE_S, REWARDS_S, TIMELINE_S, CHECK_S = 120.0, 240.0, 120.0, 60.0, 6
 """Longest times of jobs. A comparison over all kinds of the price book takes up to a minute."""
 
 
-class _Question(BaseModel):
+class _Question(StrictModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
