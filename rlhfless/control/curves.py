@@ -6,7 +6,6 @@ bins of equal width, and of each bin the lowest and the highest stay: a spike of
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from pydantic_core import from_json
 
 from rlhfless.control.errors import ApiError
 from rlhfless.control.objects.runs import Series
+from rlhfless.spec.explain import closest
 from rlhfless.telemetry.metrics import METRICS, Kind
 
 Measured = tuple[int, float, str]
@@ -34,8 +34,8 @@ def wanted_names(names: Iterable[str]) -> frozenset[str]:
     wanted = frozenset(names)
     for name in wanted:
         if name.partition("/")[0] not in METRICS:
-            near = difflib.get_close_matches(name, METRICS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; without `name` all are answered"
+            near = closest(name, METRICS)
+            hint = f"; did you mean {near!r}?" if near else "; without `name` all are answered"
             raise ApiError(422, "invalid_request", f"there is no metric {name!r}{hint}", "name")
     return wanted
 

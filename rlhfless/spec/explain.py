@@ -23,6 +23,8 @@ from rlhfless.spec.removed import removed_problems
 _MAX_QUOTE = 80
 # The similarity of words with one typing error; below it, the same key in another section is the better guess.
 _TYPING_ERROR = 0.8
+# More differences than that are no typing errors; difflib's similarity decides.
+_MOST_TYPING_ERRORS = 2
 # The number of items that a message names; the others are counted.
 _MAX_COUNTED = 8
 
@@ -85,8 +87,53 @@ def shown(value: object) -> str:
 
 def nearest(word: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
     """`did you mean ...? ` for the closest of the valid words, or nothing. The cutoff is difflib's."""
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=cutoff)
-    return f"did you mean `{close[0]}`? " if close else ""
+    close = closest(word, valid, cutoff)
+    return f"did you mean `{close}`? " if close is not None else ""
+
+
+def closest(word: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The valid word that `word` most likely stands for; None if none is similar.
+
+    Typing errors come first, by their number: difflib alone finds `gspo` as similar to `gpro` as `grpo`. Case and the
+    choice of `-` or `_` do not count.
+    """
+    typed = _folded(word)
+
+    def rank(candidate: str) -> tuple[int, float]:
+        return min(_typing_errors(typed, _folded(candidate)), _MOST_TYPING_ERRORS + 1), -_similarity(typed, candidate)
+
+    similar = [
+        candidate
+        for candidate in valid
+        if _similarity(typed, candidate) >= cutoff
+        or (len(typed) > 2 and _typing_errors(typed, _folded(candidate)) <= 1)
+    ]
+    return min(similar, key=rank, default=None)
+
+
+def _folded(word: str) -> str:
+    return word.casefold().replace("-", "_")
+
+
+def _similarity(typed: str, candidate: str) -> float:
+    return difflib.SequenceMatcher(None, _folded(candidate), typed).ratio()
+
+
+def _typing_errors(a: str, b: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours that make `a` to `b` (optimal string alignment);
+    more than _MOST_TYPING_ERRORS where the lengths alone say so."""
+    if abs(len(a) - len(b)) > _MOST_TYPING_ERRORS:
+        return _MOST_TYPING_ERRORS + 1
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        earlier, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

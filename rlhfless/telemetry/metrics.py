@@ -8,11 +8,12 @@ emits them: a sink never averages.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+
+from rlhfless.spec.explain import closest
 
 
 class Unit(StrEnum):
@@ -66,8 +67,8 @@ class UndeclaredMetric(ValueError):
     """A value was emitted under a name that is not in METRICS. The message names the nearest declared metric."""
 
     def __init__(self, name: str) -> None:
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        nearest = f"did you mean {near[0]!r}? If not, " if near else ""
+        near = closest(name, METRICS)
+        nearest = f"did you mean {near!r}? If not, " if near else ""
         hint = "declare it in rlhfless/telemetry/metrics.py, or call an algorithm's own `algorithm/<name>`"
         super().__init__(f"metric {name!r} is not declared; {nearest}{hint}")
 
