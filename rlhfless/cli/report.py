@@ -35,6 +35,7 @@ def run_report(title: str, outcome: Outcome, folder: Path) -> RenderableType:
         {
             "checkpoint": outcome.checkpoint,
             "best checkpoint": outcome.best_checkpoint,
+            "best by": outcome.best_by,
             "trace": folder / TRACE_FOLDER,
             "metrics": folder / "metrics.jsonl",
             "log": folder / "run.log",

@@ -274,8 +274,8 @@ def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
         _print_json(page)
         return
     for checkpoint in page.data:
-        score = "-" if checkpoint.score is None else f"{checkpoint.score:.4g}"
-        typer.echo(f"{checkpoint.id}  {'best' if checkpoint.best else '':4}  {score:>8}  {checkpoint.location}")
+        score = "-" if checkpoint.score is None else f"{checkpoint.metric} {checkpoint.score:.4g}".strip()
+        typer.echo(f"{checkpoint.id}  {'best' if checkpoint.best else '':4}  {score}  {checkpoint.location}")
 
 
 def _client(url: str | None) -> Client:

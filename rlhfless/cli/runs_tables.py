@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rlhfless.cli.tables import functions_table, table
 from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule, PlanObject, UsageObject
-from rlhfless.control.objects.runs import RunObject
+from rlhfless.control.objects.runs import CheckpointObject, RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.text import legible
 
@@ -41,6 +41,13 @@ def runs_table(runs: Sequence[RunObject], width: int) -> Table:
     return made
 
 
+def best_by(checkpoint: CheckpointObject) -> str:
+    """What makes a checkpoint the best: metric, value and step."""
+    if checkpoint.score is None:
+        return f"the newest: none was saved with a value of {checkpoint.metric or 'checkpoint.best.metric'}"
+    return f"{checkpoint.metric or 'score'} {checkpoint.score:.4g} after step {checkpoint.step}"
+
+
 def run_lines(run: RunObject) -> RenderableType:
     """A run, in a few lines."""
     head = Text.assemble((run.id, "bold"), f"  {run.status}")
@@ -54,8 +61,7 @@ def run_lines(run: RunObject) -> RenderableType:
     if run.latest_checkpoint is not None:
         parts.append(Text(f"checkpoint {run.latest_checkpoint.location}"))
     if run.best_checkpoint is not None:
-        score = "" if run.best_checkpoint.score is None else f" ({decimal(run.best_checkpoint.score)})"
-        parts.append(Text(f"best checkpoint{score} {run.best_checkpoint.location}"))
+        parts.append(Text(f"best checkpoint ({best_by(run.best_checkpoint)}) {run.best_checkpoint.location}"))
     if run.error is not None:
         parts.append(Text(legible(f"{run.error.code}: {run.error.message}"), style="red"))
     return Group(*parts)

@@ -9,6 +9,7 @@ import threading
 import typer
 from rich.console import RenderableType
 
+from rlhfless.cli.runs_tables import best_by
 from rlhfless.cli.tables import final_report
 from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
@@ -105,6 +106,7 @@ def _report(client: Client, run: RunObject, before: dict[str, float]) -> Rendera
         {
             "checkpoint": run.latest_checkpoint.location if run.latest_checkpoint is not None else "",
             "best checkpoint": run.best_checkpoint.location if run.best_checkpoint is not None else "",
+            "best by": best_by(run.best_checkpoint) if run.best_checkpoint is not None else "",
             "page": f"{client.url}/#/runs/{run.id}",
         },
     )

@@ -41,6 +41,8 @@ class Outcome:
     """Where the last checkpoint is."""
     best_checkpoint: str
     """Where the best one is, by `checkpoint.best`."""
+    best_by: str
+    """The metric, value and step that make it the best."""
     recovered: Recovered
     """Faults and losses of this attempt."""
 
@@ -57,9 +59,9 @@ async def execute(session: Session) -> Outcome:
     steps = session.spec.steps
     after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
     best = run.checkpoints.best(run.checkpoints.all())
-    last = run.checkpoints.location(steps)
+    best_by, last = run.checkpoints.best_by(best), run.checkpoints.location(steps)
     wall_s = time.time() - began_s
-    return Outcome(run.before, after, steps, wall_s, last, best.location if best else last, recovered)
+    return Outcome(run.before, after, steps, wall_s, last, best.location if best else last, best_by, recovered)
 
 
 async def drive_steps(session: Session, run: TrainedRun, first: int) -> Recovered:
@@ -144,7 +146,10 @@ class RunSteps:
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
         moves = 0 < step < spec.steps and self._run.keepers.must_move
-        saves = moves or step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
+        saves = moves or step == spec.steps or bool(step and _due(step, spec.checkpoint.every_steps))
+        if step and not saves and self._run.evaluated == step:
+            await self._wait_for_checkpoint()  # its score counts
+            saves = await asyncio.to_thread(self._run.improves, step)
         if saves:
             await self._save(step, whole=moves or step == spec.steps)
         self.following = step + 1  # a fault from here on is none of this step, which the functions have taken
@@ -221,6 +226,7 @@ class RunSteps:
             figures = await self._stages.evaluate_held_out(run, step)
         named = {f"eval/{name}": value for name, value in figures.items()}
         run.latest.update(named)
+        run.evaluated = step
         if step == 0:
             run.before = figures
         self._session.sinks.emit(step, named)

@@ -1,4 +1,4 @@
-"""One evaluation on held-out prompts: for each set the mean of every reward part, and pass@k."""
+"""One evaluation on held-out prompts: the mean reward, and for each set the mean of every reward part, and pass@k."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhfless.spec import EvaluationSpec
 
 
 async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
-    """The figures of the held-out prompts, of which there is at least one; of a set that has a name below
-    `<set>/`: see `figures_of`.
+    """The figures of the held-out prompts, of which there is at least one: `reward_mean` over all of them, and of each
+    set, with its name `<set>/` before them, those of `figures_of`.
 
     All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
     """
@@ -27,11 +27,17 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     for experience in (sampled, greedy):
         log_failures(experience, step)
     sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
-    return {
+    return mean_reward(sampled) | {
         f"{name}/{figure}" if name else figure: value
         for name in sets
         for figure, value in figures_of(_of(sampled, name), _of(greedy, name), run.spec.evaluation).items()
     }
+
+
+def mean_reward(sampled: Experience) -> dict[str, float]:
+    """`reward_mean`: the mean weighted reward over the samples of all sets, without those that failed."""
+    totals = [sample.scored.total for sample in sampled.samples if not sample.scored.failures]
+    return {"reward_mean": math.fsum(totals) / len(totals)} if totals else {}
 
 
 def figures_of(sampled: Experience, greedy: Experience, spec: EvaluationSpec) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class TrainedRun:
     """Held-out figures before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
     """The metrics that were measured last, by name."""
+    evaluated: int = -1
+    """The step of the last evaluation."""
     clock: StepClock = field(default_factory=StepClock)
     keepers: Keepers = field(init=False)
     learner_size: ElasticLearner | None = None
@@ -126,10 +129,26 @@ class TrainedRun:
             attempt=self.attempt,
             step=step,
             digest="",
-            score=self.latest.get(self.spec.checkpoint.best.metric),
+            score=self.score(step),
             before=self.before,
+            metric=self.spec.checkpoint.best.metric,
             parts=self.keepers.parts,
         )
+
+    def score(self, step: int) -> float | None:
+        """The value of `checkpoint.best.metric` after `step`; None if it was not measured then."""
+        best = self.spec.checkpoint.best
+        if best.of_evaluations and self.evaluated != step:
+            return None
+        return self.latest.get(best.metric)
+
+    def improves(self, step: int) -> bool:
+        """Whether the evaluation after `step` has a better score than every checkpoint."""
+        best, score = self.spec.checkpoint.best, self.score(step)
+        if not best.save or not best.of_evaluations or score is None or math.isnan(score):
+            return False
+        saved = [self.checkpoints.score(each.notes) for each in self.checkpoints.all()]
+        return all(score < each if best.mode == "min" else score > each for each in saved if each is not None)
 
     async def restore(self) -> int:
         """Go on from the newest checkpoint, or the initial models if there is none; returns its step."""

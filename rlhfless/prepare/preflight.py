@@ -321,6 +321,7 @@ def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
     written = ("loss", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
     known = {
         *(f"eval/{name}" for name in written if spec.supervised and held_out),
+        *(["eval/reward_mean"] if held_out and not spec.supervised else ()),
         *(name for name, declared in METRICS.items() if declared.label is None),
         *(f"reward/{label}" for label in labels),
         *(f"{each}{label}{figure}" for each in sets for label in labels for figure in figures),

@@ -59,6 +59,8 @@ class CheckpointNotes:
     """Held-out figures before the first step of the run."""
     kl_coefficient: float | None = None
     """Of the next step, if it follows a target."""
+    metric: str = ""
+    """The metric of `score`; empty in checkpoints that do not name it."""
     parts: tuple[str, ...] = ()
     """The functions beside the learner whose state it has."""
     version: int = CHECKPOINT_VERSION
@@ -115,14 +117,28 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The best of these by its score, one without a score last; among equal scores the later."""
-        sign = 1 if self._best.mode == "max" else -1
+        """The best of these by its score; among equal scores, and where none has a score, the newest. A score of
+        another metric than `checkpoint.best.metric` does not count."""
+        sign = -1 if self._best.mode == "min" else 1
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
-            score = checkpoint.notes.score
+            score = self.score(checkpoint.notes)
             return -math.inf if score is None else sign * score, checkpoint.notes.step
 
         return max(checkpoints, key=rank, default=None)
+
+    def score(self, notes: CheckpointNotes) -> float | None:
+        """The value of `checkpoint.best.metric` of a checkpoint; None if it was not measured."""
+        counts = notes.score is not None and not math.isnan(notes.score) and notes.metric in ("", self._best.metric)
+        return notes.score if counts else None
+
+    def best_by(self, checkpoint: Checkpoint | None) -> str:
+        """What makes a checkpoint the best, in words: `eval/reward_mean 0.8125 after step 20, the largest of ...`."""
+        score, metric = self.score(checkpoint.notes) if checkpoint else None, self._best.metric
+        if checkpoint is None or score is None:
+            return f"the newest: none was saved with a value of {metric}"
+        which = "smallest" if self._best.mode == "min" else "largest"
+        return f"{metric} {score:.4g} after step {checkpoint.notes.step}, the {which} of the saved steps"
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[int]:
         """The steps of those to keep: the last few, and the best."""

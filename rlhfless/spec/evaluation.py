@@ -10,6 +10,9 @@ from rlhfless.spec.base import SpecModel, Steps, without_user
 from rlhfless.spec.data import NamedSetSpec, require_different
 from rlhfless.spec.locations import KeptPath
 
+EVAL = "eval/"
+"""What the names of evaluations' figures start with."""
+
 
 class EvaluationSpec(SpecModel):
     """Evaluation on the held-out prompts, before and after the run and in between."""
@@ -46,12 +49,29 @@ class EvaluationSpec(SpecModel):
 class BestSpec(SpecModel):
     """Which checkpoint is the best: it is kept when others are deleted, and marked where checkpoints are listed."""
 
-    metric: Annotated[str, Field(min_length=1)] = "reward_mean"
-    """A metric of steps or evaluations, such as `eval/exact_match_pass@4`; between evaluations its last value
-    counts. Runs that learn from written responses have `eval/loss`, and `min`, unless they name another."""
+    metric: Annotated[str, Field(min_length=1)] = "auto"
+    """A metric of docs/metrics.md, such as `eval/exact_match_pass@4`. `auto`: with held-out prompts `eval/reward_mean`,
+    or `eval/loss` of runs that learn from written responses; without them `reward_mean`, or `loss`, of the step. A
+    figure of an evaluation counts for the checkpoint of the same step alone."""
 
-    mode: Literal["max", "min"] = "max"
-    """Whether its largest or its smallest value is the best."""
+    mode: Literal["auto", "max", "min"] = "auto"
+    """Whether its largest or its smallest value is the best. `auto`: the smallest of metrics whose name ends with
+    `loss`, and the largest of others."""
+
+    save: bool = True
+    """Where `metric` is a figure of evaluations: also save after each evaluation that improves it."""
+
+    @property
+    def of_evaluations(self) -> bool:
+        """Whether the metric is measured by evaluations, and not by every step."""
+        return self.metric.startswith(EVAL)
+
+    def resolved(self, *, supervised: bool, held_out: bool) -> BestSpec:
+        """With the metric and the mode that `auto` stands for."""
+        step_metric = "loss" if supervised else "reward_mean"
+        metric = self.metric if self.metric != "auto" else f"{EVAL if held_out else ''}{step_metric}"
+        mode = self.mode if self.mode != "auto" else "min" if metric.endswith("loss") else "max"
+        return self.model_copy(update={"metric": metric, "mode": mode})
 
 
 class CheckpointSpec(SpecModel):

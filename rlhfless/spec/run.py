@@ -49,7 +49,6 @@ from rlhfless.spec.supervised import (
     PreferencesSpec,
     RunType,
     absent_key_problems,
-    with_best,
     without_absent,
 )
 
@@ -194,11 +193,6 @@ class RunSpec(SpecModel):
     output: str = "runs"
     """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _best_of_its_type(cls, values: Any) -> Any:
-        return with_best(values)
-
     @field_validator("prompts", "demonstrations", "preferences", "rewards")
     @classmethod
     def _has_its_data(cls, value: Any, info: ValidationInfo) -> Any:
@@ -206,6 +200,17 @@ class RunSpec(SpecModel):
         if info.field_name in needed and not value:
             raise PydanticCustomError("missing", "Field required")
         return value
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _resolves_the_best(cls, checkpoint: CheckpointSpec, info: ValidationInfo) -> CheckpointSpec:
+        run_type, evaluation = info.data.get("type"), info.data.get("evaluation")
+        data = info.data.get(DATA[run_type]) if run_type else None
+        if data is None or evaluation is None:
+            return checkpoint  # one of them is refused
+        held_out = data.held_out is not None or bool(evaluation.sets)
+        best = checkpoint.best.resolved(supervised=run_type != "rlhf", held_out=held_out)
+        return checkpoint.model_copy(update={"best": best})
 
     @staticmethod
     def _needed(run_type: RunType) -> tuple[str, ...]:

@@ -90,20 +90,6 @@ DATA: Mapping[RunType, str] = {
 """The section with the data of each type."""
 
 
-BEST: Mapping[str, str] = {"metric": "eval/loss", "mode": "min"}
-"""`checkpoint.best` of runs that learn from written responses, unless they name another: they have no rewards."""
-
-
-def with_best(values: Any) -> Any:
-    """A spec as it was written, with the `checkpoint.best` of its type."""
-    if not isinstance(values, Mapping) or values.get("type", "rlhf") == "rlhf":
-        return values
-    checkpoint = values.get("checkpoint", {})
-    if not isinstance(checkpoint, Mapping) or "best" in checkpoint:
-        return values
-    return {**values, "checkpoint": {**checkpoint, "best": dict(BEST)}}
-
-
 def absent_key_problems(spec: BaseModel, run_type: RunType) -> Iterator[Problem]:
     """A problem for each key that was given and that the type does not have."""
     for key in ABSENT[run_type]:

@@ -1,6 +1,6 @@
 """All policies of a scenario over all its seeds: the Python API behind `rlhfless simulate`.
 
-    scenario = load_scenario("examples/scenarios/gsm8k-3b-l40s.yaml")
+    scenario = load_scenario("examples/scenarios/gsm8k-3b-h100.yaml")
     comparison = compare(scenario)
     for row in comparison.rows("later"):
         print(row.label, row.step_s, row.step_usd)

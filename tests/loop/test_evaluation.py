@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.loop.evaluation import figures_of, pass_at
+from rlhfless.loop.evaluation import figures_of, mean_reward, pass_at
 from rlhfless.records import Experience, FinishReason, Group, Prompt, Rollout, Score
 from rlhfless.spec import EvaluationSpec
 
@@ -23,6 +23,15 @@ def group(name: str, values: list[float | None]) -> Group:
     ]
     scores = [Score(v or 0.0, {} if v is None else {"right": v}) for v in values]
     return Group.of(Prompt(name, (1,), ""), rollouts).adding(score=scores)
+
+
+def test_the_mean_reward_is_weighted_and_leaves_failed_samples_out() -> None:
+    failed = Group.of(Prompt("c", (1,), ""), group("c", [0]).samples[0].rollouts).adding(
+        score=[Score(0.0, {}, {"right": "no answer"})]
+    )
+    sampled = Experience((group("a", [1, 0]), group("b", [0.5]), failed))
+    assert mean_reward(sampled) == {"reward_mean": pytest.approx(0.5)}
+    assert mean_reward(Experience((failed,))) == {}
 
 
 def test_by_hand() -> None:

@@ -530,6 +530,20 @@ def test_the_metric_of_the_best_checkpoint_is_one_of_the_run(fault, check, write
         assert text in message
 
 
+@pytest.mark.parametrize("run_type", ["rlhf", "sft", "reward_model", "dpo"])
+def test_the_smallest_spec_of_each_type_can_start(check, write_rows, run_type):
+    row = {"prompt": "w1", "response": " w2", "chosen": " w2", "rejected": " w3"}
+    rows = write_rows([row | {"prompt": f"w{i}"} for i in range(4)], "written.jsonl")
+    section = {"rlhf": "prompts", "sft": "demonstrations"}.get(run_type, "preferences")
+    smallest = {"type": run_type, "model": check.model, section: {"path": str(rows)}, "prompts_per_step": 4}
+    if run_type == "rlhf":
+        smallest |= {"rewards": [{"type": "regex", "pattern": "w"}], "generation": {"max_tokens": 16}}
+    assert len(preflight(RunSpec.model_validate(smallest)).train) == 4
+    with_held_out = smallest | {section: {"path": str(rows), "held_out": {"fraction": 0.5}}, "prompts_per_step": 2}
+    prepared = preflight(RunSpec.model_validate(with_held_out))
+    assert len(prepared.held_out) == 2
+
+
 def test_a_set_with_fewer_prompts_than_its_share_of_a_step_is_refused(fault, write_rows):
     few = write_rows([{"prompt": "w1", "answer": 1}], "few.jsonl")
     many = write_rows([{"prompt": f"w{i}", "answer": i} for i in range(9)], "many.jsonl")

@@ -43,13 +43,39 @@ def test_a_spec_with_its_data_alone_is_whole_and_is_read_back_from_its_file(run_
 def test_the_best_checkpoint_is_by_the_held_out_loss_unless_another_is_named() -> None:
     named = {"best": {"metric": "eval/preference_accuracy"}}
     for run_type in TYPES:
-        best = RunSpec.model_validate(values(run_type, checkpoint={"keep_last": 3})).checkpoint
+        data = {DATA[run_type]: {"path": "/rows.jsonl", "held_out": {"fraction": 0.1}}}
+        best = RunSpec.model_validate(values(run_type, checkpoint={"keep_last": 3}, **data)).checkpoint
         assert (best.keep_last, best.best.metric, best.best.mode) == (3, "eval/loss", "min")
+        without = RunSpec.model_validate(values(run_type, checkpoint={"keep_last": 3})).checkpoint.best
+        assert (without.metric, without.mode) == ("loss", "min")
         other = RunSpec.model_validate(values(run_type, checkpoint=named)).checkpoint.best
         assert (other.metric, other.mode) == ("eval/preference_accuracy", "max")
     assert problems(values("sft", checkpoint=3))[0].startswith("checkpoint: ")
     of_rewards = values("rlhf", rewards=[{"type": "exact_match"}])
     assert RunSpec.model_validate(of_rewards).checkpoint.best.metric == "reward_mean"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "evaluation", "held_out", "wanted"),
+    [
+        ({}, {}, None, ("reward_mean", "max")),
+        ({}, {"every_steps": 5}, {"fraction": 0.1}, ("eval/reward_mean", "max")),
+        ({}, {"sets": [{"name": "a", "path": "/a.jsonl"}]}, None, ("eval/reward_mean", "max")),
+        ({"best": {}}, {}, {"path": "/test.jsonl"}, ("eval/reward_mean", "max")),
+        ({"best": {"mode": "min"}}, {}, {"path": "/test.jsonl"}, ("eval/reward_mean", "min")),
+        ({"best": {"metric": "policy_loss"}}, {}, None, ("policy_loss", "min")),
+        ({"best": {"metric": "value_loss", "mode": "max"}}, {}, None, ("value_loss", "max")),
+        ({"best": {"metric": "reward_mean"}}, {}, {"fraction": 0.5}, ("reward_mean", "max")),
+    ],
+)
+def test_the_best_checkpoint_of_a_run_with_rewards_is_by_a_held_out_figure_where_there_is_one(
+    checkpoint: Any, evaluation: Any, held_out: Any, wanted: Any
+) -> None:
+    written = values("rlhf", rewards=[{"type": "exact_match"}], checkpoint=checkpoint, evaluation=evaluation)
+    written["prompts"] = {"path": "/rows.jsonl", "held_out": held_out}
+    spec = RunSpec.model_validate(written)
+    assert (spec.checkpoint.best.metric, spec.checkpoint.best.mode) == wanted
+    assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,8 @@ class Reporter(Host):
                 "step": each.notes.step,
                 "location": each.location,
                 "best": each is best,
-                "score": each.notes.score,
+                "score": checkpoints.score(each.notes),
+                "metric": each.notes.metric,
                 "created_at": time.time(),
             }
             for each in kept

@@ -22,7 +22,9 @@ class CheckpointObject(ApiObject):
     best: bool
     """Whether the checkpoint is the best by `checkpoint.best`."""
     score: float | None
-    """The value of `checkpoint.best.metric` then; null if it was not measured yet."""
+    """The value of `metric` after this step; null if it was not measured then."""
+    metric: str = ""
+    """The metric of `checkpoint.best`; empty if the driver did not name it."""
     created_at: float
 
 

@@ -135,7 +135,7 @@ export function checkpointsTab(root, { id, path }) {
   }
 
   const row = (one) => h("tr", { role: "row" },
-    cell("Checkpoint", { class: "name" }, one.id, one.best ? h("span", { class: "label best" }, "best") : null),
+    cell("Checkpoint", { class: "name" }, one.id, one.best ? h("span", { class: "label best", title: one.metric ?? "" }, "best") : null),
     figureCell("Step", one.step, String), figureCell("Score", one.score, number),
     cell("Saved", { class: "num", "data-value": one.created_at, title: dateTime(one.created_at) }, ago(one.created_at)),
     cell("Location", { class: "path" }, h("code", {}, one.location)),
