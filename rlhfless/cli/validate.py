@@ -18,15 +18,23 @@ def register(app: typer.Typer) -> None:
     app.command()(schema)
 
 
-def validate(spec: SpecFile, overrides: Overrides = None) -> None:
-    """Check a spec, its model, prompts, rewards and devices, and print it with every default filled in."""
+def validate(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", "--defaults", help="Print the whole spec: every default, and what these devices decide."),
+    ] = False,
+) -> None:
+    """Check a spec, its model, data, rewards and devices. Prints what you set, as YAML."""
     from rlhfless.prepare.memory.assumed import on_these_devices
     from rlhfless.prepare.preflight import preflight
-    from rlhfless.spec.load import load_spec, resolved_yaml
+    from rlhfless.spec.load import load_spec, resolved_yaml, set_yaml
 
-    loaded, devices = on_these_devices(load_spec(spec, overrides or ()))
+    own = load_spec(spec, overrides or ())
+    loaded, devices = on_these_devices(own)
     prepared = preflight(loaded)
-    typer.echo(resolved_yaml(loaded), nl=False)
+    typer.echo(resolved_yaml(loaded) if everything else set_yaml(own), nl=False)
     for warning in prepared.warnings:
         typer.secho(legible(f"warning: {warning}"), err=True, fg="yellow")
     typer.secho(

@@ -85,6 +85,11 @@ def json_schema(model: type[BaseModel] = RunSpec) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def set_yaml(spec: RunSpec) -> str:
+    """The keys that were given, without defaults. `load_spec` reads it back as an equal spec."""
+    return document.dump(spec.model_dump(mode="json", exclude_unset=True))
+
+
 def resolved_yaml(spec: RunSpec) -> str:
     """The whole spec with every default filled in. `load_spec` reads it back as an equal spec."""
     return document.dump(spec.model_dump(mode="json"))

@@ -40,15 +40,27 @@ def invoke(*arguments):
     return CliRunner().invoke(main.app, [str(argument) for argument in arguments])
 
 
-def test_validate_prints_the_resolved_spec(spec, model_folder):
+def test_validate_prints_what_the_user_set(spec, model_folder):
     result = invoke("validate", spec, "--set", "steps=3", "--set", "generation.top_p=0.9")
     assert result.exit_code == 0, result.output
-    resolved = yaml.safe_load(result.stdout)
-    assert resolved["steps"] == 3
-    assert resolved["model"]["path"] == str(model_folder)
-    assert resolved["optimizer"]["learning_rate"] == 1e-6
+    assert yaml.safe_load(result.stdout) == {
+        "model": {"path": str(model_folder)},
+        "prompts": {"path": str(spec.parent / "train.jsonl")},
+        "rewards": [{"type": "exact_match"}],
+        "generation": {"max_tokens": 16, "top_p": 0.9},
+        "prompts_per_step": 4,
+        "steps": 3,
+    }
     assert "warning: generation: top_p 0.9" in result.stderr
     assert "ok: 8 training and 0 held-out prompts, sequences of up to 17 tokens" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--all", "--defaults"])
+def test_validate_prints_every_default_on_request(spec, option):
+    result = invoke("validate", spec, option)
+    resolved = yaml.safe_load(result.stdout)
+    assert resolved["optimizer"]["learning_rate"] == 1e-6
+    assert {value for key, value in resolved["timeouts"].items() if key in ("start_s", "call_s")} == {600}
 
 
 def test_validate_imports_no_ray_and_no_engine(spec):

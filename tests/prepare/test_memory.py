@@ -691,15 +691,23 @@ def test_float32_on_gpus_is_refused_with_its_reason() -> None:
 
 
 def test_time_outs_by_hand() -> None:
-    """15.2 GB at 1e8 bytes/s are 152.3 s."""
+    """15.2 GB at 1e8 bytes/s are 152.3 s: 753 s, in whole minutes 780."""
     run = spec(model={"path": "m", "dtype": "bfloat16"}, timeouts={"sync_s": 77})
     large = timed(dataclasses.replace(asked(QWEN_7B, "h100", 1, run), sequence_tokens=0))
     size_s = 2 * shape(QWEN_7B).parameters / 1e8
     assert size_s == pytest.approx(152.3, abs=0.2)
-    assert large.timeouts.start_s == pytest.approx(600 + size_s, abs=1)
+    assert large.timeouts.start_s == 780
     assert large.timeouts.sync_s == 77  # as it was set
     assert large.timeouts.call_s > 600 + size_s
-    assert large.timeouts.generate_s > 3600
+    assert large.timeouts.generate_s == 3600  # which has a tenth more than this size adds
+
+
+@pytest.mark.parametrize("sequence_tokens", [1, 64, 4096])
+def test_time_outs_of_a_small_model_stay_as_documented(sequence_tokens: int) -> None:
+    """A model of some MB adds less than a tenth: 601 s would look like a mistake."""
+    small = QWEN_7B | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 999}
+    found = timed(dataclasses.replace(asked(small, "h100", 1, spec()), sequence_tokens=sequence_tokens))
+    assert found.timeouts == spec().timeouts
 
 
 def test_a_resumed_spec_keeps_what_was_decided(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ SLOWEST_BYTES_PER_S = 1e8
 """Rate of the slowest network by which weights reach a node: 1 Gbit/s, less its overhead. This machine's store was
 measured at 5 to 16 times that (docs/benchmarks.md)."""
 
+SMALL_SHARE, MINUTE_S = 0.1, 60.0
+"""Time-outs grow with the model if that adds this share, and in whole minutes: 601 s would look like a mistake."""
+
 SLOWEST_SHARE = 0.05
 """The lowest share of a device's peak at which a learner is taken to work and not to hang. Learners reach 20 to 50
 %."""
@@ -275,8 +278,8 @@ def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
 
 
 def timed(asked: Question) -> RunSpec:
-    """The spec with time-outs that a model of this size does not exceed even at the slowest rates above; never below
-    the defaults, which are for small models.
+    """The spec with time-outs that a model of this size does not exceed even at the slowest rates above, in whole
+    minutes. The defaults are for small models: they stay where the size adds less than SMALL_SHARE of them.
 
         start_s      + b P / rate            reading the model
         sync_s       + 2 b P / rate          an actor's pull of the weights, and reading them again
@@ -302,5 +305,9 @@ def timed(asked: Question) -> RunSpec:
         "timeouts.call_s": size_s + learning_s,
         "timeouts.generate_s": waves * spec.generation.max_tokens * token_s,
     }
-    values = {key: getattr(spec.timeouts, key.partition(".")[2]) + more for key, more in more_s.items()}
-    return edited(spec, {key: float(math.ceil(s)) for key, s in values.items() if not is_set(spec, key)})
+    values = {}
+    for key, more in more_s.items():
+        default_s = getattr(spec.timeouts, key.partition(".")[2])
+        if more >= SMALL_SHARE * default_s and not is_set(spec, key):
+            values[key] = MINUTE_S * math.ceil((default_s + more) / MINUTE_S)
+    return edited(spec, values)
