@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from rlhfless.cli.tables import table
 from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
 from rlhfless.telemetry.numbers import clock, decimal, money
-from rlhfless.text import legible
+from rlhfless.telemetry.terminal import Prose
 
 MOST_REASONS = 8
 """Reasons why devices do not hold a run that are shown; `--json` has all."""
@@ -36,7 +35,7 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
             f"{busiest} {share:.0%}",
             style="bold" if row.on_front else "",
         )
-    return Group(made, Text(""), *(Text(legible(text)) for text in _notes(compared, named)))
+    return Group(made, "", *map(Prose, _notes(compared, named)))
 
 
 def _devices(row: ComparedDevices, named: bool) -> str:

@@ -44,10 +44,10 @@ def _as_json(sheet: DeviceSheet, book: PriceBook) -> dict[str, object]:
 
 
 def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
-    from rich.console import Console
 
     from rlhfless.cli.tables import table
     from rlhfless.telemetry.numbers import decimal
+    from rlhfless.telemetry.terminal import Terminal
 
     made = table(
         "kind", "TFLOP/s", "fp8", "fp4", "GB", "TB/s", "link GB/s", "W", "$/h", "as of", "hyper $/h", padding=1
@@ -65,7 +65,7 @@ def _show(sheets: list[DeviceSheet], book: PriceBook) -> None:
             "-" if price is None else f"{price.as_of:%Y-%m}",
             "-" if sheet.hyperscaler is None else decimal(sheet.hyperscaler.usd_per_hour, 2),
         )
-    console = Console(highlight=False)
+    console = Terminal()
     console.print(made)
     console.print("* can be planned for, and not run on: no engine of rlhfless runs there")
     console.print("$/h is of the price book, hyper $/h a hyperscaler's on demand; - where none was read")

@@ -46,7 +46,10 @@ class _Group(TyperGroup):
             signals.ignore()
             raise typer.Exit(signals.exit_code()) from None
         except Exception as error:
-            if hasattr(error, "exit_code"):  # typer's own: usage errors, and commands that ask to exit
+            if hasattr(error, "show"):  # a usage error: typer's box would break paths over its lines
+                error.show()
+                raise typer.Exit(getattr(error, "exit_code", 2)) from None
+            if hasattr(error, "exit_code"):  # a command that asks to exit
                 raise
             text = f"unexpected {type(error).__name__}: {error}\nRun it again with --debug for the traceback."
             return _fail(ctx, error, text, _PROGRAM_FAULT)

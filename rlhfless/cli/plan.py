@@ -123,14 +123,15 @@ def plan(
         found = planner.row(asked)
         prefill = planner.prefill(asked)
         cost = {key: found[key] for key in ("predicted", "costs_usd", "reason")}
-        cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, fits=not problems)
+        cost |= {"lengths": planner.lengths.source} | planner.schedules(asked, found)
         cost["prefill"] = None if prefill is None else asdict(prefill)
         typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
         _show(asked, planned, problems, change)
         if not problems:
             hint = "" if trace else "; --lengths-of takes them from a recorded run"
-            _show_cost(planner.row(asked), planner.schedules(asked, fits=True), planner.lengths.source, hint)
+            found = planner.row(asked)
+            _show_cost(found, planner.schedules(asked, found), planner.lengths.source, hint)
             if (prefill := planner.prefill(asked)) is not None:
                 typer.echo(prefill.text)
     if problems:
@@ -169,14 +170,17 @@ def _learner_devices(asked: Question) -> str:
 
 
 def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
-    from rich.console import Console
-
     from rlhfless.cli.tables import table
     from rlhfless.prepare.memory.room import CHART_KEY, chart_shared_memory
     from rlhfless.scaling.memory import GIB
+    from rlhfless.telemetry.terminal import Prose, Terminal
 
-    console = Console()
-    console.print(
+    console = Terminal()
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Prose(text, style))
+
+    say(
         f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}"
         f"{_learner_devices(asked)}, {asked.spec.placement.mode}, sequences of at most {plan.sequence_tokens:,} tokens"
     )
@@ -198,33 +202,30 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         sizes.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
     console.print(sizes)
     cache = "" if plan.kv_tokens is None else f"KV cache of an actor: {max(plan.kv_tokens, 0):,} tokens; "
-    console.print(
+    say(
         f"{cache}largest micro-batch: {plan.micro_batch_tokens:,} tokens (learner.micro_batch_tokens is "
         f"{asked.spec.learner.micro_batch_tokens:,})"
     )
-    console.print(
+    say(
         f"host memory {plan.host_bytes / GIB:.1f} GiB in all; shared memory {plan.shared_bytes / GIB:.1f} GiB on the "
         f"learner's node, {plan.cache_bytes / GIB:.1f} on each other one; {plan.checkpoint_bytes / GIB:.1f} GiB more "
         "host memory while a checkpoint is written in the background"
     )
-    console.print(
-        f"on Kubernetes at least {CHART_KEY}: {chart_shared_memory(plan.shared_bytes)}, for each run at once",
-        highlight=False,
-    )
+    say(f"on Kubernetes at least {CHART_KEY}: {chart_shared_memory(plan.shared_bytes)}, for each run at once")
     if asked.sheet.no_engine is not None:
-        console.print(f"a plan only: {asked.sheet.no_engine}", style="red", highlight=False)
+        say(f"a plan only: {asked.sheet.no_engine}", style="red")
     learner = asked.spec.learner
     if learner.copies > 1:
-        console.print(
+        say(
             f"the learner's states are split over {learner.split_over(learner.world_size)} ranks each, in "
             f"{learner.copies} copies (learner.shard_ranks)"
         )
     for problem in problems:
-        console.print(f"refused: {problem}", style="red", highlight=False)
+        say(f"refused: {problem}", style="red")
     if change is not None:
-        console.print(f"nearest change that fits: {change.text}", highlight=False)
+        say(f"nearest change that fits: {change.text}")
     elif not plan.fits:
-        console.print(
+        say(
             "no one or two changes that are known here make it fit. The states of the learner are "
             f"{16 * asked.shape.parameters / GIB:.1f} GiB, which its ranks share: see docs/sizing.md"
         )
@@ -232,15 +233,14 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
 
 def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hint: str) -> None:
     """Time and cost, as the service's plan has them."""
-    from rich.console import Console
-
-    from rlhfless.cli.runs_tables import devices_table, schedules_lines, sizes_lines
+    from rlhfless.cli.runs_tables import devices_lines, schedules_lines, sizes_lines
     from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule
     from rlhfless.telemetry.numbers import money
+    from rlhfless.telemetry.terminal import Prose, Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     console.print()
-    console.print(devices_table([PlannedDevices.model_validate(row)]))
+    console.print(devices_lines([PlannedDevices.model_validate(row)]))
     if rows := [PlannedSchedule.model_validate(each) for each in schedules["schedules"]]:
         console.print()
         console.print(schedules_lines(rows, schedules["schedule_reason"]))
@@ -249,5 +249,5 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
         console.print(sizes_lines(sizes, schedules["learner_reason"]))
     for source, usd in row["costs_usd"].items():
         text = "no price was read" if usd is None else money(usd)
-        console.print(f"the run at the price of the table, {source}: {text}")
-    console.print(f"response lengths: {lengths}{hint}")
+        console.print(Prose(f"the run at the price of the table, {source}: {text}"))
+    console.print(Prose(f"response lengths: {lengths}{hint}"))

@@ -14,7 +14,6 @@ from typing import Any
 import typer
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 
 from rlhfless.cli.comparison_table import comparison_lines
 from rlhfless.cli.simulate_progress import Estimates
@@ -30,6 +29,7 @@ from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES
 from rlhfless.spec import RunSpec
+from rlhfless.telemetry.terminal import Terminal
 
 NVIDIA, AMD = "nvidia.com/gpu", "amd.com/gpu"
 """What the device plugins call GPUs."""
@@ -65,7 +65,6 @@ class Asked:
 def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int | None, *, as_json: bool) -> None:
     """Print the comparison, as a table or as JSON. Raises InputError for devices that do not exist, typer.BadParameter
     for a row that is not there, does not fit or cannot run."""
-    console = Console(highlight=False)
     estimates = Estimates(lambda text: print(text, file=sys.stderr), what="choices")
     dimensions, benches = asked.read()
     planner = replace(planner, benches=benches)
@@ -74,7 +73,7 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
     else:
-        console.print(comparison_lines(answer))
+        Terminal().print(comparison_lines(answer))
     if out is not None:
         _write(planner, answer, row, out)
 

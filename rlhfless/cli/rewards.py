@@ -54,10 +54,11 @@ def try_out(
 
 def _show(spec: RunSpec, trial: Trial) -> None:
     from rich import box
-    from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
+
+    from rlhfless.telemetry.terminal import Prose, Terminal
 
     summary = _as_json(spec, trial)["summary"]
     names = [*summary["parts"]]
@@ -73,14 +74,14 @@ def _show(spec: RunSpec, trial: Trial) -> None:
         number = place.replace(":", " ").split()[-1]
         response = legible(" ".join(sample.response.split()))
         table.add_row(legible(number), Text(response), *values, _number(score.total))
-    console = Console(highlight=False)
+    console = Terminal()
     # One line per sample: on a narrow terminal the response is cut, and the numbers are not.
     left = console.width - Measurement.get(console, console.options.update(width=10_000), table).maximum
     table.columns[1].max_width = min(max(left, _FEWEST_CHARS), _RESPONSE_CHARS)
     console.print(table)
     for place, score in zip(trial.places, trial.scores, strict=True):
         for name, cause in score.failures.items():
-            console.print(Text(legible(f"{place}: {name} failed: {cause}"), style="red"), soft_wrap=True)
+            console.print(Prose(f"{place}: {name} failed: {cause}", style="red"))
     console.print(
         f"{summary['samples']} samples, {summary['failed']} failed, {summary['samples_per_s']:.1f} samples/s "
         f"({summary['wall_s']:.2f} s)"

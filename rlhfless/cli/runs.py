@@ -161,6 +161,7 @@ def list_runs(
 ) -> None:
     """The runs of the service, newest first."""
     from rlhfless.cli.runs_tables import runs_table
+    from rlhfless.telemetry.terminal import Terminal
 
     labels = dict(_label(text) for text in label or ())
     with _client(url) as client:
@@ -168,10 +169,8 @@ def list_runs(
     if as_json:
         _print_json(page)
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(runs_table(page.data, console.width))
+    console = Terminal()
+    console.print(runs_table(page.data, console.width if console.is_terminal else None))
     if page.has_more:
         typer.echo(f"there are more: --after {page.data[-1].id}")
 
@@ -300,20 +299,20 @@ def _print_json(answer: Any) -> None:
     typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
 
 
-def _print(answer: T, as_json: bool, rendered: Callable[[T], RenderableType], soft_wrap: bool = False) -> None:
+def _print(answer: T, as_json: bool, rendered: Callable[[T], RenderableType]) -> None:
     """Print an answer as JSON, or as `rendered` shows it."""
-    from rich.console import Console
+    from rlhfless.telemetry.terminal import Terminal
 
     if as_json:
         _print_json(answer)
     else:
-        Console(highlight=False).print(rendered(answer), soft_wrap=soft_wrap)
+        Terminal().print(rendered(answer))
 
 
 def _print_run(run: RunObject, as_json: bool) -> None:
     from rlhfless.cli.runs_tables import run_lines
 
-    _print(run, as_json, run_lines, soft_wrap=True)
+    _print(run, as_json, run_lines)
 
 
 def _watch(client: Client, run: RunObject, as_json: bool) -> None:

@@ -13,19 +13,20 @@ from rlhfless.cli.tables import functions_table, table
 from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule, PlanObject, UsageObject
 from rlhfless.control.objects.runs import CheckpointObject, RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
+from rlhfless.telemetry.terminal import Prose, whole
 from rlhfless.text import legible
 
 REASONS_FROM = 110
 """Columns of a terminal that is wide enough for the reasons of runs' statuses."""
 
 
-def runs_table(runs: Sequence[RunObject], width: int) -> Table:
-    """One line per run, with the reason of its status in a wide terminal."""
+def runs_table(runs: Sequence[RunObject], width: int | None) -> Table:
+    """One line per run, with the reason of its status where there is room. `width`: None if lines have no end."""
     made = table("run", "status", "step", "reward", "cost", "left", texts=2)
     for column in made.columns:
         column.no_wrap = True
-    if width >= REASONS_FROM:
-        made.expand = True
+    if width is None or width >= REASONS_FROM:
+        made.expand = width is not None
         made.add_column("", no_wrap=True, ratio=1)  # what the other columns leave
     for run in runs:
         cells: list[str | Text] = [
@@ -51,7 +52,7 @@ def best_by(checkpoint: CheckpointObject) -> str:
 def run_lines(run: RunObject) -> RenderableType:
     """A run, in a few lines."""
     head = Text.assemble((run.id, "bold"), f"  {run.status}")
-    parts: list[RenderableType] = [head, Text(legible(run.status_reason), style="dim")]
+    parts: list[RenderableType] = [head, Prose(run.status_reason, style="dim")]
     learns = "loss" if "loss" in run.latest and "reward_mean" not in run.latest else "reward"
     value = run.latest.get("loss" if learns == "loss" else "reward_mean")
     figures = f"step {count(run.step)} of {count(run.steps)}   {learns} {decimal(value)}"
@@ -59,35 +60,39 @@ def run_lines(run: RunObject) -> RenderableType:
     left = f"   {clock(run.left_s)} left" if run.left_s is not None else ""
     parts.append(Text(figures + cost + left))
     if run.latest_checkpoint is not None:
-        parts.append(Text(f"checkpoint {run.latest_checkpoint.location}"))
+        parts.append(whole(f"checkpoint {run.latest_checkpoint.location}"))
     if run.best_checkpoint is not None:
-        parts.append(Text(f"best checkpoint ({best_by(run.best_checkpoint)}) {run.best_checkpoint.location}"))
+        parts.append(whole(f"best checkpoint ({best_by(run.best_checkpoint)}) {run.best_checkpoint.location}"))
     if run.error is not None:
-        parts.append(Text(legible(f"{run.error.code}: {run.error.message}"), style="red"))
+        parts.append(Prose(f"{run.error.code}: {run.error.message}", style="red"))
     return Group(*parts)
 
 
 def plan_lines(plan: PlanObject) -> RenderableType:
     """The plan for the run's own devices, and the missing inputs of a better answer."""
-    parts: list[RenderableType] = [devices_table([plan.chosen])]
+    parts: list[RenderableType] = [devices_lines([plan.chosen])]
     parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
     parts += [Text(""), sizes_lines(plan.learner_sizes, plan.learner_reason)] if plan.learner_sizes else []
-    parts.append(Text(f"\nresponse lengths: {plan.lengths}"))
-    return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
+    parts += ["", Prose(f"response lengths: {plan.lengths}")]
+    return Group(*parts, *(Prose(f"missing: {text}") for text in plan.missing))
 
 
 def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> RenderableType:
-    """Time and cost under each schedule, why one that brings nothing is refused, and which is chosen."""
+    """Time and cost under each schedule; below, why one is refused that brings nothing, and which is chosen."""
+    refused: dict[str, list[str]] = {}
     made = table("schedule", "versions behind", "step", "cost", "run", "cost", texts=1)
     made.add_column("")
     for row in rows:
         cells = ["-", "-", "-", "-"]
         if row.step_s is not None and row.wall_s is not None:
             cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
-        why = Text(legible(f"refused: {row.refused}" if row.refused else "chosen" if row.chosen else ""))
         name = f"{row.schedule}, streaming" if row.streaming else row.schedule
-        made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, why)
-    return Group(made, *([Text(legible(reason))] if reason else []))
+        mark = "refused" if row.refused else "chosen" if row.chosen else ""
+        made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, mark)
+        if row.refused and row.refused not in (reason or ""):
+            refused.setdefault(row.refused, []).append(name)
+    notes = [f"refused: {' and '.join(names)}: {why}" for why, names in refused.items()]
+    return Group(made, *map(Prose, [*notes, *([reason] if reason else [])]))
 
 
 def sizes_lines(rows: Sequence[PlannedLearner], reason: str | None) -> RenderableType:
@@ -97,24 +102,25 @@ def sizes_lines(rows: Sequence[PlannedLearner], reason: str | None) -> Renderabl
     for row in rows:
         cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
         made.add_row(f"{count(row.ranks)} x {row.kind}", *cells, "chosen" if row.chosen else "")
-    return Group(made, *([Text(legible(reason))] if reason else []))
+    return Group(made, *([Prose(reason)] if reason else []))
 
 
-def devices_table(rows: Sequence[PlannedDevices]) -> Table:
-    """Time and cost of a run, by devices, each with its band."""
+def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:
+    """Time and cost of a run, by devices, each with its band; below, why some have none."""
     made = table("devices", "placement", "step", "run", "band", "cost", "band", texts=2)
     made.columns[0].no_wrap = False
-    made.add_column("")
+    notes = []
     for row in rows:
         cells, predicted = [f"{row.count} x {row.kind}", row.placement], row.predicted
         if predicted is None:
             why = row.reason or row.nearest_change or next(iter(row.problems), "")
-            made.add_row(*cells, "-", "", "", "", "", Text(legible(why if row.fits else f"does not fit; {why}")))
+            made.add_row(*cells, "-")
+            notes.append(f"{cells[0]}: {why if row.fits else f'does not fit; {why}'}")
             continue
         cells += [f"{decimal(predicted.step_s, 2)} s", clock(predicted.wall_s)]
         cells += [f"{clock(predicted.wall_low_s)} to {clock(predicted.wall_high_s)}", money(predicted.cost_usd)]
         made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
-    return made
+    return Group(made, *map(Prose, notes))
 
 
 def usage_table(usage: UsageObject) -> RenderableType:
@@ -122,13 +128,14 @@ def usage_table(usage: UsageObject) -> RenderableType:
     parts: list[RenderableType] = [functions_table([(row.function, row) for row in usage.functions])]
     best = usage.best_static
     if best is not None:
-        parts.append(
-            Text(
-                f"\nthe best static fleet for the same {count(best.steps)} steps (simulated): {best.actors} actor(s), "
+        parts += [
+            "",
+            Prose(
+                f"the best static fleet for the same {count(best.steps)} steps (simulated): {best.actors} actor(s), "
                 f"{money(best.cost_usd)} in {clock(best.wall_s)}; this run in the same simulation "
                 f"{money(best.same_cost_usd)}"
-            )
-        )
+            ),
+        ]
     planned, measured = usage.planned, usage.measured
     if planned is not None:
         measured_text = "not measured yet"
@@ -136,7 +143,7 @@ def usage_table(usage: UsageObject) -> RenderableType:
             steps = count(measured.steps)
             measured_text = f"measured {_step(measured.step_s, measured.step_usd)} over {steps} steps"
         predicted = _step(planned.wall_s / planned.steps, planned.cost_usd / planned.steps)
-        parts.append(Text(f"\na step was predicted to take {predicted}; {measured_text}"))
+        parts += ["", Prose(f"a step was predicted to take {predicted}; {measured_text}")]
     return Group(*parts)
 
 

@@ -47,15 +47,15 @@ def selftest(
 
     Ends with the step time that follows from what was measured; `rlhfless plan --measured` plans with it.
     """
-    from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
     from rlhfless.selftest.report import node_report, whole_report
     from rlhfless.spec.load import load_spec
+    from rlhfless.telemetry.terminal import Terminal
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     loaded = None if spec is None else load_spec(spec, overrides or ())
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     if ray_address is None:
         nodes = {"this machine": node_report(loaded, lambda outcome: _show(console, outcome))}
     else:

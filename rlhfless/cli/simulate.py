@@ -13,9 +13,6 @@ from rlhfless.spec.fleet import MOST_TENANTS
 if TYPE_CHECKING:
     from rlhfless.sim.replay.what_if import OtherDevices
 
-PIPED_COLUMNS = 160
-"""Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -88,24 +85,22 @@ def _require_some(paths: list[Path], what: str) -> list[Path]:
 
 
 def _share(path: Path, runs: int) -> None:
-    from rich.console import Console
-
     from rlhfless.cli.simulate_tables import arrangements_table
     from rlhfless.sim.experiment.shared import arrangements
     from rlhfless.sim.scenarios import load_scenario
+    from rlhfless.telemetry.terminal import Terminal
 
     scenario = load_scenario(path)
-    Console(highlight=False).print(arrangements_table(scenario, runs, arrangements(scenario, [runs])[runs]))
+    Terminal().print(arrangements_table(scenario, runs, arrangements(scenario, [runs])[runs]))
 
 
 def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int, step: int | None) -> None:
-    from rich.console import Console
-
     from rlhfless.cli.simulate_progress import shown
     from rlhfless.cli.simulate_tables import comparison_table
     from rlhfless.sim.experiment.compare import compare
     from rlhfless.sim.report import write_report
     from rlhfless.sim.scenarios import load_scenario
+    from rlhfless.telemetry.terminal import Terminal
 
     scenario = load_scenario(path)
     if seeds is not None:
@@ -115,13 +110,10 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
     labels = policies.split(",") if policies else [entry.shown for entry in scenario.policies]
     with shown(scenario, len(labels), jobs) as progress:
         comparison = compare(scenario, labels, jobs, progress)
-    console = Console(highlight=False)
-    if not console.is_terminal:  # rich takes a pipe for 80 columns, and would cut the last ones
-        console.width = max(console.width, PIPED_COLUMNS)
-    console.print(comparison_table(comparison))
+    Terminal().print(comparison_table(comparison))
     folder = out / scenario.name
     write_report(comparison, folder, step)
-    console.print(f"\n{folder / 'report.html'}", soft_wrap=True)
+    typer.echo(f"\n{folder / 'report.html'}")
 
 
 def _calibrate(folders: Sequence[Path], out: Path) -> None:
@@ -139,8 +131,6 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
     """Print predicted and measured seconds, with a policy those that it would have taken; `out`: and write them."""
     import json
 
-    from rich.console import Console
-
     from rlhfless.cli.simulate_tables import replay_table
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.policies.registry import PolicyError
@@ -148,6 +138,7 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
     from rlhfless.sim.replay.replay import replay
     from rlhfless.sim.replay.what_if import run_policy
     from rlhfless.sim.workloads.runtime import read_runtime
+    from rlhfless.telemetry.terminal import Terminal
 
     folder = trace_folder(folder)
     trace = read_trace(folder, tokens=False)
@@ -158,6 +149,6 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
         raise typer.BadParameter(f"--policy: {error}") from error
     fit = load_latency(latency) if latency else None
     again = replay(trace, read_runtime(folder), fit, chosen, other)
-    Console(highlight=False).print(replay_table(again))
+    Terminal().print(replay_table(again))
     if out is not None:
         out.write_text(json.dumps(again.report(), indent=1) + "\n", "utf-8")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.telemetry.numbers import clock, count, decimal, money
+from rlhfless.telemetry.terminal import whole
 
 if TYPE_CHECKING:
     from rlhfless.control.objects.costs import FunctionUsage
@@ -76,11 +77,9 @@ def final_report(
     recovered += [f"{count(steps_again)} step{'s' * (steps_again != 1)} done again"] if steps_again else []
     parts += [f"recovered: {', '.join(recovered)}", ""] if recovered else []
     parts += [_evaluations(before, after), ""] if after else []
-    listed = Table.grid(padding=(0, 2))
-    for name, path in files.items():
-        # Folded, never cut: a path is there to be copied.
-        listed.add_row(name, Text(str(path), overflow="fold"))
-    return Group(*parts, functions_table(usages), "", listed)
+    column = max(map(len, files), default=0)
+    listed = [whole(f"{name:<{column}}  {path}") for name, path in files.items()]
+    return Group(*parts, functions_table(usages), "", *listed)
 
 
 def _evaluations(before: Mapping[str, float], after: Mapping[str, float | None]) -> Table:

@@ -31,16 +31,16 @@ def register(app: typer.Typer) -> None:
 
 def summary(folder: TraceFolder) -> None:
     """Print the bill of a run, how the time of its steps was spent, and how long its responses were."""
-    from rich.console import Console
 
     from rlhfless.cli.report import trace_report
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.accounting import summarise
     from rlhfless.scaling.prices import PriceBook
+    from rlhfless.telemetry.terminal import Terminal
 
     trace = read_trace(trace_folder(folder))
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
-    Console(highlight=False).print(trace_report(trace.meta.run_id, summary))
+    Terminal().print(trace_report(trace.meta.run_id, summary))
 
 
 def compare(first: TraceFolder, second: TraceFolder) -> None:
@@ -60,13 +60,13 @@ def compare(first: TraceFolder, second: TraceFolder) -> None:
 def lengths(folder: TraceFolder) -> None:
     """Print how well response lengths could be forecast: each step from the steps before it, compared with two simple
     forecasts."""
-    from rich.console import Console
 
     from rlhfless.cli.length_scores import score_forecasts
     from rlhfless.records.traces import read_trace, trace_folder
+    from rlhfless.telemetry.terminal import Terminal
 
     trace = read_trace(trace_folder(folder))
-    Console(highlight=False).print(_lengths_report(trace.meta.run_id, score_forecasts(trace)))
+    Terminal().print(_lengths_report(trace.meta.run_id, score_forecasts(trace)))
 
 
 def _lengths_report(run_id: str, scores: Sequence[ForecastScore]) -> RenderableType:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 from pydantic import TypeAdapter
 
-from rlhfless.client.errors import ServiceAway, fault_of
+from rlhfless.client.errors import KEY, URL, ServiceAway, fault_of
 from rlhfless.control.lifecycle import ENDED
 from rlhfless.control.objects.common import ListObject
 from rlhfless.control.objects.costs import SimulationObject, UsageObject
@@ -20,9 +20,6 @@ from rlhfless.control.objects.runs import CheckpointObject, EventObject, Metrics
 from rlhfless.control.settings import DATA_FOLDER, read_announcement
 
 T = TypeVar("T")
-
-URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"
-"""Environment variables with the address of the service, and with the API key."""
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 

@@ -9,6 +9,9 @@ import httpx
 from rlhfless.control.objects.common import ErrorObject
 from rlhfless.spec.errors import UserError
 
+URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"
+"""Environment variables with the address of the service, and with the API key."""
+
 
 class ServiceAway(UserError):
     """The service does not answer."""
@@ -45,6 +48,11 @@ class Invalid(ApiFault):
 
 class Unauthorized(ApiFault):
     """401: no API key, or none that the service knows."""
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}\n    set {KEY} to a key of the service; `rlhfless keys create NAME` makes one there"
+        )
 
 
 class Forbidden(ApiFault):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TextIO
 
-from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -29,6 +28,7 @@ from rlhfless.records import in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
+from rlhfless.telemetry.terminal import Terminal
 from rlhfless.text import legible, tolerant
 
 # Steps shown in the table, and averaged to estimate the remaining time.
@@ -65,7 +65,7 @@ class Console:
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._terminal = Terminal(file=tolerant(stream or sys.stdout), quiet=mode == "off", highlight=False)
+        self._terminal = Terminal(file=tolerant(stream or sys.stdout), quiet=mode == "off")
         self._title = legible(title)
         self._steps = steps
         self._now = now

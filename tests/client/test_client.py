@@ -160,3 +160,13 @@ def test_what_takes_long_to_compute_is_not_begun_again(monkeypatch: pytest.Monke
         with rlhfless.Client(url) as ours, pytest.raises(ServiceAway, match="it is there"):
             ours.plan(RUN)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("body", [{"error": {"code": "unauthorized", "message": "no key"}}, "a proxy's page"])
+def test_a_refused_key_names_the_variable(body: object) -> None:
+    """Also where a proxy refuses it."""
+    from rlhfless.client.errors import fault_of
+
+    text = str(fault_of(httpx.Response(401, json=body)))
+    assert "RLHFLESS_API_KEY" in text
+    assert "rlhfless keys create" in text

@@ -13,7 +13,7 @@ from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.prefill import PlannedPrefill, planned_prefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
-from rlhfless.control.compute.schedules import NO_SCHEDULES, schedules_of
+from rlhfless.control.compute.schedules import NO_SCHEDULES, Predict, schedules_of
 from rlhfless.control.compute.sensitivity import costs_usd
 from rlhfless.control.compute.written import written, written_lengths
 from rlhfless.prepare.memory.assumed import config_file, question_of
@@ -118,12 +118,28 @@ class Planner:
             "no_engine": asked.sheet.no_engine,
         }
 
-    def schedules(self, asked: Question, *, fits: bool) -> dict[str, Any]:
-        """`schedules`, `learner_sizes` and the reasons of both of PlanObject, for a run that `fits`."""
-        if not fits:
+    def schedules(self, asked: Question, row: Mapping[str, Any]) -> dict[str, Any]:
+        """`schedules`, `learner_sizes` and the reasons of both of PlanObject. `row`: the run's own PlannedDevices."""
+        if not row["fits"]:
             return NO_SCHEDULES | NO_SIZES
-        predict = self.quick().predicted
+        predict = self._beside(asked, row["predicted"])
         return schedules_of(asked, predict) | sizes_of(asked, predict)
+
+    def _beside(self, asked: Question, planned: Mapping[str, Any] | None) -> Predict:
+        """Quick predictions, scaled so that the run's own is the one that was `planned` with more work: a plan must not
+        show two figures of the same run."""
+        quick = self.quick()
+        own, _ = quick.predicted(asked)
+        if own is None or planned is None:
+            return quick.predicted
+        times = planned["step_s"] / own.cost.step_s
+        usd = planned["cost_usd"] / own.cost.cost_usd if own.cost.cost_usd else 1.0
+
+        def predict(other: Question) -> tuple[Predicted | None, str | None]:
+            found, why = (own, None) if other == asked else quick.predicted(other)
+            return None if found is None else found.scaled(times, usd), why
+
+        return predict
 
     def prefill(self, asked: Question) -> PlannedPrefill | None:
         """Whether to compute prompts apart pays; None where it cannot be."""
@@ -169,7 +185,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
         "parameters": main.shape.parameters,
         "chosen": chosen,
         "memory": _memory(main),
-        **planner.schedules(main, fits=chosen["fits"]),
+        **planner.schedules(main, chosen),
         "lengths": planner.lengths.source,
         "missing": _missing(planner, kind, question["present"]),
     }

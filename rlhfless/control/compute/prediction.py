@@ -144,6 +144,12 @@ class Predicted:
     latency: str | None = None
     """What the engine's seconds were taken from; None where nothing is drawn."""
 
+    def scaled(self, times: float, usd: float) -> Predicted:
+        """The prediction with all seconds `times` as long, and all dollars `usd` as many."""
+        factors = {name: usd if "usd" in name else times for name in PlannedCost.model_fields if name != "steps"}
+        values = {name: factor * getattr(self.cost, name) for name, factor in factors.items()}
+        return replace(self, cost=self.cost.model_copy(update=values))
+
 
 def predicted(
     asked: Question,
