@@ -17,7 +17,21 @@ import typer
 from typer.core import TyperGroup
 
 from rlhfless import __version__, signals
-from rlhfless.cli import devices, keys, models, plan, rewards, run, runs, selftest, service, simulate, trace, validate
+from rlhfless.cli import (
+    data,
+    devices,
+    keys,
+    models,
+    plan,
+    rewards,
+    run,
+    runs,
+    selftest,
+    service,
+    simulate,
+    trace,
+    validate,
+)
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible, tolerant
 
@@ -87,7 +101,7 @@ def _options(
     """The options of every command. `_Group` reads `debug`."""
 
 
-for _module in (run, validate, plan, devices, selftest, rewards, simulate, trace, models, service, runs, keys):
+for _module in (run, validate, data, plan, devices, selftest, rewards, simulate, trace, models, service, runs, keys):
     _module.register(app)
 
 

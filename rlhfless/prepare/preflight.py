@@ -76,7 +76,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     problems: list[Problem] = []
     policy = _try(lambda: load_policy(spec.model), problems)
     if policy:
-        prompts = _try(lambda: _prompts(spec, policy), problems)
+        prompts = _try(lambda: load_sets(spec, policy), problems)
     else:
         prompts = None
         for field, path, split in spec.data.files:
@@ -133,7 +133,8 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
         return None
 
 
-def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:
+def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
+    """The prompts or examples of a run, for training and held out. Raises InputError with the problems of all rows."""
     if spec.supervised:
         return load_examples(spec, policy)
     return load_prompts(

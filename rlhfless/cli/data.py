@@ -1,0 +1,212 @@
+"""`rlhfless data`: rows of a data set as the run reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless.cli.options import Overrides, SpecFile
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from rlhfless.prepare.shown_rows import Piece, ShownRow, ShownSequence
+    from rlhfless.spec import RunSpec
+
+LEARNED_MARKS = "⟦", "⟧"
+"""Around what is learned, where there are no colours."""
+
+_STYLES = {
+    (False, False): "",
+    (False, True): "bold cyan",
+    (True, False): "black on green",
+    (True, True): "bold black on bright_green",
+}
+"""By whether the text is learned, and whether it is a special token."""
+
+MOST_CHARACTERS = 2_000
+"""Most characters of a value of a row, or of what a reward gets; JSON has all of them."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    data = typer.Typer(help="Look at the data of a spec.", no_args_is_help=True)
+    data.command()(show)
+    # Without this, typer would make a group with one command into that command.
+    data.callback()(lambda: None)
+    app.add_typer(data, name="data")
+
+
+def show(
+    spec: SpecFile,
+    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="Number of the row, from 1.")] = 1,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME",
+            help="Only this data set: `train`, `held_out`, or a name of prompts.mixture or evaluation.sets.",
+        ),
+    ] = None,
+    learned: Annotated[bool, typer.Option("--learned", help="Print only the text that the run learns.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per row.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Show a row of each data set: as given, as the policy reads it, what is learned, and what rewards get.
+
+    Example: rlhfless data show run.yaml --row 3
+    """
+    from rlhfless.prepare.model import load_policy
+    from rlhfless.prepare.shown_rows import shown_rows
+    from rlhfless.spec.errors import InputError, Problem
+    from rlhfless.spec.load import load_spec
+
+    loaded = load_spec(spec, overrides or ())
+    if learned and not loaded.supervised:
+        what = "a run of type rlhf learns its own responses, and nothing of the data"
+        raise InputError("the command line", [Problem("--learned", what, "leave it out to see prompts and rewards")])
+    rows = shown_rows(loaded, load_policy(loaded.model), dataset, row)
+    for each in rows:
+        if as_json:
+            typer.echo(json.dumps(_as_json(each), ensure_ascii=False, default=str))
+        elif learned:
+            _print_learned(each)
+        else:
+            _print(loaded, each)
+    problems = [Problem(each.where, what) for each in rows for reward in each.rewards for what in reward.problems]
+    if problems:
+        raise InputError("the rewards cannot score what is shown", problems)
+
+
+def _as_json(row: ShownRow) -> dict[str, Any]:
+    return {
+        "dataset": row.data_set,
+        "row": row.number,
+        "where": row.where,
+        "use": row.use,
+        "prompt_id": row.prompt_id,
+        "given": row.values,
+        "sequences": [
+            {
+                "name": each.name,
+                "text": each.text,
+                "learned_text": each.learned_text,
+                "tokens": len(each.token_ids),
+                "learned_tokens": sum(each.learned),
+                "token_ids": each.token_ids,
+                "learned": each.learned,
+            }
+            for each in row.sequences
+        ],
+        "rewards": [
+            {
+                "name": each.reward,
+                "type": each.kind,
+                "weight": each.weight,
+                "gets": each.gets,
+                "problems": each.problems,
+            }
+            for each in row.rewards
+        ],
+        "warnings": row.warnings,
+    }
+
+
+def _print_learned(row: ShownRow) -> None:
+    from rlhfless.text import legible
+
+    typer.secho(legible(f"{row.data_set} row {row.number} ({row.where}): {row.use}"), err=True, dim=True)
+    for each in row.sequences:
+        if len(row.sequences) > 1:
+            typer.secho(f"{each.name}:", err=True, dim=True)
+        typer.echo(legible(each.learned_text))
+
+
+def _print(spec: RunSpec, row: ShownRow) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rlhfless.text import legible
+
+    console = Console(highlight=False, soft_wrap=True)
+    marks = LEARNED_MARKS if not console.is_terminal or console.no_color else ("", "")
+    parts = [
+        f"row {row.number:,} of {row.rows:,}",
+        row.where,
+        row.use,
+        *([f"id {row.prompt_id}"] if row.prompt_id else []),
+    ]
+    console.print(Text.assemble((row.data_set, "bold"), legible("  " + " · ".join(parts))))
+    console.print(Text("\nas given", style="bold"))
+    for name, value in row.values.items():
+        for line in _given(name, value):
+            console.print(Text(legible(line)))
+    for each in row.sequences:
+        console.print(_heading(spec, each, marks))
+        console.print(_rendered(each.pieces, marks))
+    if row.rewards:
+        console.print(Text("\nrewards get the response and", style="bold"))
+    for reward in row.rewards:
+        console.print(Text(legible(f"{reward.reward} ({reward.kind}, weight {reward.weight:g})"), style="bold dim"))
+        for name, value in reward.gets.items():
+            console.print(Text(legible(f"  {name}: {_value(value)}")))
+        if not reward.gets and not reward.problems:
+            console.print(Text("  nothing else"))
+        for what in reward.problems:
+            console.print(Text(legible(f"  cannot score it: {what}"), style="red"))
+    for warning in row.warnings:
+        console.print(Text(legible(f"warning: {warning}"), style="yellow"))
+    console.print("")
+
+
+def _given(name: str, value: Any) -> Iterator[str]:
+    """Lines of a value of a row; a list of chat messages has one for each message and each of its further keys."""
+    messages = isinstance(value, list) and value and all(isinstance(each, Mapping) and "role" in each for each in value)
+    if not messages:
+        yield f"  {name}: {_value(value)}"
+        return
+    yield f"  {name}:"
+    for message in value:
+        yield f"    {message['role']}: {_value(message.get('content'))}"
+        for key, inner in message.items():
+            if key not in ("role", "content") and inner is not None:
+                yield f"      {key}: {_value(inner)}"
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
+
+
+def _heading(spec: RunSpec, sequence: ShownSequence, marks: tuple[str, str]) -> Text:
+    from rich.text import Text
+
+    count, learned = len(sequence.token_ids), sum(sequence.learned)
+    if not spec.supervised:
+        what = f"{count:,} tokens; the run learns what it generates after them"
+    elif spec.type == "reward_model":
+        what = f"{count - learned:,} tokens, and one that stands for the score"
+    else:
+        what = f"{count:,} tokens, {learned:,} of them learned" + (
+            ": between {} and {}".format(*marks) if marks[0] else ""
+        )
+    return Text.assemble((f"\n{sequence.name}", "bold"), f" ({what})")
+
+
+def _rendered(pieces: tuple[Piece, ...], marks: tuple[str, str]) -> Text:
+    """The text of a sequence: special tokens in bold, what is learned on green or between marks."""
+    from rich.text import Text
+
+    from rlhfless.text import legible
+
+    made, learned = Text(), False
+    for piece in pieces:
+        if piece.learned != learned:
+            made.append(marks[0] if piece.learned else marks[1])
+            learned = piece.learned
+        made.append(legible(piece.text), style=_STYLES[piece.learned, piece.special])
+    made.append(marks[1] if learned else "")
+    return made

@@ -1,0 +1,96 @@
+"""What each reward gets of a prompt, as it uses it: to look at before a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfless.prepare.rewards import reward_problems
+from rlhfless.records import FinishReason, Prompt
+from rlhfless.records.fields import find_field
+from rlhfless.rewards import RewardSample
+from rlhfless.rewards.code import tests_of
+from rlhfless.rewards.protocol import Unscorable, answer_of
+from rlhfless.spec import (
+    CodeSpec,
+    ExactMatchSpec,
+    HttpSpec,
+    JsonSchemaSpec,
+    MathSpec,
+    PythonRewardSpec,
+    RegexSpec,
+    RewardModelSpec,
+    RewardSpec,
+    RunSpec,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What one reward gets besides the response."""
+
+    reward: str
+    kind: str
+    weight: float
+    gets: Mapping[str, Any]
+    """By name: `expected`, `tests`, `schema`, `columns` or `prompt`; empty for a reward of the response alone."""
+    problems: tuple[str, ...] = ()
+    """Why it cannot score this prompt."""
+
+
+def reward_inputs(spec: RunSpec, prompt: Prompt) -> Iterator[RewardInput]:
+    """What the rewards of a spec get of a prompt; only those that score its set."""
+    problems = reward_problems(spec, [prompt])
+    for index, reward in enumerate(spec.rewards):
+        if not reward.scores(prompt.source):
+            continue
+        own = [problem.what for problem in problems if problem.where == f"rewards.{index}"]
+        try:
+            gets = _gets(reward, prompt)
+        except Unscorable as error:
+            gets, own = {}, own or [str(error)]
+        yield RewardInput(reward.label, reward.type, reward.weight, gets, tuple(own))
+
+
+def _gets(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
+    """Raises Unscorable."""
+    sample = RewardSample(prompt.text, "", 0, FinishReason.STOP, prompt.columns, prompt.prompt_id, 0, prompt.source)
+    match reward:
+        case ExactMatchSpec():
+            expected = answer_of(sample, reward.answer_field)
+            expected = expected.strip() if reward.strip else expected
+            return {"expected": expected.casefold() if reward.ignore_case else expected}
+        case RegexSpec(answer_field=str() as field):
+            return {"expected": answer_of(sample, field).strip()}
+        case MathSpec():
+            return {"expected": answer_of(sample, reward.answer_field)}
+        case CodeSpec():
+            tests = tests_of(find_field(prompt.columns, reward.tests_field))[: reward.max_tests]
+            return {"tests": [_test(test) for test in tests]}
+        case JsonSchemaSpec(schema_field=None):
+            return {"schema": reward.json_schema}
+        case JsonSchemaSpec(schema_field=str() as field):
+            return {"schema": _parsed(find_field(prompt.columns, field))}
+        case RewardModelSpec(prompt_field=str() as field):
+            return {"prompt": find_field(prompt.columns, field)}
+        case RewardModelSpec():
+            return {"prompt": prompt.text}
+        case PythonRewardSpec() | HttpSpec():
+            return {"prompt": prompt.text, "columns": dict(prompt.columns)}
+        case _:
+            return {}
+
+
+def _test(test: Any) -> dict[str, Any]:
+    """A test without the fields that it leaves empty."""
+    fields = {name: getattr(test, name) for name in test.__dataclass_fields__}
+    return {name: value for name, value in fields.items() if value not in (None, "", ())}
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

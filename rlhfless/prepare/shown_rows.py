@@ -1,0 +1,198 @@
+"""Rows of a data set as the policy reads them, as they are learned from, and as rewards get them.
+
+The prompts and examples are those of the run (`load_sets`): nothing is rendered here. What is shown is taken from their
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.model import PolicyModel
+from rlhfless.prepare.preflight import load_sets
+from rlhfless.prepare.prompts import PromptSets
+from rlhfless.prepare.reward_inputs import RewardInput, reward_inputs
+from rlhfless.records import Prompt
+from rlhfless.records.examples import Example
+from rlhfless.spec import PreferencesSpec, RunSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import nearest
+
+TRAIN, HELD_OUT = "train", "held_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a text whose tokens are alike."""
+
+    text: str
+    special: bool
+    """It is one token of the tokenizer's own, such as `<|im_end|>`."""
+    learned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSequence:
+    """A sequence of tokens: a prompt, or a prompt with a response."""
+
+    name: str
+    """`prompt`, `response`, `chosen` or `rejected`."""
+    token_ids: tuple[int, ...]
+    learned: tuple[bool, ...]  # by token
+    pieces: tuple[Piece, ...]
+
+    @property
+    def text(self) -> str:
+        """All of it, as decoded."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def learned_text(self) -> str:
+        """What is learned of it."""
+        return "".join(piece.text for piece in self.pieces if piece.learned)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRow:
+    """One row of a data set."""
+
+    data_set: str
+    number: int
+    """Among the rows of its file, from 1."""
+    rows: int
+    where: str
+    use: str
+    """`training` or `held out`, or why the run does not use it."""
+    prompt_id: str
+    values: Mapping[str, Any]
+    """The row as given."""
+    sequences: tuple[ShownSequence, ...]
+    rewards: tuple[RewardInput, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _DataSet:
+    """A file or hub data set of a spec."""
+
+    name: str
+    field: str
+    path: str
+    split: str
+    source: str
+    """Prompt.source of its prompts."""
+    held_out: bool
+
+
+def shown_rows(spec: RunSpec, policy: PolicyModel, name: str | None, number: int) -> list[ShownRow]:
+    """Row `number`, from 1, of the data set with this name; without a name, of each data set that has it.
+
+    Raises InputError with the problems of all rows, as a run does, and for a data set or a row that is not there.
+    """
+    data_sets = list(_data_sets(spec))
+    chosen = [each for each in data_sets if name in (None, each.name)]
+    if not chosen:
+        names = [each.name for each in data_sets]
+        hint = f"{nearest(name or '', names)}The data sets of this spec are {', '.join(names)}"
+        raise InputError("the command line", [Problem("--dataset", f"no data set is named {name!r}", hint)])
+    sets = load_sets(spec, policy)
+    rows = {each: read_rows(each.field, each.path, each.split, spec.sizes) for each in chosen}
+    most = max(map(len, rows.values()))
+    if number > most:
+        what = f"{number}, but there are {most} rows"
+        raise InputError("the command line", [Problem("--row", what, f"use 1 to {most}")])
+    return [_shown(spec, policy, sets, each, rows[each], number) for each in chosen if number <= len(rows[each])]
+
+
+def _data_sets(spec: RunSpec) -> Iterator[_DataSet]:
+    data = spec.data
+    if data.path is not None:
+        yield _DataSet(TRAIN, f"{data.section}.path", data.path, data.split, "", held_out=False)
+    for index, each in enumerate(data.mixed):
+        yield _DataSet(each.name, f"prompts.mixture.{index}.path", each.path, each.split, each.name, held_out=False)
+    if data.held_out is not None and data.held_out.path is not None:
+        yield _DataSet(
+            HELD_OUT, f"{data.section}.held_out.path", data.held_out.path, data.held_out.split, "", held_out=True
+        )
+    for index, named in enumerate(spec.evaluation.sets):
+        yield _DataSet(named.name, f"evaluation.sets.{index}.path", named.path, named.split, named.name, held_out=True)
+
+
+def _shown(
+    spec: RunSpec, policy: PolicyModel, sets: PromptSets, data_set: _DataSet, rows: Sequence[Row], number: int
+) -> ShownRow:
+    row = rows[number - 1]
+    use, prompt = _found(spec, sets, data_set, row)
+    about = (f"{data_set.field}:", *(() if data_set.held_out else (f"{spec.data.section}.held_out:",)))
+    return ShownRow(
+        data_set.name,
+        number,
+        len(rows),
+        row.where,
+        use,
+        "" if prompt is None else prompt.prompt_id,
+        row.values,
+        () if prompt is None else tuple(_sequences(spec, policy.tokenizer, prompt)),
+        () if prompt is None or spec.supervised else tuple(reward_inputs(spec, prompt)),
+        tuple(text for text in sets.warnings if row.where in text or text.startswith(about)),
+    )
+
+
+def _found(spec: RunSpec, sets: PromptSets, data_set: _DataSet, row: Row) -> tuple[str, Prompt | None]:
+    """What the run uses a row for, and its prompt; None if the run does not use it."""
+    held_out = spec.data.held_out
+    shared = held_out is not None and held_out.fraction is not None  # the file has held-out prompts, too
+    places = [] if data_set.held_out else [("training", sets.train)]
+    places += [("held out", sets.held_out)] if data_set.held_out or shared else []
+    for use, prompts in places:
+        for prompt in prompts:
+            if prompt.where == row.where and prompt.source == data_set.source:
+                return use, prompt
+    if data_set.held_out or shared:
+        return "not used: max_prompts of its held-out prompts is smaller", None
+    return "not used: its prompt is held out, too", None
+
+
+def _sequences(spec: RunSpec, tokenizer: Any, prompt: Prompt) -> Iterator[ShownSequence]:
+    if not isinstance(prompt, Example):
+        yield _sequence("prompt", prompt.token_ids, len(prompt.token_ids), tokenizer)
+        return
+    names = ("chosen", "rejected") if isinstance(spec.data, PreferencesSpec) else ("response",)
+    for name, token_ids, first in zip(names, prompt.sequences, prompt.learned_from, strict=True):
+        yield _sequence(name, token_ids, first, tokenizer)
+
+
+def _sequence(name: str, token_ids: Sequence[int], first: int, tokenizer: Any) -> ShownSequence:
+    learned = tuple(place >= first for place in range(len(token_ids)))
+    return ShownSequence(name, tuple(token_ids), learned, tuple(pieces(tokenizer, token_ids, learned)))
+
+
+def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) -> Iterator[Piece]:
+    """The text of tokens, split where special tokens or learned tokens begin and end.
+
+    Each piece is what decoding its tokens adds to the text before it: a token that is decoded alone can lose a space at
+    its beginning. Where a character spans two pieces, it is in the second one.
+    """
+    special = special_tokens(tokenizer)
+    before, start = "", 0
+    for place, token in enumerate(token_ids):
+        end = place + 1
+        alike = end < len(token_ids) and learned[place] == learned[end]
+        if alike and token not in special and token_ids[end] not in special:
+            continue
+        text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        whole = text if end == len(token_ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if added := whole[len(before) :]:
+            yield Piece(added, end - start == 1 and token in special, learned[place])
+        before, start = max(before, whole, key=len), end
+
+
+def special_tokens(tokenizer: Any) -> Mapping[int, str]:
+    """The special tokens of a tokenizer by id, with other tokens that were added to it, such as `<think>`. Added white
+    space is left out."""
+    added = {int(token): str(text) for token, text in tokenizer.added_tokens_decoder.items()}
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return {token: text for token, text in {**added, **named}.items() if text.strip()}
