@@ -16,7 +16,7 @@ from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
 from rlhfless.scaling.intervals import length, union
-from rlhfless.scaling.step_times import Phase
+from rlhfless.scaling.step_times import Phase, StepTimes
 
 
 def drawn_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
@@ -59,6 +59,7 @@ def step_metrics(
         "generation_s": seconds[Phase.GENERATION],
         "scoring_s": seconds[Phase.SCORING],
         "reference_s": seconds[Phase.REFERENCE],
+        **own_seconds(times),
         "learn_s": seconds[Phase.LEARN],
         "sync_s": seconds[Phase.SYNC],
         "outside_s": times.outside_s,
@@ -73,6 +74,12 @@ def step_metrics(
         "cost_usd": run.ledger.cost_usd(run.pools.values()),
         **learned,
     }
+
+
+def own_seconds(times: StepTimes) -> dict[str, float]:
+    """Seconds of functions that few runs have: a critic, and columns of the user's own."""
+    seconds = times.phases_s
+    return {f"{phase}_s": seconds[phase] for phase in (Phase.CRITIC, Phase.COLUMNS) if seconds[phase]}
 
 
 def carried_metrics(stage: GenerationStage) -> dict[str, float]:

@@ -20,6 +20,7 @@ from rlhfless.algorithms.supervised import Objective, evaluated, objective_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.loop.step_context import StepBegun
+from rlhfless.loop.summary import own_seconds
 from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import FloatArray, StepRecord, Work
 from rlhfless.records.examples import Example
@@ -99,6 +100,7 @@ async def train(run: SupervisedRun, begun: StepBegun, batch: PackedBatch) -> Ste
     metrics = {
         "step_s": times.wall_s,
         "reference_s": times.phases_s[Phase.REFERENCE],
+        **own_seconds(times),
         "learn_s": times.phases_s[Phase.LEARN],
         "outside_s": times.outside_s,
         "recovery_s": times.recovery_s,

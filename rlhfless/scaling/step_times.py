@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
 
-from rlhfless.records import Invocation, StepRecord, Work
+from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.scaling.intervals import Interval, length, union
 
 
@@ -28,6 +28,10 @@ class Phase(StrEnum):
     HELD_OUT = "held_out"
     SCORING = "scoring"
     REFERENCE = "reference"
+    CRITIC = "critic"
+    """The critic's values and its updates."""
+    COLUMNS = "columns"
+    """Columns and updates of the user's own functions."""
     LEARN = "learn"
     SYNC = "sync"
     CHECKPOINT = "checkpoint"
@@ -51,6 +55,23 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
         Work.RESTORE: Phase.CHECKPOINT,
     }
 )
+
+_COLUMN_PHASES: Mapping[str, Phase] = MappingProxyType(
+    {FunctionName.REFERENCE: Phase.REFERENCE, FunctionName.CRITIC: Phase.CRITIC}
+)
+
+
+def phase_of(call: Invocation) -> Phase:
+    """The phase of a call. Several functions compute a column of the batch or learn; each counts under its own name."""
+    phase = PHASES[call.work]
+    learns_apart = phase is Phase.LEARN and call.function != FunctionName.LEARNER
+    return column_phase(call.function) if phase is Phase.REFERENCE or learns_apart else phase
+
+
+def column_phase(function: str) -> Phase:
+    """The phase of a function that computes a column of the batch."""
+    return _COLUMN_PHASES.get(function, Phase.COLUMNS)
+
 
 OVERHEAD = frozenset({Work.PUBLISH, Work.PROVE_LOADING, Work.LOAD_WEIGHTS})
 """Work that exists only because learner and engines are separate; a single process would not have it."""
@@ -80,7 +101,7 @@ def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes
     for call in invocations:
         if call.start_s < step.end_s and call.end_s > step.resumed_s:
             within = (max(call.start_s, step.resumed_s), min(call.end_s, step.end_s))
-            phases[PHASES[call.work]].append(within)
+            phases[phase_of(call)].append(within)
             if call.work not in OVERHEAD:
                 working.append(within)
     covered_s = length(union(working))

@@ -13,7 +13,7 @@ from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.step_times import Phase, step_times
 
-STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.LEARN, Phase.SYNC)
+STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.CRITIC, Phase.COLUMNS, Phase.LEARN, Phase.SYNC)
 """The simulated stages of a step."""
 
 NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})

@@ -21,7 +21,7 @@ from rlhfless.scaling.intervals import clip, union
 from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.scaling.step_times import Phase, step_times
+from rlhfless.scaling.step_times import Phase, column_phase, step_times
 from rlhfless.sim.learner_size import ChoosesSize, LearnerSizes, SimulatedLearnerSize
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -254,8 +254,11 @@ def _predicted_s(
     outside_s: float,
 ) -> dict[str, float]:
     """Predicted seconds of a step by stage. `outside_s`: seconds without a working function, not simulated."""
+    # Columns are predicted from their lines, below; what computes them may learn, too.
+    others = [call for call in simulated.invocations if call.work is not Work.LOGPROBS or not latency.columns]
     times = step_times(record, simulated.invocations)
-    seconds = {str(stage): times.phases_s[stage] for stage in STAGES}
+    phases_s = step_times(record, others).phases_s
+    seconds = {str(stage): phases_s[stage] for stage in STAGES}
     late_s = latency.call_s
     if cores is not None:  # simulated engines have a core each; the machine may have fewer, with the helpers
         alone_s = drawn_s(record.step, simulated.invocations)
@@ -263,13 +266,11 @@ def _predicted_s(
     seconds[Phase.GENERATION] += late_s
     # The simulator joins calls that follow each other closely; the recorded ones have pauses between them.
     seconds[Phase.SCORING] = latency.group_s * batch.groups
-    if latency.columns:
-        seconds[Phase.REFERENCE] = 0.0
     fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
-    passes = [c for c in simulated.invocations if c.step == record.step and c.work is Work.LOGPROBS]
     for name, line in latency.columns.items():
-        tokens = fed - sum(call.cached_tokens for call in passes if call.function == name)
-        seconds[Phase.REFERENCE] += line.fixed_s * batch.groups + line.token_s * tokens
+        passes = [c for c in simulated.invocations if c.work is Work.LOGPROBS and c.function == name]
+        tokens = fed - sum(call.cached_tokens for call in passes if call.step == record.step)
+        seconds[column_phase(name)] += line.fixed_s * batch.groups + line.token_s * tokens
     return {**seconds, WALL: times.wall_s + late_s + outside_s}
 
 

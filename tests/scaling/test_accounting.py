@@ -122,6 +122,25 @@ def test_phases_may_overlap_and_outside_counts_instants_once() -> None:
     assert times.outside_s == 3
 
 
+@pytest.mark.parametrize(
+    ("function", "work", "phase"),
+    [
+        (FunctionName.REFERENCE, Work.LOGPROBS, Phase.REFERENCE),
+        (FunctionName.CRITIC, Work.LOGPROBS, Phase.CRITIC),
+        (FunctionName.CRITIC, Work.LEARN, Phase.CRITIC),
+        ("sentiment", Work.LOGPROBS, Phase.COLUMNS),
+        ("sentiment", Work.LEARN, Phase.COLUMNS),
+        (FunctionName.LEARNER, Work.LEARN, Phase.LEARN),
+        (FunctionName.LEARNER, Work.EVALUATE, Phase.LEARN),
+        (FunctionName.REWARD_MODEL, Work.SCORE, Phase.SCORING),
+        (FunctionName.CRITIC, Work.CHECKPOINT, Phase.CHECKPOINT),
+    ],
+)
+def test_the_time_of_each_function_counts_under_its_own_name(function: str, work: Work, phase: Phase) -> None:
+    times = step_times(StepRecord(1, 0.0, 10.0, {}), [call(work, 2, 5, function=function)])
+    assert {each: seconds for each, seconds in times.phases_s.items() if seconds} == {phase: 3}
+
+
 def test_the_recovery_of_a_step_is_in_none_of_its_phases_and_all_adds_up() -> None:
     calls = [
         call(Work.GENERATE, 1, 4, step=7),  # the try that failed

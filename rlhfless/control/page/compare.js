@@ -9,11 +9,11 @@ import { seriesOf } from "./series.js";
 import { chartTools, span } from "./tools.js";
 
 const FOLLOW_MS = 2000;
-const FIRST = ["reward_mean", "reward/", "eval/", "loss", "gradient_norm", "entropy", "clipped_", "learning_rate", "reference_kl"];
+const FIRST = ["reward_mean", "reward/", "eval/", "loss", "gradient_norm", "value_loss", "explained_variance", "critic_gradient_norm", "entropy", "clipped_", "learning_rate", "reference_kl"];
 const LAST = ["response_tokens_mean", "step_s", "generation_tokens_per_s", "cost_usd"];
 /** What a chart of one run shows, but is no curve of its own here. */
-const APART = /^(response_tokens\/|reward_std$|gradient_norm_max$|rollout_logprob_difference_max$|(sync|scoring|reference|checkpoint|outside)_s$)/;
-const WITHOUT_ZERO = /^(reward|eval|loss|policy_loss|algorithm)/;
+const APART = /^(response_tokens\/|reward_std$|(critic_)?gradient_norm_max$|rollout_logprob_difference_max$|(sync|scoring|reference|columns|checkpoint|outside)_s$)/;
+const WITHOUT_ZERO = /^(reward|eval|loss|policy_loss|value_loss|explained_variance|algorithm)/;
 
 const place = (name) => {
   const at = FIRST.findIndex((one) => name.startsWith(one)), end = LAST.indexOf(name);

@@ -6,7 +6,7 @@ import { byName, duration, measured, number, usd } from "./format.js";
 /** Stages of a step, in their order, with their colours. */
 const STAGES = [
   ["sync_s", "weights", "slate"], ["generation_s", "generation", "blue"], ["scoring_s", "scoring", "amber"],
-  ["reference_s", "reference", "teal"], ["learn_s", "learning", "violet"], ["checkpoint_s", "checkpoint", "rose"], ["outside_s", "between", "grey"],
+  ["reference_s", "reference", "teal"], ["critic_s", "critic", "olive"], ["columns_s", "own columns", "sky"], ["learn_s", "learning", "violet"], ["checkpoint_s", "checkpoint", "rose"], ["outside_s", "between", "grey"],
 ];
 
 /** Colours of lines that have none of their own; after the last one the lines are dashed. */
@@ -138,8 +138,11 @@ export const CHARTS = [
   { title: "Pairs ranked right", help: "Pairs of a step whose chosen response has the higher reward, by the model that is trained", make: several([["preference_accuracy", "chosen above rejected", "teal"]], SHARES), optional: true },
   { title: "Gradient norm", help: "Before it is clipped, over the optimiser steps", make: several([["gradient_norm", "mean", "blue"], ["gradient_norm_max", "largest", "rose"]], { zero: true }) },
   { title: "Entropy", help: "Mean entropy of the policy over response tokens, in nats", make: several([["entropy", "policy", "violet"]], { zero: true }) },
-  { title: "Clipped share", help: "Tokens without gradient because of a clip", make: several([["clipped_low", "lower clip", "teal"], ["clipped_high", "upper clip", "amber"], ["clipped_dual", "dual clip", "rose"]], SHARES) },
-  { title: "Learning rate", help: "Mean over the optimiser steps", make: several([["learning_rate", "rate", "slate"]], { zero: true }) },
+  { title: "Clipped share", help: "Tokens without gradient because of a clip, of the policy or of the critic's values", make: several([["clipped_low", "lower clip", "teal"], ["clipped_high", "upper clip", "amber"], ["clipped_dual", "dual clip", "rose"], ["value_clipped", "values", "olive"]], SHARES) },
+  { title: "Critic loss", help: "The loss of the critic's values", make: several([["value_loss", "values", "olive"]], { zero: true }), optional: true },
+  { title: "Explained variance", help: "Share of the variance of the returns that the critic explains: 1 is all of it, below 0 is worse than their mean", make: several([["explained_variance", "returns", "olive"]]), optional: true },
+  { title: "Critic's gradient norm", help: "Before it is clipped, over the critic's optimiser steps", make: several([["critic_gradient_norm", "mean", "olive"], ["critic_gradient_norm_max", "largest", "rose"]], { zero: true }), optional: true },
+  { title: "Learning rate", help: "Mean over the optimiser steps", make: several([["learning_rate", "rate", "slate"], ["critic_learning_rate", "critic", "olive"]], { zero: true }) },
   { title: "KL divergence", help: "Nats per token: from the reference, and of one step's updates", make: several([["reference_kl", "from the reference", "teal"], ["old_kl", "within the step", "slate"]], { zero: true }) },
   { title: "Engine–learner logprob gap", help: "|learner − engine| logprob of the sampled tokens, in nats, on a logarithmic axis",
     make: several([["rollout_logprob_difference", "mean", "blue"], ["rollout_logprob_difference_max", "largest", "rose"]], { log: true }) },
@@ -154,7 +157,7 @@ export const CHARTS = [
 /** Metrics that the charts need; a family's name stands for its members. */
 export const NAMES = [
   "reward_mean", "reward_std", "reward", "eval", "loss", "policy_loss", "preference_accuracy", "gradient_norm", "gradient_norm_max", "entropy", "clipped_low",
-  "clipped_high", "clipped_dual", "learning_rate", "reference_kl", "old_kl", "rollout_logprob_difference", "rollout_logprob_difference_max",
+  "clipped_high", "clipped_dual", "value_clipped", "value_loss", "explained_variance", "critic_gradient_norm", "critic_gradient_norm_max", "critic_learning_rate", "learning_rate", "reference_kl", "old_kl", "rollout_logprob_difference", "rollout_logprob_difference_max",
   "truncated", "groups_without_signal", "response_tokens", "response_tokens_mean", "generation_tokens_per_s", ...STAGES.map(([name]) => name), "cost_usd", "algorithm",
 ];
 

@@ -6,9 +6,15 @@ import { byName, duration } from "./format.js";
 
 /** Kinds of work, in the order of the legend, with their colours. */
 const WORK = {
-  prove_loading: ["proves loading", "slate"], load_weights: ["loads weights", "slate"], generate: ["generates", "blue"], precompute: ["prefixes", "blue"], held_out: ["evaluates", "sky"], score: ["scores", "amber"], logprobs: ["reference", "teal"],
-  evaluate: ["old logprobs", "lilac"], learn: ["learns", "violet"], publish: ["publishes", "rose"], checkpoint: ["saves", "rose"], restore: ["restores", "rose"],
+  prove_loading: ["proves loading", "slate"], load_weights: ["loads weights", "slate"], generate: ["generates", "blue"], precompute: ["prefixes", "blue"], held_out: ["evaluates", "sky"], score: ["scores", "amber"], logprobs: ["reference", "teal"], values: ["critic computes values", "olive"], columns: ["own columns", "lilac"],
+  evaluate: ["old logprobs", "lilac"], critic_learn: ["critic learns", "olive"], learn: ["learns", "violet"], publish: ["publishes", "rose"], checkpoint: ["saves", "rose"], restore: ["restores", "rose"],
 };
+
+/** What a call did. Work of the same kind is named after the function that did it: a critic's pass is not the reference's. */
+function workOf({ function: name, work }) {
+  if (work === "logprobs" && name !== "reference") return name === "critic" ? "values" : "columns";
+  return work === "learn" && name === "critic" ? "critic_learn" : work;
+}
 
 const ROW = 26, BAR = 18, TOP = 22, BOTTOM = 24, RIGHT = 12, LETTER = 6.6, LABEL = 56;
 
@@ -33,7 +39,7 @@ function makeCluster(found) {
   if (!rows.length) return null;
   const runs = [...new Set(rows.flatMap((row) => row.bars.map((bar) => bar.run_id)))].sort();
   const toneOf = (run) => RUNS[runs.indexOf(run) % RUNS.length];
-  const bars = rows.flatMap((row, place) => row.bars.map((bar) => ({ ...bar, place, device: row.device, tone: toneOf(bar.run_id), opacity: bar.function === "generation" ? 1 : 0.5 })));
+  const bars = rows.flatMap((row, place) => row.bars.map((bar) => ({ ...bar, work: workOf(bar), place, device: row.device, tone: toneOf(bar.run_id), opacity: bar.function === "generation" ? 1 : 0.5 })));
   const origin = Math.min(...bars.map((bar) => bar.start_s)), until = Math.max(...bars.map((bar) => bar.end_s)) - origin;
   const legend = runs.map((run) => ({ name: run, tone: toneOf(run), line: "area" }));
   return { rows, bars, origin, until, legend, steps: [], summary: `${rows.length} devices, ${runs.length} runs, ${duration(until)}` };
@@ -42,7 +48,7 @@ function makeCluster(found) {
 function make(found) {
   const rows = found.rows.filter((row) => row.bars.length).sort((a, b) => byName(a.device, b.device));
   if (!rows.length) return null;
-  const bars = rows.flatMap((row, place) => row.bars.map((bar) => ({ ...bar, place, device: row.device })));
+  const bars = rows.flatMap((row, place) => row.bars.map((bar) => ({ ...bar, work: workOf(bar), place, device: row.device })));
   const origin = Math.min(...bars.map((bar) => bar.start_s)), until = Math.max(...bars.map((bar) => bar.end_s)) - origin;
   const steps = new Map();
   for (const bar of bars) if (bar.work && bar.step) steps.set(bar.step, Math.min(steps.get(bar.step) ?? Infinity, bar.start_s - origin));
