@@ -192,8 +192,11 @@ class _Attempt:
             outcome = await execute(session)
         except StaleOutbox:
             raise
+        except RunPaused as error:
+            return _paused(error, spec)
         except Exception as error:
-            log.error("the run has stopped", exc_info=error)
+            expected = isinstance(error, UserError)  # its message says what to do
+            log.error("the run has stopped: %s", error, exc_info=None if expected else error)
             return self._ended_by(error, spec)
         finally:
             if sinks is not None:
@@ -206,8 +209,6 @@ class _Attempt:
         if isinstance(error, MemoryError):
             use_reserve(error)
         text = RAY_AWAY if isinstance(error, NoCluster) else user_message(error, self._folder, IN_LOGS)
-        if isinstance(error, RunPaused):
-            return _paused(error, spec)
         ending = ending_of(error)
         named = error.problems if isinstance(error, InputError | SpecError) else ()
         param = named[0].where if named else error.where if isinstance(error, UserError) else ""

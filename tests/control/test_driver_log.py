@@ -1,0 +1,49 @@
+"""What the log of a driver says of the end of its run: a pause is a fact, and no error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.orders import order_of
+from fakes.standing import RUN
+from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.driver.main import ENDED, drive
+from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.drivers import write_order
+from rlhfless.loop.host import RunPaused, StopCause
+from rlhfless.spec.errors import InputError, Problem
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "errors", "has_traceback"),
+    [
+        (RunPaused(StopCause.PAUSE, "stopped after step 3"), "paused", 0, False),
+        (RunPaused(StopCause.YIELD, "stopped after step 3"), "queued", 0, False),
+        (RunPaused(StopCause.LIMIT, "max_cost_usd is reached"), "paused", 0, False),
+        (InputError("the run cannot start", [Problem("steps", "wrong")]), "failed", 1, False),
+        (ValueError("a fault of the program"), "failed", 1, True),
+    ],
+)
+def test_the_end_of_a_run_in_its_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: str,
+    errors: int,
+    has_traceback: bool,
+) -> None:
+    async def ends(_: object) -> Any:
+        raise error
+
+    monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: type("Prepared", (), {"warnings": ()})())
+    monkeypatch.setattr("rlhfless.control.driver.main.execute", ends)
+    monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
+    write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
+    assert drive(tmp_path) == ENDED
+    text = (tmp_path / "run.log").read_text()
+    assert undelivered(tmp_path, 0)[-1].data["status"] == status
+    assert text.count(" ERROR ") == errors
+    assert ("Traceback" in text) == has_traceback
