@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM (Kubernetes, Slurm, `docker stop`, a shell's `kill`) end a command the same way: in order.
+"""Ctrl-C, SIGTERM (Kubernetes, Slurm, `docker stop`, a shell's `kill`) and SIGHUP (a closed terminal) end a command the
+same way: in order. A signal that is ignored at the start, as `nohup` ignores SIGHUP, stays ignored.
 
 A run stops in order on the first signal, within `timeouts.stop_s`. A second signal only shows how to hurry, because
 launchers often pass the same signal on twice (`timeout`, a terminal with a wrapper in between). The third signal, or
@@ -26,7 +27,7 @@ import psutil
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AT_ONCE = 3
 """The number of the signal, counted from 1, that ends the orderly stop."""
@@ -42,8 +43,8 @@ KILL_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SHOW_CURSOR = "\x1b[?25h"
 
-_terminated = False
-"""Whether SIGTERM came to a command other than `run`."""
+_ended_by = signal.SIGINT
+"""The signal that ended a command other than `run`."""
 
 _is_command = False
 """Whether this process runs only the command."""
@@ -51,7 +52,7 @@ _is_command = False
 
 def exit_code() -> int:
     """The exit code of a command that was interrupted: 128 + the number of the signal."""
-    return 128 + (signal.SIGTERM if _terminated else signal.SIGINT)
+    return 128 + _ended_by
 
 
 def ignore() -> None:
@@ -64,11 +65,12 @@ def ignore() -> None:
 
 
 def terminate_as_ctrl_c() -> None:
-    """From here on SIGTERM acts like Ctrl-C, with its own exit code: KeyboardInterrupt triggers all clean-up."""
+    """From here on SIGTERM and SIGHUP act like Ctrl-C, each with its own exit code: KeyboardInterrupt triggers all
+    clean-up."""
 
-    def received(_: int, frame: FrameType | None) -> None:
-        global _terminated
-        _terminated = True
+    def received(number: int, frame: FrameType | None) -> None:
+        global _ended_by
+        _ended_by = signal.Signals(number)
         ctrl_c = signal.getsignal(signal.SIGINT)
         if callable(ctrl_c):
             ctrl_c(signal.SIGINT, frame)
@@ -77,7 +79,15 @@ def terminate_as_ctrl_c() -> None:
 
     global _is_command
     _is_command = True
-    signal.signal(signal.SIGTERM, received)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if number is signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, received)
+
+
+def hangups_blocked() -> None:
+    """Block SIGHUP in this thread, and in all processes that it starts: a terminal that is closed sends it to each
+    process of the run, and an orderly stop needs them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 class Interrupted(Exception):
@@ -141,6 +151,8 @@ class OrderlyStop:
                     signal.signal(number, handler)
 
     def _received(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._count:
+            return  # shell and kernel both send it; nobody asks to hurry
         # While Ray starts, its own handler runs first and sets an alarm that would abort this process.
         signal.alarm(0)
         self._count += 1

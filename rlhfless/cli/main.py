@@ -1,7 +1,8 @@
 """The command `rlhfless`.
 
 An error that the user can correct gives one message on stderr and exit code 2, like a mistyped option. Any other error
-is a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130, SIGTERM 143.
+is a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130, SIGTERM 143, a
+closed terminal (SIGHUP) 129, and a closed pipe (`| head`) 141 without a word.
 A run has further exit codes (rlhfless.loop.endings; docs/design.md).
 
 Every command imports what it needs when it is called, so that `--help` does not wait for torch or Ray.
@@ -9,8 +10,10 @@ Every command imports what it needs when it is called, so that `--help` does not
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -72,7 +75,8 @@ class _Group(TyperGroup):
 def _fail(ctx: Any, error: Exception, text: str, code: int) -> None:
     if ctx.params.get("debug"):
         text = "".join(traceback.format_exception(error))
-    typer.echo(legible(text.rstrip()), err=True)
+    with suppress(OSError):  # the terminal may be closed
+        typer.echo(legible(text.rstrip()), err=True)
     raise typer.Exit(code) from error
 
 
@@ -108,4 +112,10 @@ for _module in (run, validate, data, plan, devices, selftest, rewards, simulate,
 def main() -> None:
     """Entry point of the command."""
     signals.terminate_as_ctrl_c()
-    app()
+    try:
+        app()
+    except SystemExit as error:
+        # Both click and rich turn a pipe that nothing reads any more into exit code 1.
+        if isinstance(error.__context__, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,14 +124,19 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
         remove_stores(spec, run_id)
         private_ray.remove(folder)
 
-    stop = OrderlyStop(spec.timeouts.stop_s, console.show, remove_files)
+    def say(text: str) -> None:
+        logging.getLogger(__name__).info("%s", text)
+        console.show(text)
+
+    stop = OrderlyStop(spec.timeouts.stop_s, say, remove_files)
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")
         outcome = stop.run(execute(Session(spec, prepared, run_id, folder, console, sinks)))
     except Interrupted as interrupted:
         console.close()
-        typer.echo(hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN, err=True)
+        with suppress(OSError):  # the terminal may be closed
+            typer.echo(hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN, err=True)
         raise typer.Exit(interrupted.exit_code) from None
     except Exception as error:
         console.close()

@@ -41,6 +41,8 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
     try:
         for event in client.watch(run.id):
             _show(console, event, before)
+            if console.closed_by_reader:
+                raise BrokenPipeError
             if _rests(event):
                 break
     except KeyboardInterrupt:

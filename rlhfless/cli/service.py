@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,7 +128,12 @@ def up(
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("rlhfless").setLevel(logging.INFO)
-    asyncio.run(serve(settings, lambda text: typer.echo(text, err=True)))
+    asyncio.run(serve(settings, _say))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the service goes on when its terminal is closed
+        typer.echo(text, err=True)
 
 
 def _counted(text: str, option: str, example: str) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """`rlhfless up`: the service of a data folder, and its end.
 
-SIGTERM, or a killed service, leaves drivers and Ray running: the next service of the folder takes them over.
+SIGTERM, a closed terminal (SIGHUP, unless it is ignored), or a killed service leaves drivers and Ray running: the next
+service of the folder takes them over.
 Ctrl-C and `rlhfless down` stop runs in order, and then Ray; the runs go on at the next `up`.
 """
 
@@ -124,13 +125,15 @@ async def _signals(
             server.should_exit = server.force_exit = True
         ending.append(asyncio.create_task(_wind_down(service, server, end_host, say)))
 
-    loop.add_signal_handler(signal.SIGTERM, leave)
+    leaves = [signal.SIGTERM, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+    for number in leaves:
+        loop.add_signal_handler(number, leave)
     loop.add_signal_handler(signal.SIGINT, wind_down)
     try:
         yield
         await asyncio.gather(*ending, return_exceptions=True)
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*leaves, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 

@@ -32,6 +32,7 @@ from ray.exceptions import RayError
 
 from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.functions.loopback import is_loopback
+from rlhfless.signals import hangups_blocked
 from rlhfless.spec import PlacementSpec
 from rlhfless.spec.errors import UserError
 
@@ -76,6 +77,7 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
     results: list[T | Exception] = []
 
     def attempt() -> None:
+        hangups_blocked()
         try:
             results.append(start())
         except Exception as error:

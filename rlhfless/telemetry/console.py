@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -26,6 +26,7 @@ from rich.text import Text
 
 from rlhfless.records import in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
+from rlhfless.telemetry.lasting import LastingStream
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
 from rlhfless.telemetry.terminal import Terminal
@@ -65,7 +66,8 @@ class Console:
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._terminal = Terminal(file=tolerant(stream or sys.stdout), quiet=mode == "off")
+        self._stream = LastingStream(tolerant(stream or sys.stdout))
+        self._terminal = Terminal(file=cast(TextIO, self._stream), quiet=mode == "off")
         self._title = legible(title)
         self._steps = steps
         self._now = now
@@ -85,6 +87,11 @@ class Console:
     def done(self) -> int:
         """The number of the last step that was emitted."""
         return self._recent[-1][0] if self._recent else 0
+
+    @property
+    def closed_by_reader(self) -> bool:
+        """Whether nothing reads the output any more; what is shown is dropped then."""
+        return self._stream.closed_by_reader
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -109,7 +109,7 @@ def run(
         yield process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_stops_in_order(number: int, code: int, tmp_path: Path) -> None:
     with run(tmp_path) as process:
         process.wait_for("working")
@@ -118,6 +118,56 @@ def test_the_first_signal_stops_in_order(number: int, code: int, tmp_path: Path)
         assert f"{signal.Signals(number).name}: stopping in order, for at most 600 s" in process.text
         assert process.text.split()[-3:] == ["cleaned", "up", "interrupted"]
         assert not (tmp_path / "removed").exists()
+
+
+def test_a_closed_terminal_stops_in_order_however_often_it_says_so(tmp_path: Path) -> None:
+    """The kernel and the shell both send SIGHUP; the third signal of a person would end everything at once."""
+    clean_up = "say('cleaning')\n        while not pathlib.Path('go').exists(): await asyncio.sleep(0.01)"
+    with run(tmp_path, clean_up=clean_up) as process:
+        process.wait_for("working")
+        process.send(signal.SIGHUP)
+        process.wait_for("cleaning")
+        for _ in range(3):
+            process.send(signal.SIGHUP)
+            time.sleep(0.05)
+        (tmp_path / "go").touch()
+        assert process.ends() == 129
+        assert "cleaned up" in process.text
+        assert "one more signal" not in process.text
+
+
+def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
+    work = "while not pathlib.Path('go').exists(): await asyncio.sleep(0.01)"
+    program = RUN.format(work=work, clean_up="pass", grace_s=600, children=False)
+    with started(["nohup", sys.executable, "-c", program], tmp_path) as process:
+        process.wait_for("working")
+        process.send(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert process.ends() == 0
+        assert "stopping" not in process.text
+
+
+def test_processes_of_rays_thread_outlive_a_closed_terminal(tmp_path: Path) -> None:
+    """Ray's processes are in the run's process group, to which the kernel sends SIGHUP."""
+    program = (
+        "import subprocess, sys, threading, time; from rlhfless.signals import hangups_blocked\n"
+        "def start():\n"
+        "    hangups_blocked()\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    print('child', child.pid, flush=True)\n"
+        "thread = threading.Thread(target=start); thread.start(); thread.join(); time.sleep(600)"
+    )
+    with started([sys.executable, "-c", program], tmp_path) as process:
+        process.wait_for("child ")
+        child = psutil.Process(int(process.text.split()[1]))
+        try:
+            child.send_signal(signal.SIGHUP)
+            process.send(signal.SIGHUP)
+            assert process.ends() == -signal.SIGHUP  # the thread alone blocks it
+            assert child.is_running()
+            assert child.status() != psutil.STATUS_ZOMBIE
+        finally:
+            child.kill()
 
 
 def test_a_second_signal_does_not_break_the_clean_up(tmp_path: Path) -> None:
@@ -219,6 +269,7 @@ main.main()
             "prepare.preflight", "preflight", ["validate", "{spec}"], signal.SIGINT, 130, marks=pytest.mark.long
         ),
         ("sim.experiment.compare", "compare", ["simulate", "{scenario}"], signal.SIGINT, 130),
+        ("sim.experiment.compare", "compare", ["simulate", "{scenario}"], signal.SIGHUP, 129),
         pytest.param(
             "prepare.reward_trial",
             "try_rewards",
