@@ -42,13 +42,31 @@ def legible(text: str) -> str:
     return _ILLEGIBLE.sub(_escape, text)
 
 
-def parsed_json(text: str | bytes) -> Any:
-    """JSON from outside. Raises ValueError with one line on whatever is wrong with it.
+class WrittenFloat(float):
+    """A number with the text that the data has for it: `1.50` is the float 1.5, and as a text `1.50`."""
+
+    text: str
+
+    def __new__(cls, value: Any, text: str | None = None) -> WrittenFloat:
+        number = super().__new__(cls, value)
+        number.text = str(value) if text is None else text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (float(self), self.text)
+
+
+def parsed_json(text: str | bytes, *, as_written: bool = False) -> Any:
+    """JSON from outside; `as_written` keeps the text of numbers. Raises ValueError with one line on whatever is wrong
+    with it.
 
     Beside bad syntax: bytes that are no text, more levels than Python's stack, numbers of more than 4,300 digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=WrittenFloat if as_written else None)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}" if "\n" in error.doc.strip() else f"column {error.colno}"
         raise ValueError(f"{error.msg} at {place}") from error

@@ -93,7 +93,7 @@ def _jsonl(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
         if not line.strip():
             continue
         try:
-            values = parsed_json(line)
+            values = parsed_json(line, as_written=True)
         except ValueError as error:
             faults.append(f"{file}:{number}: not JSON: {error}")
             continue
@@ -120,10 +120,28 @@ def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
             for batch in table.iter_batches(PARQUET_ROWS):  # what is compressed can be a thousand times as large
                 size_bytes += batch.nbytes
                 _require_size(field, str(file), sizes, size_bytes)
-                values += batch.to_pylist()
+                narrow = [each for each in batch.schema if re.search(r"\b(half)?float\b", str(each.type))]
+                for row in batch.to_pylist():
+                    values.append(row | {each.name: _shortest(row[each.name], each.type) for each in narrow})
     except (pyarrow.ArrowException, OSError) as error:
         raise _error(field, f"{str(file)!r} cannot be read as Parquet: {error}", _FORMATS) from error
     return [Row(f"{file.name} row {i}", row) for i, row in enumerate(values, start=1)]
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """A value whose numbers of 16 and 32 bits are as a person writes them: 0.1, and not 0.10000000149."""
+    import numpy as np
+    import pyarrow
+
+    if value is None:
+        return None
+    if pyarrow.types.is_struct(kind):
+        return {each.name: _shortest(value[each.name], each.type) for each in kind}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return [_shortest(item, kind.value_type) for item in value]
+    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+        return float(str((np.float16 if pyarrow.types.is_float16(kind) else np.float32)(value)))
+    return value
 
 
 def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import regex
 
 from rlhfless.records import Prompt
+from rlhfless.rewards.answers import answer_faults, answer_of
 from rlhfless.rewards.protocol import (
     LocalReward,
     RewardError,
     RewardSample,
     Unscorable,
-    answer_of,
-    column_problems,
-    is_answer,
 )
 from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, RegexSpec
 
@@ -28,11 +26,11 @@ class ExactMatch(LocalReward):
     spec: ExactMatchSpec
 
     def value(self, sample: RewardSample) -> float:
-        expected = answer_of(sample, self.spec.answer_field)
+        expected = answer_of(sample.columns, self.spec)
         return float(self._normal(sample.response) == self._normal(expected))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        return column_problems(self.spec.answer_field, prompts, is_answer)
+        return answer_faults(self.spec, prompts)
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.spec.strip else text
@@ -63,12 +61,11 @@ class Regex(LocalReward):
             raise Unscorable(f"the match took longer than timeout_s ({self.spec.timeout_s:g} s)") from None
         if match is None or self.spec.answer_field is None:
             return float(match is not None)
-        expected = answer_of(sample, self.spec.answer_field)
+        expected = answer_of(sample.columns, self.spec)
         return float(match[1] is not None and match[1].strip() == expected.strip())
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        field = self.spec.answer_field
-        return [] if field is None else column_problems(field, prompts, is_answer)
+        return [] if self.spec.answer_field is None else answer_faults(self.spec, prompts)
 
 
 @dataclass(frozen=True)

@@ -10,37 +10,50 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import math
 import re
 import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import (
-    Begin,
-    Done,
-    RewardError,
-    RewardSample,
-    Unscorable,
-    answer_of,
-    attempt,
-    column_problems,
-    is_answer,
-    quote,
-)
+from rlhfless.rewards.answers import answer_faults, answer_of
+from rlhfless.rewards.final_answers import boxed_answer, final_part, stated_answers
+from rlhfless.rewards.math_text import UNICODE_MATHS, as_latex, as_words, unreadable
+from rlhfless.rewards.protocol import Begin, Done, RewardError, RewardSample, Unscorable, attempt, listed, quote
 from rlhfless.spec import MathSpec
 
-_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 # The separator between solution and answer in GSM8K.
 _GSM8K_MARK = "####"
-# The answer in the form of DeepSeek-R1; math-verify does not find a number that is followed by a tag.
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Ratio of wall time to CPU time above which a worker hangs, rather than runs on a busy machine.
 _WALL_PER_CPU = 6
 # Distinct expected answers that a worker caches: enough for some tens of steps.
 _GOLD_CACHE = 4096
+# Longest answer that is parsed, in characters: longer ones are no answer, and take a parser seconds.
+_MOST_CHARS = 1000
+# Distinct expected answers that are parsed before a run, at some 10 ms each; of more, as many evenly spread.
+_MOST_CHECKED = 3000
+# Decimal places to which math-verify compares decimals, and digits to which it compares expressions.
+_PLACES, _DIGITS = 6, 15
+_PLAIN_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
+# Words of prose in what is left of a text without commands and names of functions.
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z({])")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An expected answer: words, or mathematics as math-verify compares it."""
+
+    words: str = ""
+    parsed: tuple[Any, ...] = ()
+    several: bool = False
+    """Whether it is a set or tuple of values."""
+    places: int = _PLACES
+    digits: int = _DIGITS
 
 
 class MathReward:
@@ -50,12 +63,28 @@ class MathReward:
 
     def __init__(self, spec: MathSpec) -> None:
         self._spec = spec
-        self._gold = lru_cache(maxsize=_GOLD_CACHE)(self._parse_gold)
+        self._gold = lru_cache(maxsize=_GOLD_CACHE)(self._expected)
         if importlib.util.find_spec("math_verify") is None:
             raise RewardError(spec.label, "needs the package math-verify; install rlhfless[math]")
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        return column_problems(self._spec.answer_field, prompts, is_answer)
+        """See Checked. Expected answers are parsed as they will be in the run."""
+        if problems := answer_faults(self._spec, prompts):
+            return problems
+        self.prepare()
+        places: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            places.setdefault(answer_of(prompt.columns, self._spec), []).append(prompt)
+        step = math.ceil(len(places) / _MOST_CHECKED)
+        faults = []
+        for text in list(places)[:: step or 1]:
+            try:
+                self._gold(text)
+            except Unscorable as error:
+                faults += [(prompt, str(error)) for prompt in places[text]]
+        what = f"the expected answers in `{self._spec.answer_field}` cannot be read as mathematics"
+        hint = "write them as a number, LaTeX or words, or remove these rows"
+        return [listed(what, faults, len(prompts), hint)] if faults else []
 
     def prepare(self) -> None:
         importlib.import_module("math_verify")
@@ -69,35 +98,136 @@ class MathReward:
             yield Done(index, attempt(self._value, sample))
 
     def _value(self, sample: RewardSample) -> float:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-        gold = self._gold(answer_of(sample, self._spec.answer_field))
-        boxed_only = self._spec.extraction == "boxed"
-        tagged = _TAGGED.findall(sample.response)
-        response = tagged[-1] if tagged else sample.response
-        if boxed_only and "\\boxed" not in response:
-            return 0.0
-        boxed_first: Any = LatexExtractionConfig(boxed_match_priority=0)
-        targets = [boxed_first] if boxed_only else [boxed_first, ExprExtractionConfig()]
+        gold = self._gold(answer_of(sample.columns, self._spec))
+        said = final_part(sample.response)
         try:
             with _cpu_limit(self._spec.cpu_s):
-                answer = parse(response, targets, parsing_timeout=0)
-                return float(verify(gold, answer, timeout_seconds=0))
+                box = boxed_answer(said)
+                if box is not None:
+                    right = _equal(gold, box.text, in_box=True)
+                    return float(right or (gold.several and bool(box.joined) and _equal(gold, box.joined, in_box=True)))
+                return float(self._spec.extraction == "any" and _states(gold, said))
         except _OutOfTime:
             return 0.0
 
-    def _parse_gold(self, text: str) -> list[Any]:
-        from math_verify import parse
-
+    def _expected(self, text: str) -> Expected:
+        """Parse an expected answer. Raises Unscorable if it cannot be read, or not as a whole."""
         written = text.rpartition(_GSM8K_MARK)[2].strip()
-        bare = not any(mark in written for mark in _DELIMITERS)
-        # LaTeX is only found between delimiters; a bare `\frac{1}{2}` gets some.
-        candidates = (f"${written}$", written) if bare else (written,)
-        with suppress(_OutOfTime), _cpu_limit(self._spec.cpu_s):
-            for candidate in candidates:
-                if gold := parse(candidate, parsing_timeout=0):
-                    return list(gold)
-        raise Unscorable(f"math-verify finds no mathematics in the expected answer {quote(text)}")
+        box = boxed_answer(written)
+        if box is not None:
+            written = box.joined or box.text
+        if words := as_words(written):
+            return Expected(words=words)
+        try:
+            with _cpu_limit(self._spec.cpu_s):
+                for candidate in (written, *stated_answers(written)):
+                    if not (why := _fault(candidate)) and (parsed := _parsed(candidate)):
+                        return _expected(parsed)
+        except _OutOfTime:
+            raise Unscorable(f"{quote(written)} takes longer than cpu_s ({self._spec.cpu_s:g} s) to parse") from None
+        why = _fault(written)
+        reason = f", because of {why}" if why else ""
+        raise Unscorable(f"math-verify does not read {quote(written)} as a whole{reason}")
+
+
+def _fault(text: str) -> str:
+    """What of a text cannot be read as mathematics; empty if all of it can."""
+    if len(text) > _MOST_CHARS:
+        return f"its length of {len(text)} characters"
+    latex = as_latex(text)
+    return unreadable(latex) if latex else "its lack of mathematics"
+
+
+def _parsed(text: str) -> tuple[Any, ...]:
+    """The whole text as mathematics; empty if it cannot be parsed, or if some name of it is not in the result."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import Integer, Number
+
+    latex = as_latex(text)
+    if _PLAIN_NUMBER.fullmatch(latex):
+        return (Integer(int(latex)) if "." not in latex else Number(latex.lstrip("+")),)
+    # Units are taken away before: it takes the `t` of `2t` for one.
+    config = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+    whole = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=config)
+    found = parse(f"${latex}$", [whole], parsing_timeout=0)
+    if not found or isinstance(found[0], str) or not _has_all_names(latex, found[0]):
+        return ()
+    return tuple(found[:1])
+
+
+def _has_all_names(latex: str, parsed: Any) -> bool:
+    """Whether each letter that stands for a value is in the result, too."""
+    if re.search(r"\\(?:int|sum|prod|lim|mathbb|operatorname)|\|", latex):
+        return True  # with bound variables and names of sets
+    bare = re.sub(r"\\(?:text|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|_\{[^{}]*\}|_.", " ", latex)
+    return set(re.findall("[a-z]", bare.lower())) <= set(str(parsed).lower())
+
+
+def _expected(parsed: tuple[Any, ...]) -> Expected:
+    from sympy import Basic, Number, Set, Tuple
+    from sympy.matrices import MatrixBase
+
+    value = parsed[0]
+    atoms = value.atoms(Number) if isinstance(value, Basic | MatrixBase) else set()
+    sizes = [abs(float(atom)) for atom in atoms if atom != 0 and atom.is_finite]
+    least = min((size for size in sizes if size > 0), default=1.0)
+    # Small numbers keep three digits or more: to six places, 0.0000001 is 0.
+    further = max(math.ceil(-math.log10(least)) - 3, 0)
+    if value == 0:
+        further = 9
+    return Expected("", parsed, isinstance(value, Set | Tuple), _PLACES + further, _DIGITS + further)
+
+
+def _equal(gold: Expected, text: str, *, in_box: bool = False) -> bool:
+    """Whether a text as a whole is the expected answer."""
+    if gold.words:
+        return as_words(text) == gold.words
+    if not text or len(text) > _MOST_CHARS:
+        return False
+    parsed = () if _fault(text) else _parsed(text)
+    if not parsed and in_box:
+        from math_verify import LatexExtractionConfig, parse
+
+        parsed = tuple(parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0))
+    return _verified(gold, parsed)
+
+
+def _verified(gold: Expected, parsed: Sequence[Any]) -> bool:
+    from math_verify import verify
+
+    places, digits = gold.places, gold.digits
+    return bool(verify(list(gold.parsed), list(parsed), places, digits, timeout_seconds=0))
+
+
+def _states(gold: Expected, said: str) -> bool:
+    """Whether the answer that a text without a box says last is the expected one."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    candidates = [text for text in stated_answers(said) if text and len(text) <= _MOST_CHARS]
+    if gold.words:
+        return any(as_words(text) == gold.words for text in candidates)
+    for text in candidates:
+        prose = as_words(text) or _fault(text) or _PROSE.search(re.sub(r"\\[A-Za-z]+", " ", as_latex(text)))
+        if not prose and (parsed := _parsed(text)):
+            return _verified(gold, parsed)
+    targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
+    return _verified(gold, parse(_in_dollars(said), targets, parsing_timeout=0))
+
+
+def _in_dollars(text: str) -> str:
+    """Prose with its Unicode mathematics as LaTeX between dollars: math-verify reads the 2 of `2√3` alone."""
+    text = re.sub(r"\\\$(?=\s*\d)", "", text)
+    if "$" in text or "\\(" in text or "\\[" in text:
+        return text
+
+    def written(found: re.Match[str]) -> str:
+        word = found[0].rstrip(".,;:!?")
+        if re.fullmatch(r"[^\d√]{0,4}[²³]", word):  # a unit
+            return found[0]
+        return f"${as_latex(word)}${found[0][len(word) :]}"
+
+    return re.sub(rf"\S*{UNICODE_MATHS.pattern}\S*", written, text)
 
 
 class _OutOfTime(BaseException):
@@ -106,7 +236,11 @@ class _OutOfTime(BaseException):
 
 @contextmanager
 def _cpu_limit(limit_s: float) -> Iterator[None]:
-    """Raise _OutOfTime within the block once this process has used `limit_s` of CPU time."""
+    """Raise _OutOfTime within the block once this process has used `limit_s` of CPU time. Without a limit in a thread
+    that gets no signals, as where a service checks a spec."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def stop(*_: object) -> None:
         raise _OutOfTime

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
-from rlhfless.records.fields import MissingField, field_value, find_field
+from rlhfless.records.fields import MissingField, field_value
 from rlhfless.redaction import redacted_text
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible
 
 # Number of characters that a message quotes.
 _QUOTED_CHARS = 60
+# Rows that a message names; the others are counted.
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,30 +199,42 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= _QUOTED_CHARS else text[: _QUOTED_CHARS - 1] + "…")
 
 
-def is_answer(value: Any) -> bool:
-    """Texts and numbers can be compared with a response; lists, mappings and null cannot."""
-    return isinstance(value, str | int | float)
+def described(value: Any) -> str:
+    """A value of the data with its type: `'42' (a text)`, `[7] (a list)`, `null`."""
+    names = {str: "text", list: "list", dict: "mapping", bytes: "bytes", bool: "truth value"}
+    if value is None:
+        return "null"
+    name = names.get(type(value), type(value).__name__)
+    return f"{quote(str(value))} ({'an' if name[0] in 'aeiou' else 'a'} {name})".replace("(a bytes)", "(bytes)")
 
 
-def answer_of(sample: RewardSample, column: str) -> str:
-    """The expected answer as text. Raises Unscorable."""
-    value = find_field(sample.columns, column)
-    if not is_answer(value):
-        raise Unscorable(f"the column `{column}` must be a text or a number, got {quote(str(value))}")
-    return str(value)
+def column_problems(
+    column: str, prompts: Sequence[Prompt], usable: Callable[[Any], bool], needed: str = "a text or a number is needed"
+) -> list[str]:
+    """A message if some prompts lack the column, or have a value there that is not usable."""
+    missing, bad, hint = [], [], ""
+    for prompt in prompts:
+        try:
+            value = field_value(prompt.columns, column)
+        except MissingField as error:
+            hint = hint or error.hint
+            missing.append((prompt, error.what))
+            continue
+        if not usable(value):
+            first = "; name an item of it, such as " + f"`{column}.0`" if isinstance(value, list) and value else ""
+            bad.append((prompt, f"it holds {described(value)}, and {needed}{first}"))
+    problems = [listed(f"the column `{column}` is missing", missing, len(prompts), hint)] if missing else []
+    return problems + ([listed(f"the column `{column}` cannot be used", bad, len(prompts))] if bad else [])
 
 
-def column_problems(column: str, prompts: Sequence[Prompt], usable: Callable[[Any], bool]) -> list[str]:
-    """A message if some prompt lacks the column, or has a value there that is not usable."""
-    bad = [prompt for prompt in prompts if not usable(find_field(prompt.columns, column))]
-    if not bad:
-        return []
-    first, hint = bad[0], ""
-    try:
-        fault = f"the column `{column}` holds {quote(str(field_value(first.columns, column)))}, which cannot be used"
-    except MissingField as error:
-        fault, hint = f"the column `{column}` is missing: {error.what}", f". {error.hint}".rstrip(". ")
-    return [f"{fault}, in {len(bad)} of {len(prompts)} prompts; the first is {quote(first.text)}{hint}"]
+def listed(what: str, faults: Sequence[tuple[Prompt, str]], total: int, hint: str = "") -> str:
+    """A message about rows: how many, and the first with each fault, with its place in the data."""
+    first = {why: prompt for prompt, why in reversed(faults)}
+    each = dict.fromkeys(why for _, why in faults)
+    named = [f"{first[why].where or quote(first[why].text)}: {why}" for why in list(each)[:_MOST_NAMED]]
+    more = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
+    end = f". {hint[0].upper()}{hint[1:]}" if hint else ""
+    return f"{what} in {len(faults)} of {total} prompts: {'; '.join(named)}{more}{end}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ They run in worker processes (`scoring`), so that a reward that hangs or dies do
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhfless.spec.base import Duration
 from rlhfless.spec.json_schemas import schema_validator
@@ -17,12 +18,28 @@ MOST_MIB = 1 << 20
 """1 TiB."""
 
 
+def _has_a_group(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if groups < 1:
+        raise ValueError("it needs a group, such as `#### (.*)`")
+    return pattern
+
+
+Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_has_a_group)]
+"""A regular expression with a group."""
+
+
 class MathSpec(RewardPart):
     """1 if the response's final answer equals the expected one as mathematics (math-verify), else 0."""
 
     type: Literal["math"]
     answer_field: str = "answer"
     """Column with the expected answer: a number, LaTeX, or a solution that ends in `\\boxed{...}` or `#### ...`."""
+    answer_pattern: Pattern | None = None
+    """The expected answer is only the first group of this, where the column has it last."""
     extraction: Literal["any", "boxed"] = "any"
     """Where the response's answer may be. `any`: a boxed answer if there is one, else the last LaTeX expression or
     plain number. `boxed`: only in `\\boxed{...}`. If there are tags `<answer>...</answer>`, only within them."""

@@ -11,7 +11,7 @@ from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, Tokens, without
 from rlhfless.spec.data import DType
 from rlhfless.spec.imports import IMPORT_PATH
 from rlhfless.spec.locations import HubPath
-from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
+from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec, Pattern
 from rlhfless.spec.scoring import RewardPart
 
 MOST_PORT = 65_535
@@ -80,6 +80,8 @@ class ExactMatchSpec(RewardPart):
     type: Literal["exact_match"]
     answer_field: str = "answer"
     """Column with the expected response."""
+    answer_pattern: Pattern | None = None
+    """The expected answer is only the first group of this, where the column has it last: `#### (.*)` of GSM8K."""
     strip: bool = True
     """Ignore white space at both ends."""
     ignore_case: bool = False
@@ -96,6 +98,8 @@ class RegexSpec(RewardPart):
     """The whole response must match."""
     answer_field: str | None = None
     """If given, the first group of the match must equal this column."""
+    answer_pattern: Pattern | None = None
+    """The expected answer is only the first group of this, where the column has it last: `#### (.*)` of GSM8K."""
     timeout_s: Duration = 1.0
     """Longest time one match may take: a pattern can backtrack for ever."""
 

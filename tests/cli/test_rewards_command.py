@@ -36,7 +36,7 @@ def test_every_part_of_every_row_as_json(spec, write_rows):
     ]
     result = invoke(spec, write_rows(rows, "samples.jsonl"), "--json", "--set", "prompts_per_step=2")
     assert result.exit_code == 2
-    assert "the column `answer` holds \"['w1']\", which cannot be used, in 1 of 3 prompts" in result.stderr
+    assert "the column `answer` cannot be used in 1 of 3 prompts: samples.jsonl:3: it holds" in result.stderr
 
     rows[2]["answer"] = "w1"
     result = invoke(spec, write_rows(rows, "samples.jsonl"), "--json")

@@ -283,7 +283,7 @@ def test_a_reward_that_does_not_fit_the_prompts(fault):
             {"type": "python", "target": "json:loads"},
         ]
     )
-    assert "rewards.0: reward 'exact_match': the column `solution` is missing: there is no field" in message
+    assert "rewards.0: reward 'exact_match': the column `solution` is missing in" in message
     assert "rewards.1: reward 'python': 'json:loads' requires `s`" in message
 
 

@@ -62,6 +62,31 @@ def test_parquet_is_recognised_by_content(load, tmp_path):
     ]
 
 
+def test_numbers_of_json_keep_the_text_that_the_data_has(load, write_rows):
+    path = write_rows(['{"prompt": "w1", "answer": 1.50, "nested": {"small": 1e-5}, "big": 12345678901234567890}'])
+    (prompt,) = load(path).train
+    assert (prompt.columns["answer"], str(prompt.columns["answer"])) == (1.5, "1.50")
+    assert str(prompt.columns["nested"]["small"]) == "1e-5"
+    assert prompt.columns["big"] == 12345678901234567890
+
+
+def test_narrow_numbers_of_parquet_are_as_they_were_written(load, tmp_path):
+    path = tmp_path / "prompts.parquet"
+    kind = pa.schema(
+        {
+            "prompt": pa.string(),
+            "answer": pa.float32(),
+            "more": pa.list_(pa.struct({"x": pa.float16()})),
+            "y": pa.float64(),
+        }
+    )
+    rows = [{"prompt": "w1", "answer": 0.1, "more": [{"x": 0.1}, None], "y": 0.1}, {"prompt": "w2"}]
+    pa.parquet.write_table(pa.Table.from_pylist(rows, schema=kind), path)
+    first, second = load(path).train
+    assert first.columns == {"answer": 0.1, "more": [{"x": 0.1}, None], "y": 0.1}
+    assert second.columns == {"answer": None, "more": None, "y": None}
+
+
 def test_prompt_and_id_may_be_nested(load, fault, write_rows):
     row = {"data": {"questions": ["w1", "w2"]}, "extra_info": {"index": 7}, "reward_model": {"ground_truth": "4"}}
     path = write_rows([row])

@@ -1,10 +1,18 @@
 """The built-in rewards and the weighted sum, with numbers worked by hand."""
 
+import datetime
+import math
+import pickle
+from decimal import Decimal
+
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import RewardError, Rewards, RewardSample, checker
 from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, RegexSpec, ScoringSpec
+from rlhfless.text import parsed_json
 
 
 def sample(response, answer="42", tokens=1, **columns):
@@ -83,15 +91,15 @@ async def test_no_samples_give_no_scores():
 def test_a_missing_answer_column_is_found_before_the_run():
     reward = checker(ExactMatchSpec(type="exact_match", answer_field="anwser"), None)
     (problem,) = reward.problems([prompt(answer="1"), prompt(answer="2", level=3)])
-    assert "the column `anwser` is missing: there is no field `anwser` (the fields are answer)" in problem
-    assert "in 2 of 2 prompts" in problem
-    assert "did you mean `answer`?" in problem
+    assert "the column `anwser` is missing in 2 of 2 prompts" in problem
+    assert "there is no field `anwser` (the fields are answer)" in problem
+    assert "Did you mean `answer`?" in problem
 
 
 def test_an_answer_that_is_null_in_one_row_is_found_before_the_run():
     reward = checker(RegexSpec(type="regex", pattern="(.*)", answer_field="answer"), None)
     (problem,) = reward.problems([prompt(answer="1"), prompt("the second", answer=None)])
-    assert "holds 'None', which cannot be used, in 1 of 2 prompts; the first is 'the second'" in problem
+    assert "the column `answer` cannot be used in 1 of 2 prompts: 'the second': it holds null" in problem
 
 
 def test_answers_that_can_be_compared_are_no_problem():
@@ -100,17 +108,94 @@ def test_answers_that_can_be_compared_are_no_problem():
         assert checker(spec, None).problems(prompts) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (parsed_json("1.50", as_written=True), "1.50"),
+        (parsed_json("0.00001", as_written=True), "0.00001"),
+        (parsed_json("1e-5", as_written=True), "1e-5"),
+        (parsed_json("12345678901234567890", as_written=True), "12345678901234567890"),
+        (pickle.loads(pickle.dumps(parsed_json("[2.0]", as_written=True)))[0], "2.0"),
+        (0.00001, "0.00001"),
+        (1e22, "10000000000000000000000.0"),
+        (2.0, "2.0"),
+        (True, "true"),
+        (False, "false"),
+        ("007", "007"),
+        (7, "7"),
+        (Decimal("42.50"), "42.50"),
+        (Decimal("1E-7"), "0.0000001"),
+        (np.int64(3), "3"),
+        (np.float32(0.1), "0.1"),
+        (np.float64(1e-7), "0.0000001"),
+        (np.bool_(True), "true"),
+        (np.str_("x"), "x"),
+        (datetime.date(2024, 1, 5), "2024-01-05"),
+        (datetime.datetime(2024, 1, 5, 10, 30), "2024-01-05T10:30:00"),
+    ],
+    ids=repr,
+)
+async def test_an_answer_is_compared_as_the_data_has_it(value, written):
+    assert await totals(ExactMatchSpec(type="exact_match"), sample(written, value)) == [1.0]
+    assert await totals(RegexSpec(type="regex", pattern="(.+)", answer_field="answer"), sample(written, value)) == [1.0]
+    assert checker(ExactMatchSpec(type="exact_match"), None).problems([prompt(answer=value)]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "it holds null, and a text or a number is needed"),
+        (
+            ["7"],
+            "it holds \"['7']\" (a list), and a text or a number is needed; name an item of it, such as `answer.0`",
+        ),
+        ({"a": 1}, "(a mapping)"),
+        (b"7", "(bytes)"),
+        (math.nan, "it holds 'nan' (a float)"),
+        (Decimal("NaN"), "it holds 'NaN' (a Decimal)"),
+        (math.inf, "(a float)"),
+        (datetime.timedelta(1), "(a timedelta)"),
+    ],
+    ids=repr,
+)
+def test_a_value_that_is_no_answer_is_named_with_its_type_and_place(value, said):
+    prompts = [prompt(answer="1"), Prompt("q", (), "the second", {"answer": value}, where="train.jsonl:2")]
+    (problem,) = checker(ExactMatchSpec(type="exact_match"), None).problems(prompts)
+    assert "the column `answer` cannot be used in 1 of 2 prompts: train.jsonl:2: it holds" in problem
+    assert said in problem
+
+
+GSM8K = "She has 3 + 15 = <<3+15=18>>18 left.\n#### 1,018"
+
+
+async def test_a_pattern_takes_the_answer_out_of_a_solution():
+    exact = ExactMatchSpec(type="exact_match", answer_pattern="#### (.*)")
+    found = RegexSpec(type="regex", pattern=r"answer: (.*)", answer_field="answer", answer_pattern="#### (.*)")
+    assert await totals(exact, sample("1,018", GSM8K), sample("18", GSM8K)) == [1.0, 0.0]
+    assert await totals(found, sample("answer: 1,018", GSM8K)) == [1.0]
+    (problem,) = checker(exact, None).problems(
+        [prompt(answer=GSM8K), Prompt("q", (), "", {"answer": "1,018"}, where="a.jsonl:2")]
+    )
+    assert "answer_pattern '#### (.*)' is not found in the column `answer` in 1 of 2 prompts: a.jsonl:2" in problem
+
+
+@pytest.mark.parametrize(("pattern", "said"), [("#### .*", "it needs a group"), ("(", "not a regular expression")])
+def test_an_answer_pattern_has_a_group(pattern, said):
+    with pytest.raises(ValidationError, match=said):
+        ExactMatchSpec(type="exact_match", answer_pattern=pattern)
+
+
 async def test_answers_may_be_nested():
     spec = ExactMatchSpec(type="exact_match", answer_field="reward_model.ground_truth")
     assert await totals(spec, sample("4", reward_model={"ground_truth": "4"})) == [1.0]
     (problem,) = checker(spec, None).problems([prompt(reward_model={"ground_thruth": "4"})])
     assert "`reward_model` has no field `ground_truth` (the fields are ground_thruth)" in problem
-    assert "did you mean `reward_model.ground_thruth`?" in problem
+    assert "Did you mean `reward_model.ground_thruth`?" in problem
 
 
 async def test_an_unusable_answer_at_run_time_marks_its_sample():
     bad, good = await scores([ExactMatchSpec(type="exact_match")], sample("42", answer=["42"]), sample("42"))
-    assert bad.failures == {"exact_match": "the column `answer` must be a text or a number, got \"['42']\""}
+    assert bad.failures == {"exact_match": "the column `answer` must be a text or a number, got \"['42']\" (a list)"}
     assert (good.total, good.failures) == (1.0, {})
 
 

@@ -1,0 +1,271 @@
+# ruff: noqa: RUF001 (characters that look like others are what it is about)
+"""Answers of mathematics as LaTeX that says all that the text says, before a library parses it.
+
+Parsers of mathematics take what they know and drop the rest: `2√3` becomes 2, `1e-05` becomes e - 5, and `12 345`
+becomes 12 + 345. So an answer is first rewritten into plain LaTeX (`as_latex`), and what is still left that a parser
+would drop or misread is named (`unreadable`).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ", "0123456789+-()nix")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()")
+_GREEK = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
+    "κ": "kappa", "μ": "mu", "ν": "nu", "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi",
+    "χ": "chi", "ψ": "psi", "ω": "omega", "λ": "lambda", "Δ": "Delta", "Σ": "Sigma", "Π": "Pi",
+    "Ω": "Omega", "Θ": "Theta", "Φ": "Phi", "Γ": "Gamma",
+}  # fmt: skip
+_SYMBOLS = {
+    **dict.fromkeys("−–—‒‐‑﹣－", "-"),
+    **dict.fromkeys("·⋅∙•", "*"),
+    "∞": "\\infty ", "×": "\\times ", "✕": "\\times ", "÷": "\\div ", "≤": "\\le ", "≥": "\\ge ", "⩽": "\\le ",
+    "⩾": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ",
+    "∈": "\\in ", "°": "^\\circ ", "º": "^\\circ ", "⁄": "/", "∕": "/", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}",
+    "ℚ": "\\mathbb{Q}", "ℕ": "\\mathbb{N}", "ℂ": "\\mathbb{C}", "％": "%", "⟨": "\\langle ", "⟩": "\\rangle ",
+    "‘": "'", "’": "'", "′": "'", "“": '"', "”": '"', "…": "...", "≈": "\\approx ", "→": "\\to ", "∠": "\\angle ",
+    "△": "\\triangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ", "∖": "\\setminus ",
+    "\u200b": "", "\u2061": "", "\u2062": "", "\ufeff": "",
+}  # fmt: skip
+UNICODE_MATHS = re.compile("[√∛∜πθ∞²³⁰-₉½⅓⅔¼¾⅐-⅞×÷·⋅−±≤≥≠∪∩∅∈]")
+"""A character that is mathematics and that no parser of plain text reads."""
+
+_FUNCTIONS = [
+    "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan",
+    "cot", "sec", "csc", "log", "ln", "exp", "gcd", "lcm", "max", "min", "det", "lim",
+]  # fmt: skip
+_KNOWN = frozenset(
+    [
+        *_FUNCTIONS, *_GREEK.values(), "frac", "sqrt", "infty", "times", "cdot", "div", "pm", "mp", "le", "leq", "ge",
+        "geq", "lt", "gt", "ne", "neq", "cup", "cap", "in", "notin", "emptyset", "varnothing", "mathbb", "mathcal",
+        "mathbf", "begin", "end", "binom", "circ", "vec", "overline", "bar", "hat", "angle", "triangle", "lfloor",
+        "rfloor", "lceil", "rceil", "lbrace", "rbrace", "lvert", "rvert", "vert", "mid", "setminus", "to", "iff", "int",
+        "sum", "prod", "text", "operatorname", "over", "langle", "rangle", "subset", "subseteq", "land", "lor",
+        "varepsilon", "varphi", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega",
+        "imath", "approx", "equiv", "perp", "parallel", "tilde", "iota", "upsilon", "pmod", "bmod", "mod", "ldots",
+        "dots", "cdots", "prime", "Re", "Im", "arg", "partial", "nabla", "limits", "wedge", "vee", "neg", "ell", "deg",
+    ]
+)  # fmt: skip
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_ZEROS = 400
+"""The most digits that an exponent of ten is written out to."""
+
+_WORDS = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*\.?")
+_UNITS = (
+    "mm|cm|dm|km|nm|um|ft|in|inches|yd|mi|mg|kg|lb|lbs|oz|ml|cl|dl|hr|hrs|min|mins|sec|ms|mph|kmh|rpm|hz|khz|mhz|ghz|"
+    "pa|kpa|kw|kj|mj|mol|rad|deg|cc|sq|cu|cents|usd|eur|gbp|pm|am|kb|mb|gb|tb|ohms"
+)
+_SHORT_UNITS = "m|g|s|h|l|L|V|W|N|J|K|A|C|F|Hz"
+_UNIT = rf"(?:(?:{_UNITS})(?![A-Za-z])|(?!and\b|or\b|mod\b)[A-Za-z]{{3,}}|(?:{_SHORT_UNITS})(?![A-Za-z]))"
+_POWER = r"(?:\s*\^\s*(?:\d|\{-?\d\}))?"
+# What stands behind a quantity: `cm^2`, `m/s`, `square feet`, `miles per hour`.
+_TRAILING_UNITS = re.compile(
+    rf"(?:(?<=[\d}})%!])|(?<=\\pi))(?:\s+{_UNIT}{_POWER}|(?<=\d)(?:{_UNITS})(?![A-Za-z]){_POWER})"
+    rf"(?:\s*(?:/|\s|\bper\b)\s*{_UNIT}{_POWER})*\s*$"
+)
+_TRAILING_TEXT = re.compile(r"\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:\d|\{-?\d\}|\\circ))?\s*$")
+_NAMES_AFTER_BACKSLASH = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_FUNCTIONS)})(?![A-Za-z])(?=\s*[\d(\\^_{{A-Za-z])")
+
+_NAMES = re.compile(r"\\(?:operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_MISREAD = [
+    ("the character", re.compile(r"[^\x20-\x7e]|[#@`\"?~$]|(?<!\\)\\(?![A-Za-z{}%|\\])")),
+    ("two numbers side by side,", re.compile(rf"(?<!\\frac)(?<!\\frac\s)(?<![\d.]){_NUMBER}\s+{_NUMBER}")),
+    ("the number", re.compile(r"\d*\.\d+\.[\d.]*|\d*\.\.+")),
+    ("the line over", re.compile(r"\\(?:overline|bar)\s*\{\d+\}?")),
+    ("the subscript of", re.compile(r"\d_")),
+]
+
+
+def as_latex(text: str) -> str:
+    """Rewrite an answer into LaTeX without delimiters: Unicode, currency, units, and the ways to write numbers."""
+    text = _without_delimiters(_from_unicode(text))
+    text = _tidied(text)
+    text = _numbers(text)
+    text = _NAMES_AFTER_BACKSLASH.sub(r"\\\1", text)
+    text = re.sub(r"(?<![A-Za-z\\])(pi|infinity|inf|oo)(?![A-Za-z])", _constant, text, flags=re.IGNORECASE)
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(", r"\\sqrt(", text)
+    text = _braced(text, "\\sqrt(")
+    return _without_units(text).strip()
+
+
+def as_words(text: str) -> str | None:
+    """The words of an answer that is no mathematics (`\\text{east}`, `No solution.`), in one form; None if it is not
+    made of words."""
+    text = _without_delimiters(_from_unicode(text))
+    text = re.sub(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"\\[ ,;:!]|[~$\"*_]|\\(?:q?quad)", " ", text).strip(" .!")
+    if re.fullmatch(r"\d{4}-\d\d?-\d\d?([T ]\d\d:\d\d.*)?|\d{1,2}:\d\d(:\d\d)?\s*[ap]\.?\s?m\.?|[01]?\d:[0-5]\d:\d\d",
+                    text, re.IGNORECASE):  # fmt: skip
+        return re.sub(r"[\s.]", "", text).casefold()
+    words = text.replace(",", " ").split()
+    if not words or not all(map(_WORDS.fullmatch, words)):
+        return None
+    maths = {*_FUNCTIONS, *_GREEK.values(), "infinity", "inf", "sqrt", "and", "or"}
+    said = {word.casefold() for word in re.findall(r"[^\W\d_]+", text)} - maths
+    if max(map(len, said), default=0) < 3:
+        return None
+    return " ".join(words).casefold().strip(".")
+
+
+def unreadable(latex: str) -> str:
+    """What a parser would drop or misread in LaTeX that `as_latex` wrote; empty if it reads all of it."""
+    bare = re.sub(r"\\text\s*\{[^{}]*\}|\\(?:begin|end)\{[a-z]*matrix\}", " ", latex)
+    unknown = next((name for name in re.findall(r"\\([A-Za-z]+)", bare) if name not in _KNOWN), None)
+    if unknown is not None:
+        return f"the command `\\{unknown}`"
+    for what, pattern in _MISREAD:
+        if found := pattern.search(bare):
+            return f"{what} `{found[0]}`"
+    word = re.search(r"(?<![A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}", re.sub(_NAMES, " ", bare))
+    if word and not word[0].isupper():
+        return f"the word `{word[0]}`"
+    return "" if bare.count("{") == bare.count("}") else "braces that do not match"
+
+
+def _from_unicode(text: str) -> str:
+    text = re.sub("[⁰¹²³⁴-⁾ⁿⁱˣ]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = re.sub("[₀-₎]+", lambda found: "_{" + found[0].translate(_SUBSCRIPTS) + "}", text)
+    parts = []
+    for char in text:
+        kind, *code = unicodedata.decomposition(char).split() or [""]
+        if kind == "<fraction>" and len(code) >= 3:
+            top, _, bottom = "".join(chr(int(each, 16)) for each in code).partition("⁄")
+            parts.append(f"\\frac{{{top}}}{{{bottom}}}")
+        elif char.isdecimal():
+            parts.append(str(unicodedata.decimal(char)))
+        elif char in _GREEK:
+            parts.append(f"\\{_GREEK[char]} ")
+        else:
+            parts.append(_SYMBOLS.get(char, char))
+    text = "".join(parts)
+    for sign, root in (("√", "\\sqrt"), ("∛", "\\sqrt[3]"), ("∜", "\\sqrt[4]")):
+        text = re.sub(rf"{sign}\s*({_NUMBER}|\\?[A-Za-z]+\b|[A-Za-z])", lambda found: f"{root}{{{found[1]}}}", text)  # noqa: B023
+        text = _braced(re.sub(rf"{sign}\s*\(", lambda _: f"{root}(", text), f"{root}(").replace(sign, root)  # noqa: B023
+    return unicodedata.normalize("NFKC", text)
+
+
+def _without_delimiters(text: str) -> str:
+    """The text without `$`, `\\(` and the like around it, without Markdown's stars, and without a full stop."""
+    before = None
+    while text != before:
+        before, text = text, text.strip()
+        for start, end in (("$$", "$$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`")):
+            if text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end):
+                text = text[len(start) : -len(end)]
+        if text.startswith("$") and text.endswith("$") and len(text) > 2 and not text.endswith("\\$"):
+            text = text[1:-1]
+        if re.search(r"(?<!\.)\.$", text):
+            text = text[:-1]
+    return text
+
+
+def _tidied(text: str) -> str:
+    text = re.sub(r"\\(?:dfrac|tfrac|cfrac)", r"\\frac", text)
+    text = re.sub(r"\\(?:left|right|bigg?|Bigg?)(?=[\s()\[\]|.\\{}])\s*\.?", "", text)
+    text = re.sub(r"\\(?:displaystyle|textstyle|limits|phantom\{[^{}]*\})", "", text)
+    text = re.sub(r"\\(?:mbox|textbf|textit|textrm|textnormal|mathrm|mathit|rm|hbox)(?=[\s{])", r"\\text", text)
+    text = re.sub(r"\{\\text\s+([^{}]*)\}", r"\\text{\1}", text)
+    text = re.sub(r"(?<=\d)(?:\\[,!; ]|~|\u2009|\u202f|\xa0)+(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<!\\)\\(?:[,!;: ]|q?quad(?![A-Za-z]))", " ", text)
+    text = re.sub(r"(?<!\\)~|[\u2009\u202f\xa0]", " ", text)
+    text = text.replace("{,}", ",").replace("\\lbrack", "[").replace("\\rbrack", "]").replace("\\lbrace", "\\{")
+    text = text.replace("\\rbrace", "\\}").replace("\\%", "%").replace("**", "^").replace("\\varnothing", "\\emptyset")
+    text = re.sub(r"^((?:\\text\{)?-?)\s*(?:\\\$|\$|[€£¥₹]|\\pounds|\\euro)\s*(?:\})?\s*(?=-?[\d.])", r"\1", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\\$|\$|[€£¥₹])\s*$", "", text)
+    text = re.sub(r"(?:\\\$|\$)(?=\d)", "", text)
+    text = re.sub(r"\s*\\text\s*\{\s*(?:percent|percentage|%)\s*\}|(?<=\d)\s*(?:percent|percentage|pct)\b", "%", text)
+    text = re.sub(r"(?<!\\)\$", " ", text)
+    return re.sub(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+", ", ", text)
+
+
+def _numbers(text: str) -> str:
+    """Numbers in the one form that parsers read: no separators of thousands, no exponent, no `...`."""
+    text = re.sub(r"(?<![\d.,_(\[{])\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", ""), text)
+    text = re.sub(r"(?<![\d.,_^{])\d{1,3}(?:[ ]\d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text)
+    text = re.sub(r"(?<![\d.,_])\d{1,3}(?:_\d{3})+(?!\d)", lambda found: found[0].replace("_", ""), text)
+    text = re.sub(rf"(?<![\w.])({_NUMBER})[eE]([+-]?\d+)(?![\w.])", _written_out, text)
+    ten = rf"({_NUMBER})\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|([+-]?\d+))(?!\d)"
+    text = re.sub(rf"(?<![\w.]){ten}", _written_out, text)
+    text = re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating, text)
+    text = re.sub(r"(\d*)\.(\d*)\((\d+)\)(?!\d)", _repeating, text)
+    text = re.sub(r"(\d*)\.(\d+)\s*(?:\.\.\.|\\[lc]?dots)", _ellipsis, text)
+    text = re.sub(r"(?<![\d.}])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)", r"\1\\frac{\2}{\3}", text)
+    return re.sub(r"(?<![\d.])(\d+)_(?:\{(\d+)\}|(\d+))(?!\d)|(?<![\w.])(\d+)_\{?\\text\{(\w+)\}\}?", _in_base, text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    """A number with a power of ten as digits: `1.5e-3` is 0.0015."""
+    exponent = int(next(group for group in found.groups()[1:] if group is not None))
+    if abs(exponent) > _ZEROS:
+        return found[0]
+    digits, _, decimals = found[1].partition(".")
+    point, digits = len(digits) + exponent, digits + decimals
+    if point <= 0:
+        digits, point = "0" * (1 - point) + digits, 1
+    digits = digits.ljust(point, "0")
+    whole, rest = digits[:point].lstrip("0") or "0", digits[point:].rstrip("0")
+    return f"{whole}.{rest}" if rest else whole
+
+
+def _repeating(found: re.Match[str]) -> str:
+    whole, fixed, period = found[1] or "0", found[2], found[3]
+    value = Fraction(int(whole + fixed + period) - int(whole + fixed), (10 ** len(period) - 1) * 10 ** len(fixed))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _ellipsis(found: re.Match[str]) -> str:
+    """`0.1666...`, whose digits repeat at least once before the dots."""
+    whole, digits = found[1], found[2]
+    for fixed in range(len(digits)):
+        for length in range(1, (len(digits) - fixed) // 2 + 1):
+            period, rest = digits[fixed : fixed + length], digits[fixed:]
+            if (period * len(rest))[: len(rest)] == rest and len(rest) >= max(2 * length, 3):
+                repeating = re.match(r"(\d*)\.(\d*)\((\d+)\)", f"{whole}.{digits[:fixed]}({period})")
+                return _repeating(repeating) if repeating else found[0]
+    return found[0]
+
+
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+
+
+def _in_base(found: re.Match[str]) -> str:
+    """`2516_8` as the number that it is; as it stands if its digits are not of that base."""
+    digits, base = found[1] or found[4], found[2] or found[3] or found[5]
+    try:
+        return str(int(digits, _BASES.get(base) or int(base)))
+    except ValueError:
+        return found[0]
+
+
+def _constant(found: re.Match[str]) -> str:
+    return "\\pi " if found[1].lower() == "pi" else "\\infty "
+
+
+def _braced(text: str, opening: str) -> str:
+    """`\\sqrt(a(b))` as `\\sqrt{a(b)}`."""
+    start = text.find(opening)
+    while start >= 0:
+        depth, first = 1, start + len(opening)
+        for place in range(first, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[place], 0)
+            if depth == 0:
+                text = f"{text[: first - 1]}{{{text[first:place]}}}{text[place + 1 :]}"
+                break
+        start = text.find(opening, first)
+    return text
+
+
+def _without_units(text: str) -> str:
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):  # there an angle in degrees is another number
+        degrees = rf"({_NUMBER})\s*\^\s*(?:\\circ|\{{\s*\\circ\s*\}})"
+        return re.sub(degrees, r"(\\frac{\1\\pi}{180})", text)
+    stripped = re.sub(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:C|F|\\text\{[CF]\})?\s*$", "", text)
+    stripped = re.sub(r"(?<=[\d)}])\s*(?:degrees?|deg)\s*$", "", stripped)
+    for pattern in (_TRAILING_TEXT, _TRAILING_UNITS):
+        shorter = pattern.sub("", stripped)
+        stripped = shorter if re.search(r"[\dA-Za-z\\]", shorter) else stripped
+    return stripped

@@ -1,0 +1,201 @@
+"""Answers that libraries of mathematics drop parts of, or read as another value."""
+
+import pytest
+
+from fakes.reward_samples import samples_of
+from rlhfless.records import Prompt
+from rlhfless.rewards.mathematics import MathReward
+from rlhfless.rewards.protocol import Done
+from rlhfless.spec import MathSpec
+from rlhfless.text import WrittenFloat
+
+
+@pytest.fixture(scope="module")
+def reward():
+    made = MathReward(MathSpec(type="math"))
+    made.prepare()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "expected"),
+    [
+        (1e-05, "\\boxed{0.00001}", 1.0),
+        (1e-05, "\\boxed{-5+e}", 0.0),
+        ("0.00001", "\\boxed{10^{-5}}", 1.0),
+        (1e-05, "\\boxed{1e-5}", 1.0),
+        (1e-07, "\\boxed{0}", 0.0),
+        (1e-07, "\\boxed{2e-7}", 0.0),
+        (0, "\\boxed{0.0000001}", 0.0),
+        (0, "\\boxed{0.0}", 1.0),
+        ("1.6\\times 10^{-19}", "\\boxed{3\\times 10^{-19}}", 0.0),
+        ("1.6\\times 10^{-19}", "\\boxed{1.6 \\cdot 10^{-19}}", 1.0),
+        ("1.6e-19", "\\boxed{1.6\\times10^{-19} \\text{ C}}", 1.0),
+        ("2√3", "2", 0.0),
+        ("2√3", "\\boxed{2}", 0.0),
+        ("2√3", "\\boxed{2\\sqrt{3}}", 1.0),
+        ("2√3", "The answer is 2√3.", 1.0),
+        ("2", "The answer is 2√3.", 0.0),
+        ("2√3", "so x = 2√3 here", 1.0),
+        ("2", "so x = 2√3 here", 0.0),
+        ("\\$1500", "\\boxed{1500}", 1.0),
+        ("\\$1500", "\\boxed{\\$1500}", 1.0),
+        ("\\$1500", "It costs \\$1500.", 1.0),
+        ("$1,500", "\\boxed{1500}", 1.0),
+        ("3", "\\boxed{3}. Wait, \\boxed{4}", 0.0),
+        ("4", "\\boxed{3}. Wait, \\boxed{4}", 1.0),
+        ("1,2", "$\\boxed{1}, \\boxed{2}$", 1.0),
+        ("2", "$\\boxed{1}, \\boxed{2}$", 0.0),
+        ("x=1 or x=2", "\\boxed{x=1} \\text{ and } \\boxed{x=2}", 1.0),
+        ("4", "<think>\\boxed{4}</think> The answer is 5.", 0.0),
+        ("5", "<think>\\boxed{4}</think> The answer is 5.", 1.0),
+        ("5", "<think>\\boxed{4}</think> \\boxed{5}", 1.0),
+        ("1/3", "\\boxed{0.333333}", 1.0),
+        ("0.333333", "\\boxed{\\frac13}", 1.0),
+        ("0.5", "\\boxed{50\\%}", 1.0),
+        ("50%", "\\boxed{0.5}", 1.0),
+        ("½", "\\boxed{0.5}", 1.0),
+        ("1 1/2", "\\boxed{1.5}", 1.0),
+        ("3 1/2", "\\boxed{2}", 0.0),
+        ("(-∞, 3]", "\\boxed{(-\\infty,3]}", 1.0),
+        ("(-∞, 3]", "\\boxed{3}", 0.0),
+        ("(1,2)", "\\boxed{(1,2)}", 1.0),
+        ("(1,2)", "\\boxed{(2,1)}", 0.0),
+        ("\\{1,2\\}", "\\boxed{\\{2,1\\}}", 1.0),
+        ("[1,2]", "\\boxed{(1,2)}", 0.0),
+        ("yes", "\\boxed{yes}", 1.0),
+        ("yes", "\\boxed{\\text{Yes}}", 1.0),
+        ("yes", "\\boxed{sey}", 0.0),
+        ("Tuesday", "The answer is Tuesday.", 1.0),
+        ("Tuesday", "The answer is Thursday.", 0.0),
+        (True, "\\boxed{True}", 1.0),
+        (True, "\\boxed{False}", 0.0),
+        ("\\text{(A)}", "\\boxed{A}", 1.0),
+        ("A", "\\boxed{B}", 0.0),
+        ("C", "\\boxed{\\text{(C)}}", 1.0),
+        ("2t", "\\boxed{2}", 0.0),
+        ("2t", "\\boxed{2t}", 1.0),
+        ("5 cm", "\\boxed{5}", 1.0),
+        ("5 cm", "\\boxed{5\\text{ cm}}", 1.0),
+        ("5", "\\boxed{5 \\text{ cm}}", 1.0),
+        ("16π cm²", "\\boxed{16\\pi}", 1.0),
+        ("16", "\\boxed{16\\pi}", 0.0),
+        ("12 345", "\\boxed{12345}", 1.0),
+        ("12 345", "\\boxed{357}", 0.0),
+        ("2516_8", "\\boxed{2516_8}", 1.0),
+        ("2516_8", "\\boxed{2516}", 0.0),
+        ("0.\\overline{3}", "\\boxed{\\frac{1}{3}}", 1.0),
+        ("0.333...", "\\boxed{1/3}", 1.0),
+        ("x^2-1", "$(x-1)(x+1)$", 1.0),
+        ("7", "it is 7", 1.0),
+        ("1234", "that makes 1234 apples", 1.0),
+        ("7", "first 3, then \\boxed{7}, as 5 says", 1.0),
+        ("18", "<answer>17</answer> or 18", 0.0),
+        ("10", "The answer is 5 + 5 = 10", 1.0),
+        ("10", "**Answer:** 10", 1.0),
+        ("10", "Answer: $10$", 1.0),
+        ("10", "The final answer is $\\frac{20}{2}$. I hope it is correct.", 1.0),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", 1.0),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\boxed{\\begin{pmatrix}2\\\\1\\end{pmatrix}}", 0.0),
+        ("x>3", "\\boxed{x > 3}", 1.0),
+        ("x>3", "\\boxed{(3,\\infty)}", 1.0),
+        ("y=2x+1", "\\boxed{2x+1}", 1.0),
+        ("5", "\\boxed{x=5}", 1.0),
+        ("x=5", "\\boxed{5}", 1.0),
+        ("123456789012345678", "\\boxed{123456789012345679}", 0.0),
+        (12345678901234567890, "\\boxed{12345678901234567890}", 1.0),
+        ("\\sin 30^\\circ", "\\boxed{0.5}", 1.0),
+        ("30^\\circ", "\\boxed{30}", 1.0),
+        ("30", "\\boxed{30^\\circ}", 1.0),
+        ("90°", "The angle is 90°", 1.0),
+        ("no solution", "\\boxed{\\text{No solution}}", 1.0),
+        ("\\emptyset", "\\boxed{\\varnothing}", 1.0),
+        ("1.50", "\\boxed{1.5}", 1.0),
+        (WrittenFloat(1.5, "1.50"), "1.5", 1.0),
+        ("A and B are 3 + 4 = 7\n#### 1,234", "So \\boxed{1234}", 1.0),
+        ("We get $x$ is $\\boxed{\\frac{3}{4}}$.", "\\boxed{0.75}", 1.0),
+        ("7", "the sum 3+4 equals 7", 1.0),
+        ("16", "the area is 16 cm²", 1.0),
+        ("3", "She has\n3", 1.0),
+        ("2", "\\boxed{1}\n\n\\boxed{2}", 1.0),
+        ("1, 2", "\\boxed{1}\n\n\\boxed{2}", 1.0),
+        ("-3 1/2", "\\boxed{-3.5}", 1.0),
+        ("2\\pi", "\\boxed{6.283185}", 1.0),
+        ("e", "\\boxed{2.718282}", 1.0),
+        ("4343_6", "\\boxed{4343_{6}}", 1.0),
+        ("11\\sqrt2", "\\boxed{11\\sqrt{2}}", 1.0),
+        ("3R^2", "\\boxed{3R^2}", 1.0),
+        ("10,000", "\\boxed{10{,}000}", 1.0),
+        ("6 \\text{ and } 7", "\\boxed{6,7}", 1.0),
+        ("9", "\\boxed{9} is the answer, not \\boxed{", 0.0),
+        ("12", "\\boxed{12", 0.0),
+        ("4:30 p.m.", "\\boxed{4:30\\text{ p.m.}}", 1.0),
+        ("x", "\\boxed{x}", 1.0),
+        ("10:30", "\\boxed{10:30}", 1.0),
+    ],
+)
+def test_an_answer_has_the_value_that_its_text_says(reward, answer, response, expected):
+    (event,) = [event for event in reward.run(samples_of(response, answer=answer)) if isinstance(event, Done)]
+    assert event.outcome == expected
+
+
+def prompts_of(*answers):
+    return [
+        Prompt(str(i), (), f"prompt {i}", {"answer": each}, where=f"train.jsonl:{i}") for i, each in enumerate(answers)
+    ]
+
+
+def test_expected_answers_that_can_be_read_are_no_problem(reward):
+    answers = [
+        "2√3",
+        "\\$1500",
+        "1e-05",
+        "½",
+        "x²",
+        "(-∞, 3]",
+        "Tuesday",
+        "\\text{no solution}",
+        "16π cm²",
+        "12 345",
+        True,
+    ]
+    answers += [
+        "A",
+        "\\begin{pmatrix}1\\\\2\\end{pmatrix}",
+        "Then 3 + 4 is 7.\n#### 7",
+        "So $x$ is $\\boxed{\\frac{1}{2}}$.",
+    ]
+    assert reward.problems(prompts_of(*answers)) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("", "its lack of mathematics"),
+        ("1.234.567", "the number `1.234.567`"),
+        ("3.14159...", "the number `3.14159...`"),
+        ("3 4", "two numbers side by side, `3 4`"),
+        ("5_2", "the subscript of `5_`"),
+        ("We get 5 and add 2, so it is large", "the word `get`"),
+        ("\\heartsuit 5", "the command `\\heartsuit`"),
+        ("5 ♥", "the character `♥`"),
+        ("\\frac{1}{", "braces that do not match"),
+        ("1 +", "does not read '1 +' as a whole"),
+        ("1+" * 600, "its length of 1200 characters"),
+    ],
+)
+def test_an_expected_answer_that_is_not_read_as_a_whole_is_refused_with_its_place(reward, answer, said):
+    (problem,) = reward.problems(prompts_of("1", answer))
+    assert (
+        "the expected answers in `answer` cannot be read as mathematics in 1 of 2 prompts: train.jsonl:1: " in problem
+    )
+    assert said.replace("\\", "\\") in problem
+    assert "remove these rows" in problem
+
+
+def test_many_faulty_answers_are_counted_and_the_first_are_named(reward):
+    (problem,) = reward.problems(prompts_of("1", *(f"{i} {i}" for i in range(1, 9))))
+    assert "in 8 of 9 prompts" in problem
+    assert "train.jsonl:5" in problem
+    assert "train.jsonl:6" not in problem
+    assert "and 3 more" in problem
