@@ -31,11 +31,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoTokenizer, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
+from transformers import PreTrainedModel
 
-from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.functions.sharding import class_of
+from rlhfless.functions.training.model_files import write_model_files
 from rlhfless.records.checkpoints import NOTES_FILE, STATE_FOLDER, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_tensors
@@ -115,18 +114,25 @@ class _Contents:
             raise
 
     def _write_files(self, folder: Path) -> None:
-        config = copy.deepcopy(self.model.config)
-        config.dtype = TORCH_DTYPES[self.spec.dtype]
-        kind = class_of(self.model)
-        config.architectures = [kind.__name__]
-        config.save_pretrained(folder)
-        if self.model.can_generate() and self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(folder)
-        if self.model.is_remote_code():  # its code is not in transformers
-            custom_object_save(kind.__new__(kind), folder, config=config)  # type: ignore[arg-type]  # it wants a config
-        path = self.spec.tokenizer or self.spec.path
-        AutoTokenizer.from_pretrained(path, trust_remote_code=self.spec.trust_remote_code).save_pretrained(folder)
+        write_files(folder, self.spec, self.model)
         (folder / NOTES_FILE).write_text(json.dumps(dict(self.notes), indent=2))
+
+
+def write_files(folder: Path, spec: ModelSpec, model: PreTrainedModel) -> None:
+    """Write all files of the model but its weights. Raises CheckpointError."""
+    kind = class_of(model)
+    own_code = kind if model.is_remote_code() else None
+    write_model_files(folder, spec, copy.deepcopy(model.config), kind.__name__, own_code)
+
+
+def try_files(spec: ModelSpec, model: PreTrainedModel, savers: Savers) -> None:
+    """Write them to a temporary folder, so that no checkpoint fails for them later. Raises CheckpointError.
+    *Collective.*"""
+    with tempfile.TemporaryDirectory(prefix="rlhfless-trial-") as folder:
+        try:
+            savers.together(lambda: write_files(Path(folder), spec, model) if savers.first else None)
+        except _RankFailed as error:
+            raise CheckpointError(f"no checkpoint of this run could be written ({error})") from error
 
 
 def save_checkpoint(

@@ -38,7 +38,13 @@ from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.ranks.shares import share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.functions.training.average import WeightAverage
-from rlhfless.functions.training.checkpoint import Savers, hand_over, restore_checkpoint, save_checkpoint
+from rlhfless.functions.training.checkpoint import (
+    Savers,
+    hand_over,
+    restore_checkpoint,
+    save_checkpoint,
+    try_files,
+)
 from rlhfless.functions.training.metrics import over_ranks, over_updates
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.publishing import Substitute, published_stream
@@ -87,6 +93,7 @@ class TrainingRank:
         self._average = None if decay is None else WeightAverage(self._model, decay)
         self._timeout_s = timeout_s
         self._savers = Savers.of(timeout_s)
+        try_files(model, self._model, self._savers)
         self._background = Background(self._savers, timeout_s, self._mesh)
         self.shared_prompt_tokens = 0
         """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
+from rlhfless.prepare.checkpoint_trial import checkpoint_problems
 from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.examples import load_examples
@@ -102,6 +103,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     if policy:
         problems += [] if spec.supervised else _token_problems(spec, policy)
         problems += critic_problems(spec, policy)
+        problems += checkpoint_problems(spec, policy)
     if prompts:
         problems += _prompt_problems(spec, prompts)
     if policy and prompts and not spec.placement.ray_address:

@@ -279,7 +279,7 @@ TRANSFORMERS_NAMES = (
                 takes=("local_tensor", "ref")),
     PrivateName("transformers.core_model_loading.revert_weight_conversion", (LOADING, PUBLISHING),
                 "names and layout of a checkpoint", takes=("model", "state_dict")),
-    PrivateName("transformers.dynamic_module_utils.custom_object_save", ("functions/training/checkpoint.py",),
+    PrivateName("transformers.dynamic_module_utils.custom_object_save", ("functions/training/model_files.py",),
                 "a model's own code goes into its checkpoints", takes=("obj", "folder", "config")),
     PrivateName("transformers.integrations.sdpa_attention.repeat_kv", (ATTENTION,), "KV heads",
                 takes=("hidden_states", "n_rep")),
@@ -287,6 +287,8 @@ TRANSFORMERS_NAMES = (
                 "attention of rows without shared prefixes",
                 takes=("module", "query", "key", "value", "attention_mask")),
     PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION,), "its mask"),
+    PrivateName("transformers.PreTrainedConfig", ("functions/training/model_files.py",), "whether its code is its own",
+                has=("_auto_class",)),
     PrivateName("transformers.PreTrainedModel", ("functions/sharding.py",), "the layers of a model",
                 has=("_no_split_modules",)),
 )  # fmt: skip

@@ -175,8 +175,9 @@ def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, 
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     dtype = changes.pop("published_dtype", "float32")
     timeout_s = changes.pop("timeout_s", 60)
+    model_options = changes.pop("model_options", {})
     return LearnerRank(
-        ModelSpec(path=model, dtype=dtype),
+        ModelSpec(path=model, dtype=dtype, **model_options),
         LearnerSpec(**({"threads": 1} | changes)),
         **specs,
         rank=rank,
