@@ -30,7 +30,7 @@ def _wanted(spec: RunSpec) -> Wanted | None:
 
 def engines_wanted(spec: RunSpec, function: FunctionName, most: int) -> Wanted:
     """The devices of up to `most` engines of a function."""
-    return Wanted(function, Site.WINDOWS, replicas=most, devices=spec.generation.engine.tensor_parallel_size)
+    return Wanted(function, Site.WINDOWS, replicas=most, devices=spec.generation.engine.devices_per_actor)
 
 
 def _bounds(spec: RunSpec) -> Bounds:
@@ -53,14 +53,14 @@ def _engine(
     parts = engine_parts(
         shape,
         spec.model.dtype,
-        engine.tensor_parallel_size,
+        engine.devices_per_actor,
         engine.max_batch_tokens,
         min(engine.max_sequences * (1 + spec.generation.speculation.most), engine.max_batch_tokens),
         graphs=on_gpu and not engine.eager,
         eight_bits=spec.generation.quantization != "off",
     )
     if draft is not None:
-        size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.tensor_parallel_size
+        size = DTYPE_BYTES[spec.model.dtype] * draft.parameters // engine.devices_per_actor
         parts = (*parts, MemoryPart("draft's weights", size))
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
@@ -83,7 +83,7 @@ def kv_tokens(
     engine = spec.generation.engine
     shape = shape if engine.kv_connector is None else replace(shape, windows=None)
     sequence = sum(
-        kv_sequence_bytes(each, spec.model.dtype, engine.tensor_parallel_size, sequence_tokens, engine.max_batch_tokens)
+        kv_sequence_bytes(each, spec.model.dtype, engine.devices_per_actor, sequence_tokens, engine.max_batch_tokens)
         for each in (shape, draft)
         if each is not None
     )

@@ -77,7 +77,7 @@ class LearnerFunction(TrainedFunction):
                 str(launch.store_folder),
                 launch.store_token,
                 launch.store.transport,
-                spec.scaling.generation.most_actors * spec.generation.engine.tensor_parallel_size,
+                spec.scaling.generation.most_actors * spec.generation.engine.devices_per_actor,
             ),
             kept_versions=kept_versions(spec.schedule.steps_ahead),
             rank_bindings=launch.rank_bindings(kind, allocation),

@@ -50,7 +50,7 @@ class EngineStarts:
         """Seconds in which an engine loads a version; 0 where nothing is known of it."""
         if kind == CPU_KIND or self._shape is None:
             return 0.0
-        return load_s(self._shape, self._spec.generation.engine.tensor_parallel_size)
+        return load_s(self._shape, self._spec.generation.engine.devices_per_actor)
 
     def keep(self, kind: str, phases: Mapping[str, float]) -> None:
         """Keep the measured seconds of each phase. If they cannot be kept, the next run begins with the prior."""
@@ -64,7 +64,7 @@ class EngineStarts:
             log.warning("the time of an engine's start is not kept in %s: %s", file, error)
 
     def _key(self, kind: str) -> str:
-        tensor_parallel = self._spec.generation.engine.tensor_parallel_size
+        tensor_parallel = self._spec.generation.engine.devices_per_actor
         try:
             version = installed_version()
         except RuntimeError:  # a driver on a machine without engines

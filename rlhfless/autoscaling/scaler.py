@@ -118,7 +118,7 @@ def scaler_of(
     the run's responses. `earlier`: the trace of its earlier attempts."""
     limits = spec.generation.engine
     shape = None if prepared.shape is None else prepared.shape.up_to(prepared.max_model_len)
-    speeds = EngineSpeeds(shape, limits.tensor_parallel_size, limits.max_sequences)
+    speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.max_sequences)
     if earlier is not None:
         speeds.learn_trace(earlier)
     moves = PrefixMoves(_kv_token_s(spec, shape), speeds)
@@ -135,7 +135,7 @@ def _kv_token_s(spec: RunSpec, shape: ModelShape | None) -> float:
     engine = spec.generation.engine
     if shape is None or engine.kv_connector is None:
         return math.inf
-    return kv_token_s(shape, engine.tensor_parallel_size, KV_BYTES_PER_S[engine.kv_connector].value)
+    return kv_token_s(shape, engine.devices_per_actor, KV_BYTES_PER_S[engine.kv_connector].value)
 
 
 def _prefill_of(

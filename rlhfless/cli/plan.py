@@ -22,8 +22,9 @@ from rlhfless.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rlhfless.prepare.memory.changes import Change, Question
+    from rlhfless.prepare.memory.changes import Change
     from rlhfless.prepare.memory.plan import MemoryPlan
+    from rlhfless.prepare.memory.question import Question
 
 DOES_NOT_FIT = 1
 """Exit code of a plan whose run would be refused, as of a test that fails."""
@@ -83,7 +84,8 @@ def plan(
     """
     from rlhfless.control.compute.planning import Planner
     from rlhfless.prepare.memory.assumed import local_devices, parsed_sides, question_of
-    from rlhfless.prepare.memory.changes import edited, nearest_change
+    from rlhfless.prepare.memory.changes import nearest_change
+    from rlhfless.prepare.memory.question import edited
     from rlhfless.prepare.memory.settled import plan_problems
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.spec.load import load_spec

@@ -132,7 +132,7 @@ def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
         kind,
         minimum=sum(len(group.devices) for group in groups if group.name in needed),
         maximum=sum(len(group.devices) for group in groups),
-        unit=spec.generation.engine.tensor_parallel_size,
+        unit=spec.generation.engine.devices_per_actor,
         tenants=spec.placement.tenants,
     )
 

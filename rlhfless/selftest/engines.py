@@ -67,7 +67,7 @@ class Engines:
 
     def __init__(self, subject: Subject, tensor_parallel: int = 0) -> None:
         self._settings = settings_of(subject, tensor_parallel)
-        self._devices = _devices_of(subject, self._settings.engine.tensor_parallel_size)
+        self._devices = _devices_of(subject, self._settings.engine.devices_per_actor)
         self._runner = asyncio.Runner()
         self.start()
 
@@ -82,7 +82,7 @@ class Engines:
         settings = self._settings
         if settings.device == "cpu":
             return 0
-        return (settings.kv_bytes or 0) * settings.engine.tensor_parallel_size
+        return (settings.kv_bytes or 0) * settings.engine.devices_per_actor
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

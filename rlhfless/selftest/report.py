@@ -13,7 +13,7 @@ from typing import Any
 from rlhfless import __version__
 from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.control.compute.planning import Planner
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.selftest import engines, machine, ranks, sleeping

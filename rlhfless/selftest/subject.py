@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
 from rlhfless.prepare.memory.assumed import config_file, local_devices, question_of, settled_on
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.prepare.memory.room import SHARED_MEMORY
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec

@@ -56,8 +56,9 @@ class EngineSpec(SpecModel):
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory that the engine may use. Ignored on CPU."""
 
-    tensor_parallel_size: Processes = 1
-    """Devices per actor."""
+    tensor_parallel_size: Processes | Literal["auto"] = "auto"
+    """Devices per actor. `auto`: 1 on CPU cores; on GPUs the smallest of 1, 2, 4 and 8 with which the memory plan fits
+    and the KV cache holds a batch of sequences."""
 
     max_sequences: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 256
     """Most sequences decoded at the same time."""
@@ -80,6 +81,11 @@ class EngineSpec(SpecModel):
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
+
+    @property
+    def devices_per_actor(self) -> int:
+        """`tensor_parallel_size`; 1 until `auto` is decided."""
+        return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
 
 Quantised = Literal["int8", "fp8"]

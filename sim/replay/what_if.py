@@ -112,7 +112,7 @@ def kv_tokens(trace: Trace, kind: str, to: str) -> int | None:
         return None
     engine = EngineSpec.model_validate(trace.meta.spec["generation"]["engine"])
     more_bytes = device_of(to).memory_bytes.value - device_of(kind).memory_bytes.value
-    return known + int(more_bytes * engine.gpu_memory_fraction * engine.tensor_parallel_size / shape.kv_bytes)
+    return known + int(more_bytes * engine.gpu_memory_fraction * engine.devices_per_actor / shape.kv_bytes)
 
 
 def on_kind(latency: LatencyFile, kind: str) -> LatencyFile:

@@ -270,7 +270,8 @@ def test_a_plan_shows_time_and_cost_as_the_service_does_and_no_line_twice(sized)
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_change(sized):
-    told = ["--set", "generation.engine.gpu_memory_fraction=0.95", "--set", "placement.mode=colocated"]
+    closed = ("generation.engine.gpu_memory_fraction=0.95", "placement.mode=colocated", "placement.turns=false")
+    told = [word for each in closed for word in ("--set", each)]
     result = invoke("plan", sized, "--devices", "1xl40s", *told)
     assert result.exit_code == 1
     assert "refused: l40s: " in result.stdout

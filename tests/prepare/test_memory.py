@@ -20,7 +20,8 @@ from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.prepare.memory.assumed import _problems_elsewhere
-from rlhfless.prepare.memory.changes import Question, edited, nearest_change
+from rlhfless.prepare.memory.changes import nearest_change
+from rlhfless.prepare.memory.question import Question, edited
 from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed
 from rlhfless.records import FunctionName
 from rlhfless.scaling.function_kinds import MemoryTerms

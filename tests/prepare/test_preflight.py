@@ -440,7 +440,7 @@ def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, m
     """An engine at 0.85 of an L40S leaves 7 GB, too little for a learner whose batches have 16 million tokens."""
     monkeypatch.setattr("rlhfless.prepare.devices.local_node", lambda _: Node("", "here", 8, 8, "l40s", 1, 1))
     parts = {
-        "placement": {"mode": "colocated"},
+        "placement": {"mode": "colocated", "turns": False},
         "learner": {"dtype": "bfloat16", "micro_batch_tokens": 2**24, "gradient_checkpointing": False},
         "generation": {"max_tokens": 16, "engine": {"gpu_memory_fraction": 0.85}},
     }

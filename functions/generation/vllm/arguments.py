@@ -76,9 +76,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "seed": settings.seed,
         "trust_remote_code": settings.trust_remote_code,
-        "tensor_parallel_size": spec.tensor_parallel_size,
+        "tensor_parallel_size": spec.devices_per_actor,
         # A worker in the core's own process, or one process for each device.
-        "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
+        "distributed_executor_backend": "uni" if spec.devices_per_actor == 1 else "mp",
         # First come, first served, but for the probe: behind all requests that wait it would wait for most of a step.
         "scheduling_policy": "priority",
         "max_num_seqs": spec.max_sequences,
@@ -165,13 +165,13 @@ def has_core_process(settings: EngineSettings) -> bool:
 
     Raises ValueError if the spec wants one process for several devices: each needs a worker.
     """
-    several = settings.engine.tensor_parallel_size > 1
+    several = settings.engine.devices_per_actor > 1
     if settings.engine.core_process is None:
         return several or settings.device != "cpu"
     if several and not settings.engine.core_process:
         raise ValueError(
             "generation.engine.core_process is false, but tensor_parallel_size is "
-            f"{settings.engine.tensor_parallel_size}: each device has a worker process; leave core_process out"
+            f"{settings.engine.devices_per_actor}: each device has a worker process; leave core_process out"
         )
     return settings.engine.core_process
 
@@ -197,7 +197,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         chosen |= {
             # The caller pins the process; vLLM's own binding would undo that.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // settings.engine.tensor_parallel_size)),
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // settings.engine.devices_per_actor)),
             "LD_PRELOAD": ":".join(_preloaded_libraries()),
         }
     else:

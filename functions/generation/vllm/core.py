@@ -103,7 +103,7 @@ class Core:
         self._speculates = settings.speculation.on
         self._drafts_suffixes = settings.speculation.remembers
         self._on_gpu = settings.device != "cpu"
-        self._workers = settings.engine.tensor_parallel_size
+        self._workers = settings.engine.devices_per_actor
         self._freed_bytes = 0
         """On each device, by the last sleep."""
 

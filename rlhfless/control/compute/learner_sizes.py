@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhfless.control.compute.schedules import Predict, limit_of_run
 from rlhfless.prepare.memory.assumed import rank_counts
-from rlhfless.prepare.memory.changes import Question, edited
+from rlhfless.prepare.memory.question import Question, edited
 from rlhfless.scaling.learner_ranks import GroupSize
 from rlhfless.scaling.plan import best_of, contract_for_step
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book

@@ -17,7 +17,8 @@ from rlhfless.control.compute.schedules import NO_SCHEDULES, Predict, schedules_
 from rlhfless.control.compute.sensitivity import costs_usd
 from rlhfless.control.compute.written import written, written_lengths
 from rlhfless.prepare.memory.assumed import config_file, question_of
-from rlhfless.prepare.memory.changes import Question, nearest_change
+from rlhfless.prepare.memory.changes import nearest_change
+from rlhfless.prepare.memory.question import Question
 from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.bench import Bench

@@ -22,7 +22,7 @@ import numpy as np
 from rlhfless.control.compute.drawn import Drawn, signal_of
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.capabilities import KV_BYTES_PER_S
@@ -356,7 +356,7 @@ def _machines(kind: str, count: int) -> dict[str, Any]:
 def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
     engine = asked.spec.generation.engine
     return rollouts.settings(asked.spec, asked.sheet.kind) | {
-        "tensor_parallel": engine.tensor_parallel_size,
+        "tensor_parallel": engine.devices_per_actor,
         "max_sequences": engine.max_sequences,
         "memory_fraction": engine.gpu_memory_fraction,
         "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlhfless.autoscaling.engine_speeds import CALLS_S, prior_of
 from rlhfless.control.compute.dimensions import connector_on
 from rlhfless.control.compute.prediction import Lengths
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.roofline import RUNTIME_S
@@ -53,7 +53,7 @@ def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None
         model or _expected(asked),
         count,
         engine.max_sequences,
-        kv_token_s(asked.shape, engine.tensor_parallel_size, KV_BYTES_PER_S[connector].value),
+        kv_token_s(asked.shape, engine.devices_per_actor, KV_BYTES_PER_S[connector].value),
         CALLS_S,
     )
     found: PoolComparison = compare(_step(spec, lengths), engines)
@@ -65,7 +65,7 @@ def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None
 def _expected(asked: Question) -> EngineModel:
     """An engine by its device's data sheet: on GPUs as predictions have it, on CPU cores as runs expect it."""
     kind = asked.sheet.kind
-    prior = prior_of(kind, asked.shape, asked.spec.generation.engine.tensor_parallel_size)
+    prior = prior_of(kind, asked.shape, asked.spec.generation.engine.devices_per_actor)
     return prior if kind == CPU_KIND else Packed.of(prior, RUNTIME_S)
 
 

@@ -57,7 +57,7 @@ class Rollouts:
         if self.engine is None:
             return f"the data sheet of {kind}"
         bits = 16 if self.quantization_of(spec) == "off" else 8
-        tensor_parallel = spec.generation.engine.tensor_parallel_size
+        tensor_parallel = spec.generation.engine.devices_per_actor
         published = served(self.engine, shape.in_bits(bits), device_of(kind), tensor_parallel).source
         return published + ("" if self.measured == 1.0 else f", times {self.measured:.2f} by a measurement of your own")
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.compute.prediction import Predicted
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.records import FunctionName
 from rlhfless.scaling.plan import best_of, contract_for_step
 from rlhfless.scaling.selection import selects

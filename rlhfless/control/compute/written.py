@@ -20,8 +20,8 @@ from statistics import fmean
 
 from rlhfless.control.compute.prediction import PROMPT_TOKENS, Lengths, Predicted, banded, sheet_factor
 from rlhfless.prepare.examples import example_lengths
-from rlhfless.prepare.memory.changes import Question
 from rlhfless.prepare.memory.plan import held_devices
+from rlhfless.prepare.memory.question import Question
 from rlhfless.records import FunctionName
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.memory import without_head

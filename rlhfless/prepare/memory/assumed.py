@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.functions.generation.kind import kv_bytes
-from rlhfless.prepare.memory.changes import Question, edited, nearest_change
+from rlhfless.prepare.memory.changes import nearest_change
+from rlhfless.prepare.memory.question import Question, edited
 from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
@@ -84,7 +85,8 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
     others = reward_shapes(spec), draft_shape(spec)
-    asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes(), *others)
+    given = settled(spec, kind)
+    asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))
     return replace(asked, spec=timed(asked))
 

@@ -1,4 +1,8 @@
-"""The smallest change of a spec, or of its devices, with which a run fits. Pure."""
+"""The smallest change of a spec, or of its devices, with which a run fits. Pure.
+
+A change is applied to the spec that the user wrote, and what that leaves open is decided again (`placed`): a hint works
+when it is typed. Changes of the spec come before more devices of the same kind, and those before other kinds.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan, learner_sheet, memory_plan
-from rlhfless.scaling.function_kinds import Rewards, wanted_of
+from rlhfless.prepare.memory.plan import MemoryPlan
+from rlhfless.prepare.memory.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
+from rlhfless.prepare.memory.settled import FRACTION, TENSOR_PARALLEL, TURNS, is_set, may_take_turns, placed
+from rlhfless.scaling.function_kinds import wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
-from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
-from rlhfless.spec import RunSpec, ScheduleSpec
 from rlhfless.spec.run import OPTIMIZER_KEYS
 
-TENSOR_PARALLEL = (2, 4, 8)
-"""Sizes that vLLM's kernels and most models' numbers of heads take, inside one machine."""
-
-FRACTIONS = (0.6, 0.45, 0.3)
-"""The fractions of a GPU for an engine that shares it."""
-
 MOST_DEVICES = 64
+
+MOST_EDITS = 3
+"""Edits of a spec in one hint; with other devices one fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,163 +34,110 @@ class Change:
     plan: MemoryPlan
 
 
-def more_ranks(devices: int, ranks: int = 0) -> Iterator[int]:
-    """Numbers of learner ranks above `ranks` that `devices` can hold: powers of two, and one on each device."""
-    powers = [2**power for power in range(devices.bit_length()) if ranks < 2**power < devices]
-    yield from powers
-    if devices > ranks:
-        yield devices
-
-
-Edit = tuple[str, Mapping[str, Any], str | None, int | None]
-"""(text, values by dotted key, another kind of device, another number of devices)."""
-
-
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Which run is to fit on which devices."""
+class Edit:
+    """One edit of a spec, or of its devices."""
 
-    spec: RunSpec
-    shape: ModelShape
-    sheet: DeviceSheet
-    count: int
-    sequence_tokens: int
-    host_bytes: int
-    rewards: Rewards = ()
-    """The reward models whose sizes are known."""
-    draft: ModelShape | None = None
-    """The sizes of a draft model."""
-
-    @property
-    def learner_sheet(self) -> DeviceSheet:
-        """The devices of the learner's side."""
-        return learner_sheet(self.spec, self.sheet)
-
-    @property
-    def learner_count(self) -> int:
-        """Devices of the learner's side."""
-        placement = self.spec.placement
-        return placement.learner_devices if placement.mode == "disaggregated" else self.count
-
-    @property
-    def devices(self) -> Mapping[str, int]:
-        """The numbers of its devices, by kind."""
-        own = self.spec.placement.learner_kind
-        return {self.sheet.kind: self.count} | ({} if own is None else {own: self.learner_count})
-
-    def with_schedule(self, schedule: ScheduleSpec) -> Question:
-        """The same run with another schedule."""
-        return replace(self, spec=self.spec.model_copy(update={"schedule": schedule}))
-
-    def plan(self) -> MemoryPlan:
-        """Raises PlacementError if there are too few devices."""
-        return memory_plan(
-            self.spec,
-            self.shape,
-            self.sheet,
-            self.count,
-            self.sequence_tokens,
-            self.host_bytes,
-            self.rewards,
-            self.draft,
-        )
+    text: str
+    values: Mapping[str, Any]
+    """By dotted key."""
+    kind: str | None = None
+    count: int | None = None
 
 
 def nearest_change(asked: Question) -> Change | None:
-    """One change, or else two, after which the run fits; None if no two suffice. Changes that cost nothing come first,
-    then those that cost time, then those that cost money."""
-    edits = [*_of_trained(asked), *_of_placement(asked), *_of_devices(asked)]
-    pairs = sorted(itertools.combinations(range(len(edits)), 2), key=lambda pair: (sum(pair), pair))
-    for chosen in [(index,) for index in range(len(edits))] + pairs:
-        change = _after(asked, [edits[index] for index in chosen])
-        if change is not None and change.plan.fits:
-            return change
-    return None
+    """Return the fewest edits after which the run fits, the cheapest first; None if there are none."""
+    base = asked if asked.given is None else replace(asked, spec=asked.given)
+    formats, batches, placements = [*_of_formats(base)], [*_of_batches(base)], [*_of_placement(base)]
+    # Whether further edits help is decided by the smallest micro-batches.
+    combined = [*formats, *batches[-len(base.spec.trained) :], *placements]
+    groups: list[list[tuple[Edit, ...]]] = [[(edit,) for edit in (*formats, *batches, *placements)]]
+    groups += [[*itertools.combinations(combined, size)] for size in range(2, MOST_EDITS + 1)]
+    fewer = [(), *((edit,) for edit in combined), *itertools.combinations(combined, 2)]
+    for devices in (_more_devices(base), _other_kinds(base)):
+        groups.append([(*chosen, device) for device in devices for chosen in fewer])
+    return next(filter(None, (_after(base, chosen) for chosen in itertools.chain(*groups))), None)
 
 
-def _of_trained(asked: Question) -> Iterator[Edit]:
+def _of_batches(asked: Question) -> Iterator[Edit]:
+    """Smaller micro-batches, which cost little time; of each trained model down to the longest sequence."""
+    sizes = {name: part.micro_batch_tokens // 2 for name, part in asked.spec.trained.items()}
+    while any(tokens >= max(asked.sequence_tokens, 256) for tokens in sizes.values()):
+        for name, tokens in sizes.items():
+            if tokens >= max(asked.sequence_tokens, 256):
+                yield _edit(f"{name}.micro_batch_tokens", tokens)
+        sizes = {name: tokens // 2 for name, tokens in sizes.items()}
+
+
+def _of_formats(asked: Question) -> Iterator[Edit]:
     spec, on_gpu = asked.spec, asked.learner_sheet.kind != CPU_KIND
     if asked.sheet.kind != CPU_KIND and spec.model.dtype == "float32":
-        yield "model.dtype: bfloat16", {"model.dtype": "bfloat16"}, None, None
+        yield _edit("model.dtype", "bfloat16")
     for name, part in spec.trained.items():
         if on_gpu and part.dtype == "float32":
-            yield f"{name}.dtype: bfloat16", {f"{name}.dtype": "bfloat16"}, None, None
+            yield _edit(f"{name}.dtype", "bfloat16")
         if not part.gradient_checkpointing:
-            yield f"{name}.gradient_checkpointing: true", {f"{name}.gradient_checkpointing": True}, None, None
+            yield _edit(f"{name}.gradient_checkpointing", True)
         if on_gpu and part.copies > 1:
-            yield f"{name}.shard_ranks: auto", {f"{name}.shard_ranks": "auto"}, None, None
-        tokens = part.micro_batch_tokens // 2
-        while tokens >= max(asked.sequence_tokens, 256):
-            yield f"{name}.micro_batch_tokens: {tokens}", {f"{name}.micro_batch_tokens": tokens}, None, None
-            tokens //= 2
+            yield _edit(f"{name}.shard_ranks", "auto")
 
 
 def _of_placement(asked: Question) -> Iterator[Edit]:
+    """Edits of keys that the spec has decided; `placed` tries the others by itself."""
     if asked.learner_sheet.kind == CPU_KIND:
         return
-    spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
-    engines = not spec.supervised
-    for fraction in FRACTIONS if colocated and engines else ():
-        key = "generation.engine.gpu_memory_fraction"
-        if fraction < spec.generation.engine.gpu_memory_fraction:
-            yield f"{key}: {fraction}", {key: fraction}, None, None
+    spec, engine = asked.spec, asked.spec.generation.engine
+    colocated, engines = spec.placement.mode == "colocated", not asked.spec.supervised
+    if colocated and engines and is_set(spec, FRACTION):
+        yield from (_edit(FRACTION, fraction) for fraction in FRACTIONS if fraction < engine.gpu_memory_fraction)
     if colocated and engines and asked.count > 1:
         ranks = max(1, min(spec.learner.world_size, asked.count // 2))
         split = {"placement.mode": "disaggregated", "placement.learner_devices": ranks}
-        yield f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split, None, None
-    most = asked.count if colocated else asked.count - 1 if spec.placement.learner_kind is None else MOST_DEVICES
-    for ranks in more_ranks(most, spec.learner.world_size):
-        shared: dict[str, Any] = {"learner.ranks": ranks}
-        text = f"learner.ranks: {ranks}"
-        if not colocated:
-            shared |= {"placement.learner_devices": ranks}
-            text += f" and placement.learner_devices: {ranks}"
-        yield text, shared, None, None
-    yield from _of_frozen(spec, asked.count if colocated else spec.placement.learner_devices)
-    yield from _of_moments(spec)
-    yield from _of_memory(spec)
-
-
-def _of_memory(spec: RunSpec) -> Iterator[Edit]:
-    """Changes that cost time in each step: engines over more devices, turns, the learner's states in the host's
-    memory."""
-    for size in () if spec.supervised else TENSOR_PARALLEL:
-        if size > spec.generation.engine.tensor_parallel_size:
-            key = "generation.engine.tensor_parallel_size"
-            yield f"{key}: {size}", {key: size}, None, None
-    offload = ((f"{name}.offload", part.offload) for name, part in spec.trained.items())
-    turns = spec.placement.in_turns or spec.generation.speculation.has_weights  # which turns would lose
-    for key, is_on in (("placement.turns", turns), *offload):
-        if not is_on:
-            yield f"{key}: true", {key: True}, None, None
-
-
-def _of_moments(spec: RunSpec) -> Iterator[Edit]:
-    """Optimiser moments in 8 bits: no time, and rounding."""
+        yield Edit(f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split)
+    yield from _of_ranks(asked)
     for name, optimizer in spec.optimizers.items():
-        if optimizer.moment_bits == 32:
-            key = f"{OPTIMIZER_KEYS[name]}.moment_bits"
-            yield f"{key}: 8", {key: 8}, None, None
+        if optimizer.moment_bits == 32 and is_set(spec, key := f"{OPTIMIZER_KEYS[name]}.moment_bits"):
+            yield _edit(key, 8)
+    if engines and engine.tensor_parallel_size != "auto":
+        sizes = (size for size in TENSOR_PARALLEL_SIZES if size > engine.devices_per_actor)
+        yield from (_edit(TENSOR_PARALLEL, size) for size in sizes)
+    if engines and not spec.placement.in_turns and is_set(spec, TURNS) and may_take_turns(spec):
+        yield _edit(TURNS, True)
+    yield from (_edit(f"{name}.offload", True) for name, part in spec.trained.items() if not part.offload)
 
 
-def _of_frozen(spec: RunSpec, devices: int) -> Iterator[Edit]:
-    """More ranks for the reference and for reward models, on `devices` of the learner's side."""
+def _of_ranks(asked: Question) -> Iterator[Edit]:
+    """More ranks for the learner, the reference and reward models, where their numbers are decided."""
+    spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
+    if spec.learner.ranks != "auto":
+        most = asked.count if colocated else asked.count - 1 if spec.placement.learner_kind is None else MOST_DEVICES
+        for ranks in more_ranks(most, spec.learner.world_size):
+            text, values = f"learner.ranks: {ranks}", {"learner.ranks": ranks}
+            if not colocated:
+                text += f" and placement.learner_devices: {ranks}"
+                values["placement.learner_devices"] = ranks
+            yield Edit(text, values)
+    side = asked.count if colocated else spec.placement.learner_devices
+    open_keys = {"reference.ranks": spec.reference.ranks, "scoring.reward_model_ranks": spec.scoring.reward_model_ranks}
     for wanted in wanted_of(spec):
-        for more in more_ranks(devices, wanted.ranks) if wanted.site is Site.BESIDE and wanted.ranks_key else ():
-            yield f"{wanted.ranks_key}: {more}", {wanted.ranks_key: more}, None, None
+        if wanted.site is Site.BESIDE and wanted.ranks_key and open_keys.get(wanted.ranks_key) != "auto":
+            yield from (_edit(wanted.ranks_key, more) for more in more_ranks(side, wanted.ranks))
 
 
-def _of_devices(asked: Question) -> Iterator[Edit]:
+def _more_devices(asked: Question) -> Iterator[Edit]:
+    count = asked.count * 2
+    while asked.sheet.kind != CPU_KIND and count <= MOST_DEVICES:
+        yield Edit(f"{count} x {asked.sheet.kind}", {}, count=count)
+        count *= 2
+
+
+def _other_kinds(asked: Question) -> Iterator[Edit]:
     if asked.sheet.kind == CPU_KIND:
         return
-    count = asked.count * 2
-    while count <= MOST_DEVICES:
-        yield f"{count} x {asked.sheet.kind}", {}, None, count
-        count *= 2
     for sheet in _larger(asked.sheet):
-        yield f"{asked.count} x {sheet.kind}", {}, sheet.kind, None
+        yield Edit(f"{asked.count} x {sheet.kind}", {}, kind=sheet.kind)
     for sheet in _larger(asked.learner_sheet) if asked.spec.placement.learner_kind is not None else ():
-        yield f"placement.learner_kind: {sheet.kind}", {"placement.learner_kind": sheet.kind}, None, None
+        yield _edit("placement.learner_kind", sheet.kind)
 
 
 def _larger(than: DeviceSheet) -> list[DeviceSheet]:
@@ -199,33 +147,22 @@ def _larger(than: DeviceSheet) -> list[DeviceSheet]:
     return sorted(usable, key=lambda sheet: sheet.memory_bytes.value)
 
 
+def _edit(key: str, value: Any) -> Edit:
+    return Edit(f"{key}: {str(value).lower() if isinstance(value, bool) else value}", {key: value})
+
+
 def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:
-    """The run after some changes; None if they exclude each other."""
+    """The run after some edits, placed again; None if it does not fit, or if the edits exclude each other."""
     values: dict[str, Any] = {}
-    sheet, count = asked.sheet, asked.count
-    for _, sets, kind, number in edits:
-        if values.keys() & sets.keys():
+    for edit in edits:
+        if values.keys() & edit.values.keys():
             return None
-        values |= sets
-        sheet = load_devices()[kind] if kind else sheet
-        count = number or count
-    if sheet is not asked.sheet and count != asked.count:
-        return None
-    spec = edited(asked.spec, values)
+        values |= edit.values
+    kind = next((edit.kind for edit in edits if edit.kind), asked.sheet.kind)
+    count = next((edit.count for edit in edits if edit.count), asked.count)
+    changed = replace(asked, spec=edited(asked.spec, values), sheet=load_devices()[kind], count=count)
     try:
-        plan = replace(asked, spec=spec, sheet=sheet, count=count).plan()
+        plan = replace(changed, spec=placed(changed)).plan()
     except PlacementError:
         return None
-    return Change(" and ".join(text for text, *_ in edits), plan)
-
-
-def edited(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
-    """The spec with other values, by dotted key. Keys count as set by the user if they did before."""
-    for key, value in values.items():
-        spec = _edited(spec, key.split("."), value)
-    return spec
-
-
-def _edited(model: Any, path: Sequence[str], value: Any) -> Any:
-    inner = value if len(path) == 1 else _edited(getattr(model, path[0]), path[1:], value)
-    return model.model_copy(update={path[0]: inner})
+    return Change(" and ".join(edit.text for edit in edits), plan) if plan.fits else None

@@ -12,12 +12,13 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
 from rlhfless.prepare.memory.plan import MemoryPlan, nodes_of
+from rlhfless.prepare.memory.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
 from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.run import OPTIMIZER_KEYS
 
 SLOWEST_BYTES_PER_S = 1e8
 """Rate of the slowest network by which weights reach a node: 1 Gbit/s, less its overhead. This machine's store was
@@ -36,12 +37,21 @@ LOGITS_MIB = (2048, 1024, 512, 256)
 data sheet 2 ms, beside matrix products of 1.2 ms at 128 MiB and 19 ms at 2048. Not measured."""
 
 MOST = "scaling.generation.max_actors"
+TENSOR_PARALLEL = "generation.engine.tensor_parallel_size"
+FRACTION = "generation.engine.gpu_memory_fraction"
+TURNS = "placement.turns"
+
+BATCH_SEQUENCES = 32
+"""Sequences that the KV cache of an actor should hold: with fewer an engine reads its weights for few tokens at a time,
+and more devices per actor, turns or a larger fraction are tried before that is accepted."""
 
 
 def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the defaults for devices of a kind: on GPUs bfloat16 and activation checkpointing."""
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
+    if kind == CPU_KIND:
+        spec = edited(spec, {TENSOR_PARALLEL: spec.generation.engine.devices_per_actor})
     for name in spec.trained if learning != CPU_KIND else ():
         wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
     spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
@@ -65,6 +75,9 @@ SETTLED = (
     "critic.shard_ranks",
     "reference.ranks",
     "scoring.reward_model_ranks",
+    "optimizer.moment_bits",
+    "critic.optimizer.moment_bits",
+    TENSOR_PARALLEL,
     MOST,
 )
 """Keys whose settled values belong to the run from then on."""
@@ -130,11 +143,12 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """The spec with `placement.mode: auto` and numbers of ranks and actors that are `auto` decided: co-located if the
-    memory plan fits, with a smaller fraction for the engines if none was set; else disaggregated if there are devices
-    for both sides, with the fewest ranks that fit: first of the learner, then of the others on its
-    side. Actors have all devices of their side, or the fewest that are allowed if nothing fits with more. Then the
-    states are split inside of nodes if the plan still fits, and the blocks of logits are enlarged."""
+    """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, turns and moment formats.
+
+    The first candidate of `_candidates` that fits with room for a batch of sequences is taken; failing that the first
+    that fits at all. 8-bit moments round the optimiser's state, so they are tried when nothing else fits. Then states
+    are split inside of nodes where that fits, too, and the blocks of logits are enlarged.
+    """
     return _with_large_logits(asked, _inside_nodes(asked, _with_all_ranks(asked)))
 
 
@@ -164,16 +178,33 @@ def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_all_ranks(asked: Question) -> RunSpec:
-    if asked.spec.placement.mode != "auto" and not _open_ranks(asked.spec) and not _open_actors(asked.spec):
-        return asked.spec
-    candidates = list(_placements(asked))
-    for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
-        changed = _with_others(asked, candidate)
-        if changed is not None:
-            return changed
+    for question in _with_moments(asked):
+        candidates = list(_candidates(question))
+        fitting = None
+        for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
+            changed = _with_others(asked, candidate)
+            if changed is not None and _holds_a_batch(asked, changed):
+                return changed
+            fitting = fitting or changed
+        if fitting is not None:
+            return fitting
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
     last = _with_fewest(_last_resort(asked))
     return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
+
+
+def _with_moments(asked: Question) -> Iterator[Question]:
+    """The question with the optimizers' formats as they are, and with 8-bit moments where the spec leaves them open."""
+    yield asked
+    keys = (f"{OPTIMIZER_KEYS[name]}.moment_bits" for name in asked.spec.optimizers)
+    open_keys = [key for key in keys if not is_set(asked.spec, key)]
+    if open_keys and asked.learner_sheet.kind != CPU_KIND:
+        yield replace(asked, spec=edited(asked.spec, dict.fromkeys(open_keys, 8)))
+
+
+def _holds_a_batch(asked: Question, spec: RunSpec) -> bool:
+    plan = replace(asked, spec=spec).plan()
+    return plan.kv_tokens is None or plan.kv_tokens >= BATCH_SEQUENCES * plan.sequence_tokens
 
 
 def _open_actors(spec: RunSpec) -> bool:
@@ -186,7 +217,7 @@ def _filled(asked: Question, spec: RunSpec) -> RunSpec:
         return spec
     shared = spec.placement.mode == "colocated" or spec.placement.learner_kind is not None
     side = asked.count if shared else asked.count - spec.placement.learner_devices
-    room = side // spec.generation.engine.tensor_parallel_size
+    room = side // spec.generation.engine.devices_per_actor
     return edited(spec, {MOST: max(room - spec.scaling.prefill.max_actors, spec.scaling.generation.min_actors)})
 
 
@@ -247,20 +278,61 @@ def _apart(asked: Question) -> int:
     """The most devices that the learner can have beside the fewest actors that draw, and those that prefill."""
     spec = asked.spec
     engines = spec.scaling.generation.min_actors + spec.scaling.prefill.max_actors
-    return asked.count - engines * spec.generation.engine.tensor_parallel_size
+    return asked.count - engines * spec.generation.engine.devices_per_actor
 
 
-def _placements(asked: Question) -> Iterator[RunSpec]:
-    spec, key = asked.spec, "generation.engine.gpu_memory_fraction"
-    if spec.placement.mode in ("auto", "colocated"):
-        together = edited(spec, {"placement.mode": "colocated"})
-        if spec.learner.ranks == "auto":  # the learner has all devices there
-            together = edited(together, {"learner.ranks": asked.count})
-        yield together
-        if asked.sheet.kind != CPU_KIND and not is_set(spec, key) and not spec.supervised:
-            yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
+def _candidates(asked: Question) -> Iterator[RunSpec]:
+    """Placements of a run, the cheapest first: co-located, with larger shares for engines first; co-located in turns;
+    disaggregated. Each with 1, 2, 4 and 8 devices per actor if that is open."""
+    spec = asked.spec
+    for changes in _together(asked) if spec.placement.mode in ("auto", "colocated") else ():
+        together = edited(spec, {"placement.mode": "colocated"} | changes)
+        # A co-located learner has all devices.
+        yield edited(together, {"learner.ranks": asked.count}) if spec.learner.ranks == "auto" else together
     if spec.placement.mode in ("auto", "disaggregated") and not spec.supervised:
-        yield from _with_ranks(edited(spec, {"placement.mode": "disaggregated"}), _apart(asked))
+        apart = edited(spec, {"placement.mode": "disaggregated"})
+        for size in _devices_per_actor(asked):
+            own = edited(apart, {TENSOR_PARALLEL: size})
+            if (most := _apart(replace(asked, spec=own))) >= 1:
+                yield from _with_ranks(own, most)
+
+
+def _together(asked: Question) -> Iterator[dict[str, Any]]:
+    """Changes of a co-located run, in the order of `_candidates`."""
+    spec = asked.spec
+    if spec.supervised or asked.sheet.kind == CPU_KIND:
+        yield {}
+        return
+    fractions = () if is_set(spec, FRACTION) else FRACTIONS
+    sizes = _devices_per_actor(asked)
+    for fraction in (spec.generation.engine.gpu_memory_fraction, *fractions):
+        yield from ({TENSOR_PARALLEL: size, FRACTION: fraction} for size in sizes)
+    if may_take_turns(spec):
+        yield from ({TENSOR_PARALLEL: size, TURNS: True} for size in sizes)
+
+
+def _devices_per_actor(asked: Question) -> tuple[int, ...]:
+    """Sizes of tensor parallelism that divide the model's heads, inside one machine."""
+    engine, shape = asked.spec.generation.engine, asked.shape
+    if engine.tensor_parallel_size != "auto":
+        return (engine.devices_per_actor,)
+    most = 1 if asked.sheet.kind == CPU_KIND else min(asked.count, NODE_DEVICES)
+    sizes = (size for size in (1, *TENSOR_PARALLEL_SIZES) if size <= most)
+    return tuple(
+        size for size in sizes
+        if shape.heads % size == 0 and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
+    )  # fmt: skip
+
+
+def may_take_turns(spec: RunSpec) -> bool:
+    """Whether `placement.turns` is open, and no other key excludes it (the validators of RunSpec)."""
+    return not (
+        is_set(spec, TURNS)
+        or spec.schedule.steps_ahead
+        or spec.scaling.prefill.on
+        or spec.generation.speculation.has_weights
+        or spec.weights.transport in ("nccl", "cuda_ipc")
+    )
 
 
 def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
@@ -297,7 +369,7 @@ def timed(asked: Question) -> RunSpec:
     learning_s = 8 * shape.active * learned_tokens / flops_per_s
     engine = spec.generation.engine
     waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))
-    bandwidth = SLOWEST_SHARE * sheet.memory_bytes_per_s.value * engine.tensor_parallel_size
+    bandwidth = SLOWEST_SHARE * sheet.memory_bytes_per_s.value * engine.devices_per_actor
     token_s = version_bytes(shape, spec.model.dtype) / bandwidth
     more_s = {
         "timeouts.start_s": size_s,

@@ -11,7 +11,7 @@ import pytest
 from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.objects.costs import PlannedCost, PlannedLearner
-from rlhfless.prepare.memory.changes import Question, edited
+from rlhfless.prepare.memory.question import Question, edited
 from rlhfless.spec import RunSpec
 
 

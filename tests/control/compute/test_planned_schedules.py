@@ -12,7 +12,7 @@ from rlhfless.control.compute.prediction import Lengths, Predicted, _schedule
 from rlhfless.control.compute.rollouts import Rollouts
 from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.control.objects.costs import PlannedCost, PlannedSchedule
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, RunSpec, SyncSpec
 
 VALUES: dict[str, Any] = {

@@ -16,7 +16,7 @@ from rlhfless.control.compute.prediction import SHEET_FACTOR, Lengths
 from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.control.compute.written import RESPONSE_TOKENS, Seconds, written, written_lengths
 from rlhfless.prepare.memory.assumed import question_of
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.question import Question
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit
 from rlhfless.sim.replay.latency_file import LineFit
