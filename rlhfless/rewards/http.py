@@ -7,21 +7,31 @@ cannot score a sample answers null for it.
 from __future__ import annotations
 
 import asyncio
+import datetime
+import email.utils
+import math
 import os
-from collections.abc import Collection, Sequence
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import httpx
+import numpy as np
 
 from rlhfless.records import Prompt
 from rlhfless.rewards.guard import ForbiddenAddress, Guarded, refusal
-from rlhfless.rewards.protocol import ARGUMENTS, Failed, Outcome, Report, RewardSample, finite, quote
+from rlhfless.rewards.protocol import ARGUMENTS, Failed, Outcome, Report, RewardSample, described, finite, listed, quote
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
 """Wait before the second attempt; doubled before each further attempt."""
 
 _BUSY = frozenset({408, 429})
+
+# Longest wait that `Retry-After` is read as, in seconds: a century, so that no date overflows.
+_LONGEST_S = 3.2e9
 
 
 class HttpReward:
@@ -32,12 +42,24 @@ class HttpReward:
         self._spec = spec
         self._hosts = hosts
         self._limit = asyncio.Semaphore(spec.concurrency)
+        self._next_s = 0.0
+        """When the endpoint may be asked again, on the monotonic clock: a wait that it asked for holds for all."""
 
-    def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (the endpoint says what it needs)
+    def problems(self, prompts: Sequence[Prompt]) -> list[str]:
+        """See Checked. Columns are written as they will be sent; the endpoint is not asked."""
         name = self._spec.token_env
         problems = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
         if self._hosts is not None and (why := refusal(self._spec.url, self._hosts)):
             problems.append(why)
+        faults = []
+        for prompt in prompts:
+            try:
+                as_json(prompt.columns)
+            except Unsendable as error:
+                faults.append((prompt, str(error)))
+        if faults:
+            hint = "leave these columns out of the data, or write them as texts"
+            problems.append(listed("columns cannot be sent as JSON", faults, len(prompts), hint))
         return problems
 
     async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
@@ -59,11 +81,14 @@ class HttpReward:
                     group.create_task(score(first))
 
     async def _ask(self, client: httpx.AsyncClient, batch: Sequence[RewardSample]) -> list[Outcome]:
-        body = {"samples": [_as_json(sample) for sample in batch]}
-        cause = ""
+        try:
+            body = {"samples": [_sent(sample) for sample in batch]}
+        except Unsendable as error:
+            return self._all_failed(batch, f"the samples cannot be written as JSON: {error}", 1)
+        cause, pause_s = "", 0.0
         for attempt in range(self._spec.retries + 1):
-            if attempt:
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            await asyncio.sleep(max(pause_s, self._next_s - time.monotonic()))
+            pause_s = FIRST_PAUSE_S * 2**attempt
             try:
                 # httpx limits each read only; a server that sends a byte now and then would never time out.
                 async with asyncio.timeout(self._spec.timeout_s):
@@ -74,15 +99,28 @@ class HttpReward:
                 return self._all_failed(batch, str(error), attempt + 1)
             except httpx.HTTPError as error:
                 cause = f"{type(error).__name__}: {error}"
-            except (TypeError, ValueError) as error:  # a column that JSON cannot hold
-                return self._all_failed(batch, f"the samples cannot be written as JSON: {error}", 1)
             else:
                 if reply.is_success:
                     return self._outcomes(reply, batch)
-                cause = f"status {reply.status_code}: {quote(reply.text)}"
-                if reply.status_code not in _BUSY and reply.status_code < 500:
+                cause, asked_s = self._refused(reply)
+                if asked_s == math.inf:
                     return self._all_failed(batch, cause, attempt + 1)
+                pause_s = pause_s if asked_s is None else asked_s
         return self._all_failed(batch, cause, self._spec.retries + 1)
+
+    def _refused(self, reply: httpx.Response) -> tuple[str, float | None]:
+        """The cause, and the seconds to wait before the next request: None if the reply does not say, inf for ever."""
+        cause = f"status {reply.status_code}: {quote(reply.text)}"
+        if reply.status_code not in _BUSY and reply.status_code < 500:
+            return cause, math.inf
+        asked_s, most_s = retry_after_s(reply.headers.get("Retry-After", "")), self._spec.timeout_s
+        if asked_s is None:
+            return cause, None
+        if asked_s > most_s:
+            asked = f"it asks for {asked_s:.0f} s until the next request (Retry-After)"
+            return f"{cause}; {asked}, and timeout_s allows {most_s:g} s", math.inf
+        self._next_s = max(self._next_s, time.monotonic() + asked_s)
+        return cause, asked_s
 
     def _outcomes(self, reply: httpx.Response, batch: Sequence[RewardSample]) -> list[Outcome]:
         try:
@@ -105,5 +143,45 @@ class HttpReward:
         return [Failed(f"{self._spec.url}: {cause}{times}")] * len(batch)
 
 
-def _as_json(sample: RewardSample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in ARGUMENTS} | {"columns": dict(sample.columns)}
+def retry_after_s(header: str) -> float | None:
+    """The seconds to wait that a `Retry-After` asks for, as a number or as a date; None if it is neither."""
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            until = email.utils.parsedate_to_datetime(header)
+        except (ValueError, TypeError, OverflowError):
+            return None
+        until = until if until.tzinfo else until.replace(tzinfo=datetime.UTC)
+        seconds = until.timestamp() - time.time()
+    return min(max(seconds, 0.0), _LONGEST_S) if not math.isnan(seconds) else None
+
+
+class Unsendable(Exception):
+    """A value that JSON has no form for. The message names its column, the value and its type."""
+
+
+def as_json(value: Any, path: str = "") -> Any:
+    """A column's value as JSON has it: dates as ISO 8601 texts, decimals as texts, NaN and infinities as null. Raises
+    Unsendable."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return format(value, "f") if value.is_finite() else None
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: as_json(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item, f"{path}.{index}") for index, item in enumerate(value)]
+    raise Unsendable(f"the column `{path}` holds {described(value)}")
+
+
+def _sent(sample: RewardSample) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in ARGUMENTS} | {"columns": as_json(sample.columns)}

@@ -30,10 +30,10 @@ class HttpSpec(RewardPart):
     concurrency: Processes = 8
     """Requests in flight at a time."""
     timeout_s: Duration = 30.0
-    """Longest time one request may take."""
+    """Longest time one request may take, and longest wait that a server may ask for with `Retry-After`."""
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     """Further attempts if there is no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ...
-    s."""
+    s, or after what the answer's `Retry-After` says."""
 
     @field_validator("url")
     @classmethod
