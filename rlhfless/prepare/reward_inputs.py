@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfless.prepare.rewards import reward_problems
-from rlhfless.records import FinishReason, Prompt
+from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
-from rlhfless.rewards import RewardSample
+from rlhfless.rewards.answers import answer_of
 from rlhfless.rewards.code import tests_of
-from rlhfless.rewards.protocol import Unscorable, answer_of
+from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import (
     CodeSpec,
     ExactMatchSpec,
@@ -56,16 +56,15 @@ def reward_inputs(spec: RunSpec, prompt: Prompt) -> Iterator[RewardInput]:
 
 def _gets(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
     """Raises Unscorable."""
-    sample = RewardSample(prompt.text, "", 0, FinishReason.STOP, prompt.columns, prompt.prompt_id, 0, prompt.source)
     match reward:
         case ExactMatchSpec():
-            expected = answer_of(sample, reward.answer_field)
+            expected = answer_of(prompt.columns, reward)
             expected = expected.strip() if reward.strip else expected
             return {"expected": expected.casefold() if reward.ignore_case else expected}
-        case RegexSpec(answer_field=str() as field):
-            return {"expected": answer_of(sample, field).strip()}
+        case RegexSpec(answer_field=str()):
+            return {"expected": answer_of(prompt.columns, reward).strip()}
         case MathSpec():
-            return {"expected": answer_of(sample, reward.answer_field)}
+            return {"expected": answer_of(prompt.columns, reward)}
         case CodeSpec():
             tests = tests_of(find_field(prompt.columns, reward.tests_field))[: reward.max_tests]
             return {"tests": [_test(test) for test in tests]}
