@@ -41,7 +41,7 @@ class SupervisedRank(TrainingRank):
     ) -> None:
         """See TrainingRank."""
         self._type = run_type
-        self._objective = objective_of(run_type, dpo)
+        self._objective = objective_of(run_type, dpo, learner.dtype)
         super().__init__(
             model,
             learner,

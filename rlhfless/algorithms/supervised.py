@@ -7,7 +7,9 @@ chosen, rejected, chosen, ... (rlhfless.algorithms.examples).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -16,7 +18,11 @@ from torch.nn.functional import logsigmoid
 from rlhfless.algorithms.base import LossOutputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.records import FloatArray
-from rlhfless.spec import DPOSpec, RunType
+from rlhfless.spec import DPOSpec, DType, RunType
+
+ROUNDING: Mapping[DType, float] = MappingProxyType({"float32": 2**-22, "float16": 2**-12, "bfloat16": 2**-8})
+"""Rounding of a token's logprob l, relative to 1 + |l|. Sums over 120 tokens of a random model, computed in other
+batches, differ by at most 0.3 of what this gives in float32, and 0.2 in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,9 @@ class DPO:
     With label smoothing e it is (1 - e) loss(chosen, rejected) + e loss(rejected, chosen).
     """
 
-    def __init__(self, settings: DPOSpec) -> None:
-        self._settings = settings
+    def __init__(self, settings: DPOSpec, dtype: DType = "float32") -> None:
+        """`dtype`: in which the model computes."""
+        self._settings, self._dtype = settings, dtype
 
     def loss(self, inputs: WrittenInputs) -> LossOutputs:
         """See Objective. Raises ValueError without reference logprobs."""
@@ -71,27 +78,33 @@ class DPO:
             raise ValueError("DPO needs reference logprobs, and the batch has none")
         log_ratios = inputs.of_sequences(inputs.outputs - inputs.reference_logprobs)
         chosen, rejected = (self._settings.beta * log_ratios).view(-1, 2).unbind(1)
-        return _of_pairs(chosen, rejected, inputs, self._settings.label_smoothing)
+        noise = self._settings.beta * _noise(inputs, self._dtype)
+        return _of_pairs(chosen, rejected, noise, inputs, self._settings.label_smoothing)
 
 
 class BradleyTerry:
     """The loss of a reward model (arXiv 2203.02155, eq. 1), mean over pairs: -log sigmoid(s_chosen - s_rejected)."""
 
+    def __init__(self, dtype: DType = "float32") -> None:
+        """`dtype`: in which the model computes."""
+        self._dtype = dtype
+
     def loss(self, inputs: WrittenInputs) -> LossOutputs:
         """See Objective."""
         chosen, rejected = inputs.of_sequences(inputs.outputs).view(-1, 2).unbind(1)
-        return _of_pairs(chosen, rejected, inputs, 0.0)
+        return _of_pairs(chosen, rejected, _noise(inputs, self._dtype), inputs, 0.0)
 
 
-def objective_of(run_type: RunType, dpo: DPOSpec) -> Objective:
-    """The objective of a type of run. Raises ValueError for `rlhf`, which has an algorithm."""
+def objective_of(run_type: RunType, dpo: DPOSpec, dtype: DType) -> Objective:
+    """The objective of a type of run, of a model that computes in `dtype`. Raises ValueError for `rlhf`, which has an
+    algorithm."""
     match run_type:
         case "sft":
             return SFT()
         case "dpo":
-            return DPO(dpo)
+            return DPO(dpo, dtype)
         case "reward_model":
-            return BradleyTerry()
+            return BradleyTerry(dtype)
         case _:
             raise ValueError(f"a run of type {run_type} does not learn from written responses")
 
@@ -110,14 +123,22 @@ def evaluated(objective: Objective, batch: PackedBatch, outputs: FloatArray) -> 
     return {name: float(value) for name, value in ({"loss": given.loss} | given.metrics).items()}
 
 
+def _noise(inputs: WrittenInputs, dtype: DType) -> torch.Tensor:
+    """The difference of two responses' sums of outputs that rounding explains, `[pairs]`: two passes with equal weights
+    differ, because their batches do. The rounding of each token is independent, so its squares add up."""
+    squares = inputs.of_sequences((1 + inputs.outputs.detach().abs()).square())
+    return ROUNDING[dtype] * squares.view(-1, 2).sum(1).sqrt()
+
+
 def _of_pairs(
-    chosen: torch.Tensor, rejected: torch.Tensor, inputs: WrittenInputs, label_smoothing: float
+    chosen: torch.Tensor, rejected: torch.Tensor, noise: torch.Tensor, inputs: WrittenInputs, label_smoothing: float
 ) -> LossOutputs:
-    """From the rewards of both responses, each `[pairs]`."""
+    """From the rewards of both responses, each `[pairs]`. Rewards that differ by no more than `noise` [pairs] are a
+    tie, which counts one half in the accuracy."""
     margins, scale = chosen - rejected, 1.0 / max(inputs.denominator_examples, 1)
     losses = -(1 - label_smoothing) * logsigmoid(margins) - label_smoothing * logsigmoid(-margins)
     metrics = {
-        "preference_accuracy": (margins > 0).to(margins.dtype).sum() * scale,
+        "preference_accuracy": torch.where(margins.abs() <= noise, 0.5, (margins > 0).to(margins.dtype)).sum() * scale,
         "preference_margin": margins.detach().sum() * scale,
         "chosen_reward": chosen.detach().sum() * scale,
         "rejected_reward": rejected.detach().sum() * scale,

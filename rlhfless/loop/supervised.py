@@ -39,7 +39,7 @@ class SupervisedRun(TrainedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._objective = objective_of(self.spec.type, self.spec.dpo)
+        self._objective = objective_of(self.spec.type, self.spec.dpo, self.spec.learner.dtype)
 
     def begin(self, step: int) -> StepBegun:
         """Begin a step, or do it again."""

@@ -144,7 +144,7 @@ METRICS = _table(
         # The learner
         Metric("loss", Unit.NONE, "Loss, with KL and entropy if they are part of it"),
         Metric("policy_loss", Unit.NONE, "Policy loss, without KL and entropy"),
-        Metric("preference_accuracy", _RATIO, "Pairs whose chosen response has the higher reward"),
+        Metric("preference_accuracy", _RATIO, "Pairs whose chosen response has the higher reward; ties count one half"),
         Metric("preference_margin", Unit.NONE, "Reward of the chosen response, less that of the rejected one"),
         Metric("chosen_reward", Unit.NONE, "Mean reward of chosen responses, by the model that is trained"),
         Metric("rejected_reward", Unit.NONE, "Mean reward of rejected responses, by the model that is trained"),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.batch import select
@@ -87,7 +88,93 @@ def test_equal_rewards_are_no_preference() -> None:
     batch = pack_examples([Example("a", (0,), "", {}, "", ((0, 1), (0, 2)), (1, 1))])
     given = BradleyTerry().loss(inputs_of(batch, torch.zeros(4)))
     assert float(given.loss) == pytest.approx(math.log(2))
-    assert float(given.metrics["preference_accuracy"]) == 0
+    assert float(given.metrics["preference_accuracy"]) == 0.5
+
+
+def accuracy_of_pair(
+    objective: Objective, chosen: list[float], rejected: list[float], reference: tuple[list[float], list[float]] | None
+) -> float:
+    """Of one pair, from logprobs or scores of its tokens."""
+    sequences = tuple((0, *range(1, len(each) + 1)) for each in (chosen, rejected))
+    batch = pack_examples([Example("a", (0,), "", {}, "", sequences, (1, 1))])
+    outputs = torch.tensor([0, *chosen, 0, *rejected])
+    of_reference = None if reference is None else torch.tensor([0, *reference[0], 0, *reference[1]])
+    return float(objective.loss(inputs_of(batch, outputs, of_reference)).metrics["preference_accuracy"])
+
+
+SHORT, LONG = [-1.0, -0.001], [-2.5] * 200
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("nats", "of_long", "expected"),
+    [
+        (0.0, [], 0.5),
+        (1e-7, [], 0.5),
+        (-1e-7, [], 0.5),
+        (0.0, [(0, 1e-6), (7, -4e-7), (30, 2e-7)], 0.5),
+        (0.0, [(at, (-1) ** at * 4.8e-7) for at in range(200)], 0.5),
+        (0.5, [], 1.0),
+        (-0.5, [], 0.0),
+        (0.0, [(3, -0.5)], 1.0),
+        (0.0, [(3, 0.5)], 0.0),
+    ],
+    ids=lambda value: f"{len(value)} tokens" if isinstance(value, list) else str(value),
+)
+def test_rounding_is_no_preference(dtype: Any, nats: float, of_long: list[tuple[int, float]], expected: float) -> None:
+    """Equal weights in batches of other shapes give log ratios that are not exactly 0, of either sign; `nats` is added
+    to the first token of the chosen, and what `of_long` says to tokens of the rejected response."""
+    rejected = list(LONG)
+    for at, of_token in of_long:
+        rejected[at] += of_token
+    chosen = [SHORT[0] + nats, SHORT[1]]
+    assert accuracy_of_pair(DPO(DPOSpec(beta=0.1), dtype), chosen, rejected, (SHORT, LONG)) == expected
+
+
+def test_the_accuracy_of_a_policy_that_is_its_reference_is_one_half_in_any_batching() -> None:
+    """Of a real model, whose reference logprobs are from batches of other shapes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).eval()
+    examples = pairs(3)
+    batch = pack_examples(examples)
+
+    def logprobs(extra: int) -> torch.Tensor:
+        """With so many tokens after each sequence, which change the shapes alone."""
+        found = []
+        for example in examples:
+            for sequence in example.sequences:
+                ids = torch.tensor([[*sequence, *[0] * extra]])
+                of_tokens = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+                found += [torch.zeros(1), of_tokens[: len(sequence) - 1]]
+        return torch.cat(found)
+
+    with torch.no_grad():
+        policy, reference = logprobs(0), logprobs(61)
+    assert (policy != reference).any(), "the case must have rounding"
+    given = DPO(DPOSpec()).loss(inputs_of(batch, policy, reference))
+    assert float(given.metrics["preference_accuracy"]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chosen", "rejected", "expected"),
+    [
+        ("float32", 0.0, 0.0, 0.5),
+        ("float32", 1.5, 1.5, 0.5),
+        ("float32", 1.5000001, 1.5, 0.5),
+        ("float32", -3.0, -3.0000002, 0.5),
+        ("float32", 1.501, 1.5, 1.0),
+        ("float32", 1.5, 1.501, 0.0),
+        ("bfloat16", 1.5, 1.5 + 2**-8, 0.5),
+        ("bfloat16", 1.5, 1.5 - 2**-8, 0.5),
+        ("bfloat16", 1.5, 1.45, 1.0),
+        ("bfloat16", 100.0, 100.5, 0.5),
+    ],
+)
+def test_equal_scores_are_a_tie(dtype: Any, chosen: float, rejected: float, expected: float) -> None:
+    assert accuracy_of_pair(BradleyTerry(dtype), [chosen], [rejected], None) == expected
 
 
 @pytest.mark.parametrize("objective", [SFT(), DPO(DPOSpec(label_smoothing=0.1)), BradleyTerry()], ids=type)
@@ -112,10 +199,10 @@ def test_shares_of_micro_batches_add_up_and_held_out_figures_are_those_of_the_lo
 
 
 def test_each_type_has_its_objective() -> None:
-    kinds = {name: type(objective_of(name, DPOSpec())) for name in ("sft", "dpo", "reward_model")}  # type: ignore[arg-type]
+    kinds = {name: type(objective_of(name, DPOSpec(), "float32")) for name in ("sft", "dpo", "reward_model")}  # type: ignore[arg-type]
     assert kinds == {"sft": SFT, "dpo": DPO, "reward_model": BradleyTerry}
     with pytest.raises(ValueError, match="rlhf"):
-        objective_of("rlhf", DPOSpec())
+        objective_of("rlhf", DPOSpec(), "float32")
 
 
 class Accelerator:
