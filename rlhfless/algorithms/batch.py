@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfless.records import FloatArray, GivenSegment, Group, IntArray, Sample
+from rlhfless.spec.errors import UserError
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -69,6 +70,19 @@ def per_sequence(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | N
 
 def _drawn_logprobs(sample: Sample) -> FloatArray:
     return np.concatenate([rollout.logprobs for rollout in sample.rollouts])
+
+
+class NonFinite(UserError, ValueError):
+    """A column has a value that is not finite: one NaN would turn the gradient of the whole step into NaN."""
+
+    def __init__(self, column: str, value: float, place: str, count: int) -> None:
+        super().__init__(column, value, place, count)
+        self.column = column
+
+    def __str__(self) -> str:
+        column, value, place, count = self.args
+        more = f" ({count} values in all)" if count > 1 else ""
+        return f"{column} is not finite: {place} has {value}{more}; look at what computes {column}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +198,19 @@ class PackedBatch:
         return values
 
     def _fitted(self, name: str, column: Column, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`values` in the column's type, and 0 where it has none. Raises ValueError for another shape."""
+        """`values` in the column's type, 0 where it has none. Raises ValueError for another shape, and NonFinite."""
         expected = self.tokens.shape if column.per_token else (self.sequences,)
         if values.shape != expected:
             per = "token" if column.per_token else "sequence"
             raise ValueError(f"{name} have shape {values.shape}, expected one per {per}: {expected}")
-        return (np.where(self.response_mask, values, 0) if column.per_token else values).astype(column.dtype)
+        with np.errstate(over="ignore"):
+            fitted = (np.where(self.response_mask, values, 0) if column.per_token else values).astype(column.dtype)
+        odd = np.flatnonzero(~np.isfinite(fitted))
+        if len(odd):
+            sequence = int(self.sequence_id[odd[0]]) if column.per_token else int(odd[0])
+            place = f" at its token {self.positions[odd[0]]}" if column.per_token else ""
+            raise NonFinite(name, fitted[odd[0]], f"sequence {sequence} of the batch{place}", len(odd))
+        return fitted
 
 
 def declared(batch: type[PackedBatch]) -> Mapping[str, Column]:
@@ -215,7 +236,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     """Pack the groups of a step, with all values that their samples have.
 
     Raises ValueError for no sequences at all, a prompt without tokens (its first response token would be
-    predicted from nothing), rollout logprobs that are missing or not finite, and values that only some samples have.
+    predicted from nothing), rollout logprobs that are missing, and values that only some samples have; NonFinite, which
+    names the column and the sample, for a value that is not finite.
     """
     ordered = in_batch_order(groups)
     if not ordered:
@@ -331,6 +353,12 @@ def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArra
         return None
     if lacking:
         raise ValueError(f"{lacking[0]} has no {name}, and other samples have")
+    for sample, value in zip(samples, of_samples, strict=True):
+        with np.errstate(over="ignore"):
+            odd = np.flatnonzero(~np.isfinite(np.atleast_1d(np.asarray(value).astype(column.dtype))))
+        if len(odd):
+            place = f"{sample} at response token {odd[0]}" if column.per_token else str(sample)
+            raise NonFinite(name, np.atleast_1d(value)[odd[0]], place, len(odd))
     if not column.per_token:
         return np.array(of_samples, dtype=column.dtype)
     values = np.zeros(len(mask), dtype=column.dtype)
@@ -347,10 +375,6 @@ def _check(sample: Sample) -> None:
         if len(rollout.token_ids) != len(rollout.logprobs):
             raise ValueError(
                 f"{sample} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} rollout logprobs"
-            )
-        if not np.isfinite(rollout.logprobs).all():
-            raise ValueError(
-                f"{sample} has a rollout logprob that is not finite, on a token that the engine drew itself"
             )
 
 

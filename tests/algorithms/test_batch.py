@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhfless.algorithms.batch import (
+    OWN,
     Denominators,
+    NonFinite,
     PackedBatch,
     by_sample,
+    declared,
     in_batch_order,
     mini_batches,
     pack,
@@ -133,7 +137,7 @@ def test_pack_refuses_what_it_cannot_learn_from(make_group):
     with pytest.raises(ValueError, match="sample 0 of prompt 'a' has 2 tokens but 1 rollout logprobs"):
         pack([Group.of(group.prompt, [short])])
     broken = dataclasses.replace(group.rollouts[0], logprobs=np.array([0, np.nan], np.float32))
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="rollout_logprobs is not finite: sample 0 of prompt 'a' at"):
         pack([Group.of(group.prompt, [broken])])
 
 
@@ -208,3 +212,43 @@ def test_mini_batches_are_a_partition_into_whole_groups(make_group, data, count)
     for part in parts:
         assert part.denominators.sequences == np.count_nonzero(part.response_lengths)
         assert part.denominators.tokens == part.response_mask.sum()
+
+
+FLOATS = sorted(name for name, column in declared(PackedBatch).items() if column.dtype is not np.int64)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("name", [*FLOATS, "of_my_own"])
+def test_a_value_that_is_not_finite_is_refused_by_name(make_group, name, value):
+    """1e300 is none in float32, in which all but rewards are kept."""
+    batch = pack([make_group("a", (1, 2), [[10, 20], [30]])])
+    known = declared(PackedBatch).get(name, OWN)
+    values = np.zeros(len(batch.tokens) if known.per_token else batch.sequences)
+    values[-1] = value
+    if name == "rewards" and value == 1e300:
+        assert batch.with_columns(rewards=values).rewards[-1] == 1e300
+        return
+    place = "sequence 1 of the batch at its token 2" if known.per_token else "sequence 1 of the batch"
+    with pytest.raises(NonFinite, match=f"^{name} is not finite: {place} has ") as refused:
+        batch.with_columns(**{name: values})
+    assert refused.value.column == name
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["reference_logprobs", "values", "of_my_own"])
+def test_a_sample_with_a_value_that_is_not_finite_is_named(make_group, name):
+    group = make_group("a", (1, 2), [[10, 20], [30, 40]])
+    broken = group.adding(**{name: [np.zeros(2, np.float32), np.array([np.nan, np.inf], np.float32)]})
+    with pytest.raises(
+        NonFinite, match=rf"^{name} is not finite: sample 1 of prompt 'a' at response token 0 has nan \(2"
+    ):
+        pack([broken])
+    failed = group.adding(score=[Score(1.0, {}), Score(np.nan, {})])
+    with pytest.raises(NonFinite, match=r"^rewards is not finite: sample 1 of prompt 'a' has nan"):
+        pack([failed])
+
+
+def test_a_value_of_a_token_that_the_model_did_not_draw_means_nothing(make_group):
+    batch = pack([make_group("a", (1, 2), [[10, 20]])])
+    values = np.where(batch.response_mask, 0.5, np.nan)
+    assert batch.with_columns(values=values).values.tolist() == [0, 0, 0.5, 0.5]
