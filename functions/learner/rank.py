@@ -93,17 +93,20 @@ class LearnerRank(TrainingRank):
         """See TrainingRank. *Collective.*
 
         A batch without old logprobs is evaluated here, before the first update; with one pass except its first
-        mini-batch, for which the old policy is the current one. Raises ValueError if the batch lacks advantages.
+        mini-batch, for which the old policy is the current one. In a step of one update that is so of all of it, and
+        old logprobs that its advantages needed are not used. Raises ValueError if the batch lacks advantages.
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
         self._forget_parts()
-        if batch.old_logprobs is None and passes.epochs > 1:
-            batch = batch.with_columns(old_logprobs=self.evaluate(batch))
+        if passes.updates == 1:
+            batch = dataclasses.replace(batch, old_logprobs=None)
+        elif batch.old_logprobs is None and passes.epochs > 1:
+            batch = dataclasses.replace(batch, old_logprobs=self.evaluate(batch))
         if batch.old_logprobs is not None:
             return self._updates(passes.over(batch), passes.planned_updates)
         parts = list(passes.over(batch))
-        parts[1:] = [part.with_columns(old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
+        parts[1:] = [dataclasses.replace(part, old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
         return self._updates(parts, passes.planned_updates)
 
     def accumulate(self, part: PackedBatch, *, first: bool) -> None:

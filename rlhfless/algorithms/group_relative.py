@@ -22,8 +22,7 @@ class GroupRelative(Generic[S]):
         self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Group relative advantages, `[tokens]`. Raises ValueError if the batch has no rewards, or one that is not
-        finite."""
+        """Group relative advantages, `[tokens]`. Raises ValueError if the batch has no rewards."""
         settings = self._settings
         rewards = rewards_with_kl(batch, settings.kl)
         return batch.spread(group_advantages(rewards, batch.sequence_groups, normalize_std=settings.normalize_std))

@@ -53,25 +53,25 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def old_kl_to_reference(batch: PackedBatch, estimator: Estimator) -> npt.NDArray[np.float64]:
-    """KL of the *old* policy, which is known before the update, to the reference: `[drawn tokens]`.
+    """KL of the *old* policy to the reference, `[drawn tokens]`: of the learner's own logprobs before the first update
+    of the step, whatever the schedule and the number of updates. The engine's logprobs are of other kernels, and in
+    overlapped schedules of other weights.
 
-    If the batch has no old logprobs (one mini-batch per step), the rollout logprobs are used: the same weights,
-    computed by the engine. Raises ValueError if the batch has no reference logprobs.
+    Raises ValueError if the batch has no old or no reference logprobs.
     """
-    if batch.reference_logprobs is None:
-        raise ValueError("KL in the reward needs reference logprobs, and the batch has none")
-    policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    drawn = batch.response_mask
-    kl = kl_estimate(torch.tensor(policy[drawn]), torch.tensor(batch.reference_logprobs[drawn]), estimator)
-    return kl.numpy().astype(np.float64)
+    old, reference, drawn = batch.old_logprobs, batch.reference_logprobs, batch.response_mask
+    if old is None or reference is None:
+        name = "old" if old is None else "reference"
+        raise ValueError(f"KL in the reward needs {name} logprobs, and the batch has none")
+    return kl_estimate(torch.tensor(old[drawn]), torch.tensor(reference[drawn]), estimator).numpy().astype(np.float64)
 
 
 def rewards_with_kl(batch: PackedBatch, kl: KLSpec) -> npt.NDArray[np.float64]:
     """Rewards `[sequences]`, minus the KL to the reference summed over the response if it is part of the reward.
 
-    Raises ValueError if the batch has no rewards, a reward is not finite, or reference logprobs are missing.
+    Raises ValueError if the batch has no rewards, or old or reference logprobs are missing.
     """
-    rewards = finite_rewards(batch)
+    rewards = rewards_of(batch)
     if not kl.in_reward:
         return rewards
     sequence = batch.sequence_id[batch.response_mask]
@@ -81,19 +81,16 @@ def rewards_with_kl(batch: PackedBatch, kl: KLSpec) -> npt.NDArray[np.float64]:
 
 def token_rewards(batch: PackedBatch, rewards: FloatLike, kl: KLSpec) -> npt.NDArray[np.float64]:
     """Rewards `[drawn tokens]`: the sequence's, of `rewards` [sequences], at its last drawn token, minus each token's
-    KL if it is part of the reward. A sequence without drawn tokens has none. Raises ValueError if reference logprobs
-    are missing."""
+    KL if it is part of the reward. A sequence without drawn tokens has none. Raises ValueError if old or
+    reference logprobs are missing."""
     lengths = batch.response_lengths
     per_token = np.zeros(int(lengths.sum()))
     per_token[(np.cumsum(lengths) - 1)[lengths > 0]] = rewards[lengths > 0]
     return per_token - kl.coefficient * old_kl_to_reference(batch, kl.estimator) if kl.in_reward else per_token
 
 
-def finite_rewards(batch: PackedBatch) -> npt.NDArray[np.float64]:
-    """The rewards `[sequences]`. Raises ValueError if the batch has none, or one is not finite."""
+def rewards_of(batch: PackedBatch) -> npt.NDArray[np.float64]:
+    """The rewards `[sequences]`. Raises ValueError if the batch has none."""
     if batch.rewards is None:
         raise ValueError("advantages need rewards, and the batch has none")
-    if not np.isfinite(batch.rewards).all():
-        at = int(np.flatnonzero(~np.isfinite(batch.rewards))[0])
-        raise ValueError(f"the reward of sequence {at} is {batch.rewards[at]}; rewards must be finite")
     return batch.rewards

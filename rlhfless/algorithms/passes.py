@@ -30,6 +30,11 @@ class Passes:
     planned_updates: int = 0
     """Optimiser steps of the whole run, over which the learning rate may fall."""
 
+    @property
+    def updates(self) -> int:
+        """Optimiser steps of the training step."""
+        return self.mini_batches * self.epochs
+
     def over(self, batch: PackedBatch) -> Iterator[PackedBatch]:
         """The mini-batches of all passes, one after the other, each the data of an optimiser step. Raises ValueError as
         `mini_batches` does."""

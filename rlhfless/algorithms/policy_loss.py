@@ -32,8 +32,8 @@ class ClippedLoss(Generic[S]):
 def policy_loss(
     inputs: LossInputs, per_token: torch.Tensor, own_metrics: Mapping[str, torch.Tensor], settings: PolicyLossSpec
 ) -> LossOutputs:
-    """The loss of each token `[tokens]`, corrected and aggregated, plus KL if it is part of the loss, minus the entropy
-    bonus.
+    """The loss of each token `[tokens]`, corrected and aggregated, plus KL if it is part of the loss, aggregated in the
+    same way and not corrected, minus the entropy bonus, a token mean.
 
     Raises ValueError if KL is part of the loss and there are no reference logprobs.
     """
@@ -46,9 +46,11 @@ def policy_loss(
     if settings.kl.on and settings.kl.where == "loss":
         if inputs.reference_logprobs is None:
             raise ValueError("KL in the loss needs reference logprobs, and the batch has none")
+        if settings.kl.unbiased:
+            kl = kl * log_ratio_of(inputs).exp()
         loss = loss + settings.kl.coefficient * aggregated(inputs, kl, settings)
     if settings.entropy_bonus:
-        loss = loss - settings.entropy_bonus * aggregated(inputs, inputs.entropy, settings)
+        loss = loss - settings.entropy_bonus * inputs.entropy.sum() * inputs.scale
     return LossOutputs(loss, metrics)
 
 

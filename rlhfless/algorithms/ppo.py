@@ -14,7 +14,7 @@ from rlhfless.algorithms.base import LossOutputs, ValueInputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.explained_variance import explained_variance_parts
 from rlhfless.algorithms.gae import gae
-from rlhfless.algorithms.kl import FloatLike, finite_rewards, token_rewards
+from rlhfless.algorithms.kl import FloatLike, rewards_of, token_rewards
 from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.algorithms.statistics import whitened
 from rlhfless.records import FloatArray
@@ -43,7 +43,7 @@ class PPO(ClippedLoss[PPOSpec]):
         return batch.placed(advantages + _drawn_values(batch)).astype(np.float32)
 
     def _gae(self, batch: PackedBatch, lambda_: FloatLike | float) -> FloatLike:
-        rewards = token_rewards(batch, finite_rewards(batch), self._settings.kl)
+        rewards = token_rewards(batch, rewards_of(batch), self._settings.kl)
         return gae(rewards, _drawn_values(batch), batch.response_lengths, self._settings.gamma, lambda_)
 
     def value_loss(self, inputs: ValueInputs) -> LossOutputs:

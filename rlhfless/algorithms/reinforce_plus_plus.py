@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.gae import gae
-from rlhfless.algorithms.kl import finite_rewards, token_rewards
+from rlhfless.algorithms.kl import rewards_of, token_rewards
 from rlhfless.algorithms.policy_loss import ClippedLoss
 from rlhfless.algorithms.statistics import centred, whitened
 from rlhfless.records import FloatArray
@@ -25,7 +25,7 @@ class ReinforcePlusPlus(ClippedLoss[ReinforcePlusPlusSpec]):
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
         """Whitened returns, `[tokens]`. Raises ValueError as group_relative does."""
-        rewards = finite_rewards(batch)
+        rewards = rewards_of(batch)
         if self._settings.group_baseline:
             rewards = centred(rewards, batch.sequence_groups)
         by_token = token_rewards(batch, rewards, self._settings.kl)

@@ -6,8 +6,6 @@ learned again after a restore, has the same coefficient; a checkpoint keeps the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rlhfless.algorithms.adaptive_kl import adaptive_kl_of, after_step, with_coefficient
 from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch
@@ -29,12 +27,12 @@ class AlgorithmState:
         """The algorithm with the settings of a step."""
         return algorithm_of(self._at(step))
 
-    def learn(self, step: int, batch: Callable[[], PackedBatch]) -> dict[str, float]:
-        """Take note of what a step learns from, which is packed where something depends on it; returns the step's
-        figures."""
+    def learn(self, step: int, batch: PackedBatch | None) -> dict[str, float]:
+        """Take note of what a step has drawn, and learns from; returns the step's figures. `batch`: None where it was
+        learned in parts, which an algorithm whose KL follows a target is not."""
         here = self._at(step)
         kl = adaptive_kl_of(here)
-        self._settings = {step: here, step + 1: here if kl is None else after_step(here, batch())}
+        self._settings = {step: here, step + 1: here if kl is None or batch is None else after_step(here, batch)}
         return {} if kl is None else {"kl_coefficient": kl.coefficient}
 
     def coefficient_after(self, step: int) -> float | None:

@@ -38,7 +38,7 @@ async def rollout(run: Run, context: StepContext) -> Experience:
     streaming = context.streaming = Streaming(
         run.spec,
         context.request,
-        lambda groups: _with_targets(run, context.step, batch_of(groups, needs)),
+        lambda groups: learned_batch(_with_targets(run, context.step, pack(groups.groups)), groups, needs),
         run.accumulate,
         run.finish,
     )
@@ -116,16 +116,17 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     learned_from = with_signal(kept) if needs.with_signal else kept
     figures: dict[str, float] = {}
     learn: Callable[[asyncio.Event], Coroutine[Any, Any, Mapping[str, float]]]
-    whole: Callable[[], PackedBatch] = partial(batch_of, learned_from, needs)
+    whole: PackedBatch | None = None
     if streaming := context.streaming:
         learn = partial(streaming.finish, learned_from)
     else:
-        batch = await _whole_batch(run, context, learned_from)
+        whole = await _whole_batch(run, context, learned_from)
         if staleness and staleness.differs:
             behind = by_token(learned_from.groups, run.published.version)
-            batch = replace(batch.with_columns(staleness=behind), oldest=max(staleness.most, 0))
+            whole = replace(whole.with_columns(staleness=behind), oldest=max(staleness.most, 0))
+        batch = learned_batch(whole, learned_from, needs)
         figures = await run.keepers.update_others(call, batch)
-        learn, whole = partial(run.keepers.learn, run.learner, call, batch), lambda: batch
+        learn = partial(run.keepers.learn, run.learner, call, batch)
     if run.spec.updates_policy(step):
         learning, publishing = asyncio.Event(), asyncio.Event()
         learned, run.published, drawn = await gather_or_cancel(
@@ -147,16 +148,16 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
 async def _whole_batch(run: Run, context: StepContext, learned_from: Experience) -> PackedBatch:
     """The batch of a step whose samples are all there."""
     needs = run.spec.algorithm.needs
-    batch = batch_of(learned_from, needs)
-    if needs.old_logprobs and run.spec.updates_per_step > 1:
-        # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
+    batch = pack(learned_from.groups)
+    if needs.old_logprobs:
+        # Otherwise the learner alone needs them, and computes those that its first update makes old.
         batch = batch.with_columns(old_logprobs=await run.evaluate(context.call, batch))
     return _with_targets(run, context.step, batch)
 
 
-def batch_of(experience: Experience, needs: Needs) -> PackedBatch:
-    """What the learner gets of the samples of a step."""
-    batch = pack(experience.groups)
+def learned_batch(batch: PackedBatch, experience: Experience, needs: Needs) -> PackedBatch:
+    """What the learner gets of the packed samples of a step. Responses that are left out have been in the statistics of
+    their group, with the KL of all of their tokens in the reward."""
     if not needs.whole_responses:
         return batch
     samples = [sample for group in in_batch_order(experience.groups) for sample in group.samples]

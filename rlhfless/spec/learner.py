@@ -14,10 +14,10 @@ Epochs = Annotated[int, Field(ge=1, le=100)]
 """Passes over the batch of a training step."""
 
 
-def evaluated_share(mini_batches: int, epochs: int) -> float:
+def evaluated_share(mini_batches: int, epochs: int, old_logprobs: bool) -> float:
     """The share of a batch whose old logprobs need a pass before the first update: in a single pass, what is learned
-    first is still of the policy that the step began with."""
-    return 1.0 if epochs > 1 else 1 - 1 / mini_batches
+    first is still of the policy that the step began with. With `old_logprobs` advantages need those of all of it."""
+    return 1.0 if epochs > 1 or old_logprobs else 1 - 1 / mini_batches
 
 
 class AdamWSpec(SpecModel):

@@ -28,8 +28,8 @@ class Needs:
     """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
 
     old_logprobs: bool = False
-    """Its advantages are computed from the old logprobs. If a step has several updates, the learner evaluates them
-    before the first; if it has one, the rollout logprobs are used instead."""
+    """Its advantages are computed from the old logprobs, which the learner evaluates before the first update: a forward
+    pass over the batch that a step of one update has for nothing else."""
 
     values: bool = False
     """Values of a critic."""
@@ -73,7 +73,20 @@ class KLSpec(SpecModel):
 
     where: Literal["loss", "reward"] = "loss"
     """Add the term to the loss of each token, or subtract it from the reward: of each token where the algorithm has
-    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response."""
+    rewards per token (`ppo`, `reinforce_plus_plus`), else of the response. In the reward it is of the learner's policy
+    before the first update of the step, which takes a step of one update a forward pass more."""
+
+    unbiased: bool = False
+    """Multiply the term in the loss by the ratio of the current to the old policy (DeepSeek-V3.2, arXiv 2512.02556):
+    then the gradient of k1 and k3 is on average that of the KL divergence to the reference. GRPO (arXiv 2402.03300) and
+    verl do not multiply; TRL does by default (`use_bias_correction_kl`)."""
+
+    @model_validator(mode="after")
+    def _unbiased_is_of_the_loss(self) -> KLSpec:
+        if self.unbiased and (self.where != "loss" or self.estimator == "k2"):
+            what = "k2, whose gradient is that of the divergence already" if self.where == "loss" else "where: reward"
+            raise ValueError(f"unbiased is for k1 or k3 in the loss, and not for {what}; leave `unbiased` out")
+        return self
 
     @property
     def on(self) -> bool:
@@ -93,7 +106,8 @@ class RewardKLSpec(KLSpec):
 
     where: Literal["loss", "reward"] = "reward"
     """Subtract the term from the reward, of each token where the algorithm has rewards per token (`ppo`,
-    `reinforce_plus_plus`) and else of the response; or add it to the loss of each token."""
+    `reinforce_plus_plus`) and else of the response; or add it to the loss of each token. In the reward it is of the
+    learner's policy before the first update of the step, which takes a step of one update a forward pass more."""
 
     target: Annotated[float, Field(gt=0)] | None = None
     """KL per token, in nats, that the coefficient follows from step to step (arXiv 1909.08593, section 2.2), beginning
@@ -166,7 +180,8 @@ class PolicyLossSpec(SpecModel):
     2503.14476, section 3.4): what they would have come to is not known. Their rewards still count in their group."""
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the policy's mean entropy, which is subtracted from the loss. It takes the learner more memory."""
+    """Weight of the policy's mean entropy over tokens, whatever `aggregation`, which is subtracted from the loss. It
+    takes the learner more memory."""
 
     kl: KLSpec = KLSpec()
 
@@ -178,8 +193,13 @@ class PolicyLossSpec(SpecModel):
             entropy_gradient=self.entropy_bonus > 0,
             samples_per_prompt=2,
             whole_responses=self.mask_truncated,
-            by_group="tokens" if self.aggregation == "token" else "sequences",
+            by_group=self._by_group(),
         )
+
+    def _by_group(self) -> Denominator | None:
+        if self.aggregation == "token":
+            return "tokens"
+        return None if self.entropy_bonus else "sequences"  # the bonus is a token mean
 
 
 class ComparedSpec(PolicyLossSpec):

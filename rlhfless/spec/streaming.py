@@ -22,6 +22,8 @@ def waits_for(spec: RunSpec) -> str:
         return "generation and learning share the devices (placement.mode), so nothing would be done beside generation"
     if spec.updates_per_step > 1:
         return f"a step has {spec.updates_per_step} updates (mini_batches, epochs), whose groups are of the whole batch"
+    if needs.old_logprobs:
+        return f"advantages of {name} need the learner's logprobs before the update, such as for a KL in the reward"
     if needs.by_group is None:
         return f"{name} computes advantages or its loss from the whole batch (`by_group` of its needs)"
     return ""

@@ -157,7 +157,8 @@ class ScenarioLayout:
             side = self.elsewhere.get(size.kind) or side[-size.ranks :]
             node = side[0].node if size.kind in self.elsewhere else node
         kind, count = side[0].kind, len(side)
-        evaluated = evaluated_share(scenario.learner.mini_batches, scenario.learner.epochs)
+        work = scenario.learner
+        evaluated = evaluated_share(work.mini_batches, work.epochs, work.old_logprobs)
         return LearnerShape(
             self._slot(FunctionName.LEARNER, node, side),
             scenario.learner.fixed_s,

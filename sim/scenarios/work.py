@@ -147,6 +147,9 @@ class LearnerTimingSpec(SpecModel):
     epochs: Count = 1
     """Passes over the batch of a step. With several, all samples are passed forward before the first update."""
 
+    old_logprobs: bool = False
+    """Pass all samples forward before the first update in any case, for a KL in the reward."""
+
     learned_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the samples of a step that is learned. The others are drawn and scored, and no more:
     groups that are left out."""

@@ -132,6 +132,11 @@ def k3(row: Row) -> list[Scalar]:
     ]
 
 
+def unbiased_k3(row: Row) -> list[Scalar]:
+    """DeepSeek-V3.2 (arXiv 2512.02556): k3, times the ratio of the current to the old policy."""
+    return [ratio(row, at) * value for at, value in enumerate(k3(row))]
+
+
 # -- corrections
 
 
@@ -161,6 +166,18 @@ def corrected(row: Row, values: list[Scalar], settings) -> list[Scalar]:
         ]
         values = [value * keep for value, keep in zip(values, kept, strict=True)]
     return values
+
+
+def kept_by_k1(row: Row, option: str, lower: float, upper: float) -> list[bool]:
+    """compute_rollout_rejection_mask of verl's rollout_corr_helper: log(lower) <= k1 <= log(upper), where k1 is the
+    log ratio of the engine's to the learner's probability."""
+    k1 = [rollout - old for old, rollout in zip(row.old, row.rollout, strict=True)]
+    of_option = {
+        "token_k1": k1,
+        "seq_sum_k1": [sum(k1)] * len(k1),
+        "seq_mean_k1": [mean(k1)] * len(k1),
+    }[option]
+    return [math.log(lower) <= value <= math.log(upper) for value in of_option]
 
 
 # -- aggregation

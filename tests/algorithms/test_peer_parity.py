@@ -14,6 +14,7 @@ import torch
 
 from rlhfless.algorithms.base import LossInputs, ValueInputs, algorithm_of, combine_metrics
 from rlhfless.algorithms.batch import Denominators, PackedBatch, mini_batches, select
+from rlhfless.algorithms.correction import correction
 from rlhfless.spec import (
     CISPOSpec,
     DrGRPOSpec,
@@ -117,7 +118,8 @@ def peer_loss(loss, settings, table: torch.Tensor, batch: PackedBatch) -> torch.
     ]
     total = peers.aggregated([peers.corrected(row, loss(row, settings), settings) for row in rows], settings)
     if settings.kl.on and settings.kl.where == "loss":
-        total = total + settings.kl.coefficient * peers.aggregated([peers.k3(row) for row in rows], settings)
+        kl = peers.unbiased_k3 if settings.kl.unbiased else peers.k3
+        total = total + settings.kl.coefficient * peers.aggregated([kl(row) for row in rows], settings)
     return total
 
 
@@ -131,6 +133,8 @@ NO_CORRECTION = {"importance": None}
         (peers.vanilla, PPOSpec(dual_clip=1.4, **NO_CORRECTION)),
         (peers.vanilla, GRPOSpec(aggregation="sequence", kl=KLSpec(coefficient=0.3), **NO_CORRECTION)),
         (peers.vanilla, GRPOSpec(kl=KLSpec(coefficient=0.3))),
+        (peers.vanilla, GRPOSpec(kl=KLSpec(coefficient=0.3, unbiased=True), **NO_CORRECTION)),
+        (peers.gspo, GSPOSpec(clip_low=0.02, clip_high=0.03, kl=KLSpec(coefficient=0.3, unbiased=True))),
         (peers.vanilla, DrGRPOSpec(constant_tokens=20, **NO_CORRECTION)),
         (peers.vanilla, RLOOSpec(clip_low=0.1, clip_high=0.3, **NO_CORRECTION)),
         (peers.vanilla, ReinforcePlusPlusSpec(**NO_CORRECTION)),
@@ -240,20 +244,40 @@ def test_the_loss_of_values_and_its_gradient(seed):
     torch.testing.assert_close(gradient, expected, **EXACT)
 
 
-def test_the_entropy_bonus_pulls_towards_the_uniform_policy():
-    """verl subtracts entropy_coeff times the entropy, aggregated as the loss is."""
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_entropy_bonus_is_the_mean_over_tokens(aggregation):
+    """TRL's `entropy_coef`; verl's `entropy_coeff` is aggregated as the loss is, which is the same for `token-mean`
+    alone."""
     case = Case(0)
     batch = case.batch.with_columns(advantages=np.zeros(len(case.tokens), np.float32))
     table = case.start.clone().requires_grad_()
-    ours, _ = our_loss(algorithm_of(GRPOSpec(entropy_bonus=0.5, aggregation="sequence")), table, batch)
+    settings = GRPOSpec(entropy_bonus=0.5, aggregation=aggregation, constant_tokens=20)
+    ours, _ = our_loss(algorithm_of(settings), table, batch)
     logprobs = table.log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
     before = np.roll(batch.tokens, 1).astype(np.float64)
     rows = [[entropies[int(token)] for token in of_row] for of_row in drawn(batch, before)]
-    theirs = -0.5 * torch.stack([torch.stack(row).mean() for row in rows]).mean()
-    torch.testing.assert_close(ours, theirs, **EXACT)
-    (gradient,), (expected,) = torch.autograd.grad(ours, table), torch.autograd.grad(theirs, table)
+    mean = torch.stack([value for row in rows for value in row]).mean()
+    torch.testing.assert_close(ours, -0.5 * mean, **EXACT)
+    (gradient,), (expected,) = torch.autograd.grad(ours, table), torch.autograd.grad(-0.5 * mean, table)
     torch.testing.assert_close(gradient, expected, **EXACT)
+    of_verl = peers.aggregated(rows, settings)
+    assert torch.isclose(of_verl, mean, atol=1e-6) == (aggregation == "token")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("settings", [GRPOSpec(), RLOOSpec(), DrGRPOSpec()], ids=lambda settings: settings.type)
+def test_kl_in_the_reward_of_a_response(settings, seed):
+    """TRL's RLOOTrainer (`beta`) and verl (`use_kl_in_reward: true`, `kl_penalty: kl`): the sum over the response of
+    the learner's old logprobs minus the reference's, before the statistics of the group."""
+    batch = Case(seed).batch
+    settings = settings.model_copy(update={"kl": KLSpec(coefficient=0.2, estimator="k1", where="reward")})
+    kl = drawn(batch, batch.old_logprobs.astype(np.float64) - batch.reference_logprobs)
+    rewards = [reward - 0.2 * sum(row) for reward, row in zip(batch.rewards.tolist(), kl, strict=True)]
+    by_type = {"grpo": peers.grpo, "rloo": peers.rloo, "dr_grpo": lambda one, group: one - peers.mean(group)}
+    expected = peers.by_group(rewards, batch.sequence_groups.tolist(), by_type[settings.type])
+    for of_sequence, advantage in zip(drawn(batch, algorithm_of(settings).advantages(batch)), expected, strict=True):
+        np.testing.assert_allclose(of_sequence, advantage, **EXACT)
 
 
 # -- where ours differ
@@ -311,3 +335,79 @@ def test_what_is_rejected_stays_in_the_denominator():
     outputs = algorithm_of(GRPOSpec(rejection=RejectionSpec())).loss(inputs)
     assert outputs.loss.item() == -0.5
     assert outputs.metrics["rejected"].item() == 0.5
+
+
+def test_dr_grpo_divides_by_the_number_of_responses():
+    """As the paper and TRL (`loss_type: dr_grpo`); verl's `seq-mean-token-sum-norm` does not."""
+    case, settings = Case(1), DrGRPOSpec(constant_tokens=20, **NO_CORRECTION)
+    batch = case.batch.with_columns(advantages=algorithm_of(settings).advantages(case.batch))
+    ours, _ = our_loss(algorithm_of(settings), case.engine, batch)
+    current = Case.logprobs(case.engine, batch)
+    of_verl = 0.0
+    for index, (old, advantage) in enumerate(
+        zip(drawn(batch, batch.old_logprobs), drawn(batch, batch.advantages), strict=True)
+    ):
+        own = current[torch.from_numpy(batch.response_mask & (batch.sequence_id == index))]
+        row = peers.Row(list(own), old, old, old, advantage)
+        of_verl += float(sum(peers.vanilla(row, settings))) / 20
+    assert abs(of_verl) > 1e-2
+    assert float(ours) * batch.sequences == pytest.approx(of_verl, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reinforce_plus_plus_baseline_takes_the_mean_of_rewards_without_kl(seed):
+    """The paper's authors (OpenRLHF 3c3be62, `reinforce_baseline`) shift rewards by the mean of their group, and add
+    the KL of each token afterwards. verl (`reinforce_plus_plus_baseline`, `use_kl_in_reward: true`) adds the KL of the
+    response first, shifts that, and gives it to every token."""
+    batch, coefficient = Case(seed, holes=False).batch, 0.3
+    groups, kl = batch.sequence_groups.tolist(), drawn(batch, batch.old_logprobs - batch.reference_logprobs)
+    settings = ReinforcePlusPlusSpec(group_baseline=True, kl=RewardKLSpec(coefficient=coefficient))
+    ours = algorithm_of(settings).advantages(batch)[batch.response_mask]
+
+    def shifted(rewards: list[float]) -> list[float]:
+        return peers.by_group(rewards, groups, lambda one, group: one - peers.mean(group))
+
+    own = shifted(batch.rewards.tolist())
+    to_go = [
+        reward - coefficient * sum(row[at:]) for reward, row in zip(own, kl, strict=True) for at in range(len(row))
+    ]
+    np.testing.assert_allclose(ours, peers.whitened(to_go), **EXACT)
+    with_kl = [reward - coefficient * sum(row) for reward, row in zip(batch.rewards.tolist(), kl, strict=True)]
+    of_verl = [value for value, row in zip(shifted(with_kl), kl, strict=True) for _ in row]
+    assert np.abs(ours - peers.whitened(of_verl)).max() > 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("level", "option", "lower", "upper"),
+    [
+        ("token", "token_k1", 0.9, 1.2),
+        ("sequence", "seq_sum_k1", 0.7, 2.5),
+        ("geometric", "seq_mean_k1", 0.9, 1.2),
+    ],
+)
+def test_bounds_of_rejection_are_the_inverse_of_verls(level, option, lower, upper, seed):
+    """verl: `rollout_rs: token_k1` with `rollout_rs_threshold: 0.9_1.2`, and so on."""
+    batch = Case(seed).batch
+
+    def kept(settings: RejectionSpec) -> list[bool]:
+        inputs = LossInputs(
+            logprobs=torch.from_numpy(batch.old_logprobs[batch.response_mask]),
+            entropy=torch.zeros(int(batch.response_mask.sum())),
+            rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.response_mask]),
+            advantages=torch.ones(int(batch.response_mask.sum())),
+            denominator_tokens=1,
+            sequence_id=torch.from_numpy(batch.sequence_id[batch.response_mask]),
+            denominator_sequences=1,
+        )
+        factor, _ = correction(inputs, GRPOSpec(importance=None, rejection=settings))
+        return factor.bool().tolist()
+
+    expected = [
+        keep
+        for old, rollout in zip(drawn(batch, batch.old_logprobs), drawn(batch, batch.rollout_logprobs), strict=True)
+        for keep in peers.kept_by_k1(peers.Row([], old, rollout, [], []), option, lower, upper)
+    ]
+    assert 0 < sum(expected) < len(expected)
+    assert kept(RejectionSpec(level=level, low=1 / upper, high=1 / lower)) == expected
+    assert kept(RejectionSpec(level=level, low=lower, high=upper)) != expected

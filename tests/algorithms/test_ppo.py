@@ -62,7 +62,8 @@ def test_kl_in_the_reward_of_each_token(make_group):
     # KL 0.5, 0.4 and 0.3 by k1; lambda 1, gamma 1 and values 0: the reward to go.
     settings = PPOSpec(whiten=False, kl=RewardKLSpec(coefficient=2.0))
     columns = {"reference_logprobs": np.full(5, -0.6, np.float32), "values": np.zeros(5, np.float32)}
-    batch = valued(make_group).with_columns(**columns)
+    batch = valued(make_group)
+    batch = batch.with_columns(old_logprobs=batch.rollout_logprobs, **columns)
     np.testing.assert_allclose(PPO(settings).advantages(batch), [0, 4 - 1.8, 4 - 0.8, 0, 1 - 0.6], rtol=1e-6)
 
 

@@ -1,4 +1,5 @@
-"""The same loss, gradients and weights as TRL's GRPOTrainer over two mini-batches.
+"""The same loss, gradients and weights as TRL's GRPOTrainer over two mini-batches, by TRL's settings that each case
+names; and where ours differ on purpose, by how much.
 
 TRL's `_compute_loss` is called unbound, on a stand-in that has the attributes it reads. The policy is a table of
 bigram logits that both sides read the logprobs from, so only the losses differ. The second mini-batch is computed
@@ -8,15 +9,15 @@ with the weights that the first one left, so its ratios are not 1 and clipping a
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fakes.trl_trainers import trl_trainer
-from rlhfless.algorithms.base import LossInputs
-from rlhfless.algorithms.grpo import GRPO
-from rlhfless.spec import GRPOSpec, ImportanceSpec, KLSpec
+from rlhfless.algorithms.base import LossInputs, algorithm_of
+from rlhfless.spec import DrGRPOSpec, GRPOSpec, GSPOSpec, ImportanceSpec, KLSpec
 
 VOCABULARY = 7
 ROWS = 6
@@ -52,28 +53,44 @@ class Case:
         self.advantages = [draw(ROWS) for _ in range(2)]
 
 
-def stand_in(algorithm: GRPOSpec, table: torch.Tensor) -> SimpleNamespace:
-    """All that `_compute_loss` reads of its trainer, for the token-mean loss over a given number of tokens."""
+def entropies_of(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """As `logprobs_of`, the entropy of the distribution of each token."""
+    logprobs = table.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)[tokens[:, :-1]]
+
+
+LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
+"""TRL's `loss_type` of each aggregation of ours."""
+
+
+def stand_in(algorithm: GRPOSpec, table: torch.Tensor, **settings) -> SimpleNamespace:
+    """All that `_compute_loss` reads of its trainer, for losses over a given number of tokens. `settings`: TRL's,
+    where they are not those of `algorithm`."""
+    level = settings.get("importance_sampling_level", "token")
 
     def logprobs_and_entropies(_model, input_ids, *_args, **_kwargs):
-        logprobs = logprobs_of(table, input_ids)
-        return logprobs, torch.zeros_like(logprobs), None
+        return logprobs_of(table, input_ids), entropies_of(table, input_ids), None
 
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=logprobs_and_entropies,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=algorithm.entropy_bonus > 0,
+        entropy_coef=algorithm.entropy_bonus,
+        use_adaptive_entropy=False,
         _metrics={"train": defaultdict(list)},
         accelerator=SimpleNamespace(
             num_processes=1, gather=lambda value: value, reduce=lambda value, **_: value, sync_gradients=True
         ),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=settings.get("use_bias_correction_kl", True), delta=None, steps_per_generation=1
+        ),
         aux_loss_enabled=False,
         beta=algorithm.kl.coefficient,
         current_gradient_accumulation_steps=1,
         epsilon_low=algorithm.clip_low,
         epsilon_high=algorithm.clip_high,
-        importance_sampling_level="token",
-        loss_type="dapo",
+        importance_sampling_level=level,
+        loss_type=LOSS_TYPES[algorithm.aggregation],
+        max_completion_length=algorithm.constant_tokens,
         model=SimpleNamespace(training=True),
         off_policy_mask_threshold=None,
         top_entropy_quantile=1.0,
@@ -82,10 +99,10 @@ def stand_in(algorithm: GRPOSpec, table: torch.Tensor) -> SimpleNamespace:
     )
 
 
-def trl_run(compute_loss, case: Case, algorithm: GRPOSpec):
+def trl_run(compute_loss, case: Case, algorithm: GRPOSpec, **settings):
     """Losses, gradients and clip metrics of both mini-batches, by TRL."""
     table = case.start.clone().requires_grad_()
-    trainer = stand_in(algorithm, table)
+    trainer = stand_in(algorithm, table, **settings)
     results = []
     for tokens, mask, advantages in zip(case.tokens, case.masks, case.advantages, strict=True):
         old = logprobs_of(case.start, tokens)
@@ -110,23 +127,28 @@ def trl_run(compute_loss, case: Case, algorithm: GRPOSpec):
     return results, trainer._metrics["train"]
 
 
-def our_run(case: Case, algorithm: GRPOSpec):
+def our_run(case: Case, algorithm: GRPOSpec, of_weight: Callable = lambda weights, _: weights):
+    """`of_weight` changes the weights of old policy to engine, `[rows, width]` by the mask."""
     table = case.start.clone().requires_grad_()
     results = []
     metrics = []
     for tokens, mask, advantages in zip(case.tokens, case.masks, case.advantages, strict=True):
+        old = logprobs_of(case.start, tokens)
+        weights = of_weight((old - logprobs_of(case.engine, tokens)).exp(), mask)
+        rows = torch.arange(ROWS)[:, None].expand_as(mask)[mask]
+        answered, sequence_id = rows.unique(return_inverse=True)
         given = LossInputs(
             logprobs=logprobs_of(table, tokens)[mask],
-            entropy=torch.zeros(int(mask.sum())),
-            rollout_logprobs=logprobs_of(case.engine, tokens)[mask],
+            entropy=entropies_of(table, tokens)[mask],
+            rollout_logprobs=(old - weights.log())[mask],
             advantages=advantages[:, None].expand_as(mask)[mask],
             denominator_tokens=int(mask.sum()),
-            sequence_id=torch.arange(ROWS)[:, None].expand_as(mask)[mask],
-            denominator_sequences=ROWS,
-            old_logprobs=logprobs_of(case.start, tokens)[mask],
+            sequence_id=sequence_id,
+            denominator_sequences=len(answered),
+            old_logprobs=old[mask],
             reference_logprobs=logprobs_of(case.reference, tokens)[mask],
         )
-        outputs = GRPO(algorithm).loss(given)
+        outputs = algorithm_of(algorithm).loss(given)
         (gradient,) = torch.autograd.grad(outputs.loss, table)
         results.append((outputs.loss.detach(), gradient))
         metrics.append(outputs.metrics)
@@ -134,24 +156,103 @@ def our_run(case: Case, algorithm: GRPOSpec):
     return results, metrics
 
 
+def assert_same(ours, theirs, factors=(1.0, 1.0)) -> None:
+    """Losses and gradients of both mini-batches are `factors` times those of TRL."""
+    for (our_loss, our_gradient), (their_loss, their_gradient), factor in zip(ours, theirs, factors, strict=True):
+        torch.testing.assert_close(our_loss, factor * their_loss, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(our_gradient, factor * their_gradient, atol=1e-6, rtol=1e-6)
+        assert our_gradient.abs().max() > 1e-3, "the case must have a gradient"
+
+
+def gradient_difference(ours, theirs) -> float:
+    return max(float((mine - other).abs().max()) for (_, mine), (_, other) in zip(ours, theirs, strict=True))
+
+
+KL = {"coefficient": 0.3, "estimator": "k3"}
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "settings"),
     [
-        GRPOSpec(importance=ImportanceSpec(high=1.2)),
-        GRPOSpec(importance=None, clip_low=0.1, clip_high=0.4),
-        GRPOSpec(kl=KLSpec(coefficient=0.3, estimator="k3")),
+        (GRPOSpec(importance=ImportanceSpec(high=1.2)), {}),
+        (GRPOSpec(importance=None, clip_low=0.1, clip_high=0.4), {}),
+        (GRPOSpec(kl=KLSpec(**KL)), {"use_bias_correction_kl": False}),
+        (GRPOSpec(kl=KLSpec(**KL, unbiased=True)), {"use_bias_correction_kl": True}),
+        (GRPOSpec(kl=KLSpec(**KL, unbiased=True), aggregation="sequence"), {"use_bias_correction_kl": True}),
+        (GRPOSpec(aggregation="sequence"), {}),
+        (DrGRPOSpec(constant_tokens=20), {}),
     ],
-    ids=["importance", "clip", "kl"],
+    ids=["importance", "clip", "kl", "kl unbiased", "kl unbiased by sequence", "sequence", "dr_grpo"],
 )
-def test_two_mini_batches_as_trl(trl_compute_loss, algorithm, seed):
+def test_two_mini_batches_as_trl(trl_compute_loss, algorithm, settings, seed):
     case = Case(seed)
-    theirs, their_metrics = trl_run(trl_compute_loss, case, algorithm)
+    theirs, their_metrics = trl_run(trl_compute_loss, case, algorithm, **settings)
     ours, our_metrics = our_run(case, algorithm)
-    for (their_loss, their_gradient), (our_loss, our_gradient) in zip(theirs, ours, strict=True):
-        torch.testing.assert_close(our_loss, their_loss, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(our_gradient, their_gradient, atol=1e-6, rtol=1e-6)
+    assert_same(ours, theirs)
     for name, their_name in (("clipped_low", "clip_ratio/low_mean"), ("clipped_high", "clip_ratio/high_mean")):
         assert [metrics[name].item() for metrics in our_metrics] == pytest.approx(their_metrics[their_name])
     second = our_metrics[1]
-    assert second["clipped_low"] + second["clipped_high"] > 0, "the case must reach the clip"
+    if algorithm.aggregation == "token":
+        assert second["clipped_low"] + second["clipped_high"] > 0, "the case must reach the clip"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_trls_default_of_the_kl_is_the_unbiased_one(trl_compute_loss, seed):
+    """TRL's default, `use_bias_correction_kl: true`, is not ours, which is the GRPO paper's and verl's. Gradients also
+    differ where the ratio is 1."""
+    config = pytest.importorskip("trl").GRPOConfig
+    assert config.__dataclass_fields__["use_bias_correction_kl"].default is True
+    assert GRPOSpec().kl.unbiased is False
+    theirs, _ = trl_run(trl_compute_loss, Case(seed), GRPOSpec(kl=KLSpec(**KL)))
+    ours, _ = our_run(Case(seed), GRPOSpec(kl=KLSpec(**KL)))
+    assert (ours[0][1] - theirs[0][1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_entropy_bonus_is_a_token_mean_in_every_aggregation(trl_compute_loss, aggregation):
+    """TRL: `entropy_coef`, whatever `loss_type`. (verl aggregates it as the loss, by `loss_agg_mode`.)"""
+    algorithm = GRPOSpec(entropy_bonus=0.4, aggregation=aggregation, constant_tokens=20)
+    theirs, _ = trl_run(trl_compute_loss, Case(1), algorithm)
+    ours, _ = our_run(Case(1), algorithm)
+    assert_same(ours, theirs)
+    without, _ = our_run(Case(1), algorithm.model_copy(update={"entropy_bonus": 0.0}))
+    tokens, mask = Case(1).tokens[0], Case(1).masks[0]
+    mean = entropies_of(Case(1).start, tokens)[mask].mean()
+    torch.testing.assert_close(without[0][0] - ours[0][0], 0.4 * mean, atol=1e-6, rtol=1e-6)
+
+
+GSPO = GSPOSpec(clip_low=0.05, clip_high=0.06, importance=None)
+BY_SEQUENCE = {"importance_sampling_level": "sequence"}
+WEIGHTED = GSPO.model_copy(update={"importance": ImportanceSpec(high=1.2)})
+
+
+def test_gspo_is_trls_without_weights(trl_compute_loss):
+    """TRL: `importance_sampling_level: sequence`, `loss_type: grpo`, `vllm_importance_sampling_correction: false`."""
+    assert_same(our_run(Case(2), GSPO)[0], trl_run(trl_compute_loss, Case(2), GSPO, **BY_SEQUENCE)[0])
+
+
+def test_gspo_with_token_weights_weighs_each_token_where_trl_weighs_the_response(trl_compute_loss):
+    """TRL: `vllm_importance_sampling_mode: token_truncate`. Its loss of a response is one number, times the mean of its
+    tokens' weights. Ours (and verl's, see test_peer_parity) weighs the gradient of each token with its own weight."""
+    theirs, _ = trl_run(trl_compute_loss, Case(2), WEIGHTED, **BY_SEQUENCE)
+
+    def mean_of_response(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ((weights.clamp(max=1.2) * mask).sum(1) / mask.sum(1))[:, None].expand_as(weights)
+
+    assert_same(our_run(Case(2), WEIGHTED, mean_of_response)[0], theirs)
+    assert gradient_difference(our_run(Case(2), WEIGHTED)[0], theirs) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_responses_that_are_cut_off_are_in_no_denominator(trl_compute_loss, aggregation):
+    """`mask_truncated`: DAPO takes them out of the mean. TRL (`mask_truncated_completions: true`) takes their tokens
+    out of the sum, and with `loss_type: grpo` and `dr_grpo` counts them in the number of responses."""
+    algorithm = GRPOSpec(aggregation=aggregation, constant_tokens=20, mask_truncated=True)
+    case = Case(3)
+    for mask in case.masks:
+        mask[1] = mask[4] = False
+    ours, _ = our_run(case, algorithm)
+    factor = 1.0 if aggregation == "token" else ROWS / (ROWS - 2)
+    theirs, _ = trl_run(trl_compute_loss, case, algorithm)
+    assert_same(ours[:1], theirs[:1], (factor,))

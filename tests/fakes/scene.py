@@ -38,6 +38,9 @@ from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
+OLD_LOGPROB = -1.5
+"""What the learner evaluates for each token."""
+
 
 def weights_of(step: int) -> PublishedWeights:
     return PublishedWeights(WeightVersion("run", 1, step, f"d{step}"), "here", 10, 2, Probe((1, 2), (-1.0,)))
@@ -88,6 +91,8 @@ class Function:
         match method:
             case "score":
                 return scored(arguments[0])
+            case "evaluate":
+                return np.where(arguments[0].response_mask, OLD_LOGPROB, 0).astype(np.float32)
             case "accumulate":
                 self.parts.append(arguments[0])
                 return None
@@ -135,6 +140,7 @@ class Scene:
         spec = RunSpec.model_validate(values | {"prompts_per_step": 1, "samples_per_prompt": 2} | changes)
         functions = (
             Function(FunctionName.SCORING, self.ledger, self.calls),
+            *((Function(FunctionName.REFERENCE, self.ledger, self.calls),) if spec.needs_reference else ()),
             *((self.critic,) if spec.critic else ()),
             self.learner,
         )

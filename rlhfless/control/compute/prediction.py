@@ -257,7 +257,7 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -
     flops_per_s = asked.learner_sheet.flops_per_s.value * asked.learner_count
     peak_s = 6 * asked.shape.active * tokens * spec.epochs / flops_per_s
     mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
-    evaluated = evaluated_share(spec.mini_batches, spec.epochs)
+    evaluated = evaluated_share(spec.mini_batches, spec.epochs, spec.algorithm.needs.old_logprobs)
     simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated / spec.epochs)
     evaluate_s = latency.evaluate.at(tokens) * evaluated if latency.evaluate is not None else 0.0
     fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + latency.driver_s
@@ -298,6 +298,7 @@ def _scenario(
         "learner": {
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
+            "old_logprobs": spec.algorithm.needs.old_logprobs,
             "learned_share": drawn.learned_share,
             # `placement.learner_elsewhere` is left out: its devices are none of those that are asked for, and in so few
             # steps no move would pay. The learner's sizes stand side by side in a plan.

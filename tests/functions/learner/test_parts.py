@@ -22,7 +22,7 @@ ALGORITHMS = [
     GRPOSpec(aggregation="sequence", dual_clip=3.0, rejection=RejectionSpec(low=0.3, high=1.5)),
     DrGRPOSpec(constant_tokens=25, kl=KL_OF_LOSS),
     RLOOSpec(),
-    GSPOSpec(entropy_bonus=0.1),
+    GSPOSpec(),
     CISPOSpec(aggregation="constant"),
     SAPOSpec(),
 ]
@@ -48,6 +48,12 @@ def arrays(learner: LearnerRank) -> dict[str, np.ndarray]:
 
 def with_reference(batch: PackedBatch) -> PackedBatch:
     return batch.with_columns(reference_logprobs=batch.rollout_logprobs + 0.1)
+
+
+def test_an_entropy_bonus_beside_a_mean_over_sequences_needs_the_whole_batch() -> None:
+    """The bonus is a mean over tokens: the loss has two denominators, and a gradient is divided by one."""
+    assert GSPOSpec(entropy_bonus=0.1).needs.by_group is None
+    assert GRPOSpec(entropy_bonus=0.1).needs.by_group == "tokens"
 
 
 ORDER = [[4], [0, 5], [2], [1, 3]]

@@ -70,8 +70,8 @@ def test_the_first_update_is_that_of_a_plain_loop(tiny_model: str, batch: Packed
         weight = (logprobs.detach() - rollout).exp().clamp(max=2) * kept[-1]
         advantage = torch.from_numpy(batch.advantages[mine][1:])[mask]
         by_response.append((-advantage * weight * (logprobs - logprobs.detach()).exp()).mean())
-        entropies.append(-(everything.exp() * everything).sum(-1)[mask].mean())
-    loss = torch.stack(by_response).mean() - 0.1 * torch.stack(entropies).mean()
+        entropies.append(-(everything.exp() * everything).sum(-1)[mask])
+    loss = torch.stack(by_response).mean() - 0.1 * torch.cat(entropies).mean()
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]).norm()
     with learner(algorithm=algorithm, micro_batch_tokens=60) as rank:
