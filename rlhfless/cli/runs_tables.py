@@ -120,6 +120,7 @@ def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:
         cells += [f"{decimal(predicted.step_s, 2)} s", clock(predicted.wall_s)]
         cells += [f"{clock(predicted.wall_low_s)} to {clock(predicted.wall_high_s)}", money(predicted.cost_usd)]
         made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
+        notes += [f"band: {predicted.band}"] if predicted.band else []
     return Group(made, *map(Prose, notes))
 
 
@@ -142,7 +143,7 @@ def usage_table(usage: UsageObject) -> RenderableType:
         if measured is not None:
             steps = count(measured.steps)
             measured_text = f"measured {_step(measured.step_s, measured.step_usd)} over {steps} steps"
-        predicted = _step(planned.wall_s / planned.steps, planned.cost_usd / planned.steps)
+        predicted = _step(planned.step_s, planned.cost_usd / planned.steps)
         parts += ["", Prose(f"a step was predicted to take {predicted}; {measured_text}")]
     return Group(*parts)
 

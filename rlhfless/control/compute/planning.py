@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +15,7 @@ from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
 from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.control.compute.prefill import PlannedPrefill, planned_prefill
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
+from rlhfless.control.compute.scatter import Scatter
 from rlhfless.control.compute.schedules import NO_SCHEDULES, Predict, schedules_of
 from rlhfless.control.compute.sensitivity import costs_usd
 from rlhfless.control.compute.written import written, written_lengths
@@ -30,6 +33,8 @@ from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.learner import with_learner
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,14 +96,43 @@ class Planner:
         if self.config is None:
             return None, "the model's config.json cannot be read"
         try:
-            if self.spec.supervised:
-                return written(asked, self.lengths, self.measured or self._learning_of(asked)), None
-            latency = self.measured if self.measured is not None else self._latency_of(asked)
-            if latency is not None and not (rollouts.as_in_runs(self.spec) and like(asked.spec, self.spec)):
+            latency: LatencyFile | LearningFit | None = self.measured
+            if latency is None:
+                latency = self._learning_of(asked) if self.spec.supervised else self._latency_of(asked)
+            fits = rollouts.as_in_runs(self.spec) and like(asked.spec, self.spec)
+            if latency is not None and not self.spec.supervised and not fits:
                 return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, with the settings of the spec"
-            return predicted(asked, self.config, self.lengths, latency, rollouts, quick=self.hurried), None
+            found = self._made(asked, latency, rollouts)
+            # What is fitted to a run is as far off as for that run.
+            scatter = self._scatter if latency is not None and self.measured is None else None
+            return found if scatter is None else replace(found, cost=scatter.banded(found.cost)), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()
+
+    def _made(self, asked: Question, latency: LatencyFile | LearningFit | None, rollouts: Rollouts) -> Predicted:
+        """The prediction with these latencies; None: by data sheets. Raises UserError, ValueError."""
+        if self.spec.supervised:
+            return written(asked, self.lengths, latency)
+        assert self.config is not None
+        assert not isinstance(latency, LearningFit)
+        return predicted(asked, self.config, self.lengths, latency, rollouts, quick=self.hurried)
+
+    @cached_property
+    def _scatter(self) -> Scatter | None:
+        """The steps of the earlier run beside their prediction, made in the same way."""
+        assert self.trace is not None
+        kinds = Counter({held.device: held.device_kind for held in self.trace.holdings}.values())
+        try:
+            spec = RunSpec.model_validate(self.trace.meta.spec)
+            kind = spec.placement.kind or next(iter(kinds), CPU_KIND)
+            own = question_of(spec, kind, kinds[kind])
+            planner = Planner(own.spec, self.trace, hurried=self.hurried)
+            latency = planner._learning_of(own) if spec.supervised else planner._latency_of(own)
+            step_s = planner._made(own, latency, AS_IN_RUNS).cost.step_s
+        except (UserError, ValueError) as error:
+            log.info("the run %s cannot be predicted itself: %s", self.trace.meta.run_id, error)
+            kind, step_s = next(iter(kinds), CPU_KIND), None
+        return Scatter.of(self.trace, step_s, kind)
 
     def row(self, asked: Question) -> dict[str, Any]:
         """PlannedDevices: whether the run fits, and its time and cost if it does."""
@@ -144,6 +178,8 @@ class Planner:
 
     def prefill(self, asked: Question) -> PlannedPrefill | None:
         """Whether to compute prompts apart pays; None where it cannot be."""
+        if self.spec.supervised:
+            return None
         latency = self.measured if self.measured is not None else self._latency_of(asked)
         return planned_prefill(asked, self.lengths, None if latency is None else latency.engine)
 

@@ -2,7 +2,8 @@
 
 The simulator runs the run's own policy under its own contract, with latencies by the devices' data sheets, or, on the
 devices of an earlier run of the same model, with latencies fitted to that run. The band is what half and twice the
-expected response lengths give where lengths are assumed, and the spread over seeds where they are known.
+expected response lengths give where lengths are assumed, and the spread over seeds where they are known; of an earlier
+run on these devices it is that of its steps (rlhfless.control.compute.scatter).
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ PERSISTENCE = 0.6
 SHEET_FACTOR, SHEET_FACTOR_CPU = 2.0, 4.0
 """The band is wider by this where latencies come from data sheets: on this project's CPU machine a small model was
 3.5 times as fast as its sheet says; for GPUs an assumption, until some were measured."""
+
+MEASURED_FACTOR = 1.25
+"""The same where latencies were measured, and no step of a run says how far such a prediction is off: an assumption."""
 
 PROMPT_TOKENS = 256
 """Median prompt where none is known."""
@@ -146,8 +150,8 @@ class Predicted:
 
     def scaled(self, times: float, usd: float) -> Predicted:
         """The prediction with all seconds `times` as long, and all dollars `usd` as many."""
-        factors = {name: usd if "usd" in name else times for name in PlannedCost.model_fields if name != "steps"}
-        values = {name: factor * getattr(self.cost, name) for name, factor in factors.items()}
+        figures = {name: value for name, value in self.cost if isinstance(value, float)}
+        values = {name: (usd if name.endswith("_usd") else times) * value for name, value in figures.items()}
         return replace(self, cost=self.cost.model_copy(update=values))
 
 
@@ -188,11 +192,13 @@ def predicted(
         measured["engine"] = _engine(asked, rollouts) | drafts | measured.get("engine", {})
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
+    factor = sheet_factor(asked.sheet.kind) if latency is None else MEASURED_FACTOR
     cost = banded(
         asked.spec.steps,
         [[of.time_s / of.steps for of in many] for many in totals],
         [[of.usd / of.steps for of in many] for many in totals],
-        1.0 if latency is not None else sheet_factor(asked.sheet.kind),
+        factor,
+        band_text(lengths, factor),
     )
     source = rollouts.source(asked.spec, asked.shape, asked.sheet.kind)
     if latency is not None:
@@ -207,8 +213,18 @@ def sheet_factor(kind: str) -> float:
     return SHEET_FACTOR_CPU if kind == CPU_KIND else SHEET_FACTOR
 
 
+def band_text(lengths: Lengths, factor: float) -> str:
+    """What the band of `banded` covers."""
+    of_lengths = "the spread of the simulated runs" if lengths.known else "half and twice the assumed lengths"
+    return of_lengths if factor == 1 else f"{of_lengths}, times {factor:g} for what was not measured"
+
+
 def banded(
-    steps: int, step_s: Sequence[Sequence[float]], step_usd: Sequence[Sequence[float]], factor: float
+    steps: int,
+    step_s: Sequence[Sequence[float]],
+    step_usd: Sequence[Sequence[float]],
+    factor: float,
+    band: str,
 ) -> PlannedCost:
     """The cost of a run of so many steps: means of the first figures, and the band of all, `factor` wider."""
     mean_s, mean_usd = fmean(step_s[0]), fmean(step_usd[0])
@@ -222,6 +238,7 @@ def banded(
         cost_usd=steps * mean_usd,
         cost_low_usd=steps * min(all_usd) / factor,
         cost_high_usd=steps * max(all_usd) * factor,
+        band=band,
     )
 
 

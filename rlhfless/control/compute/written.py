@@ -18,7 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlhfless.control.compute.prediction import PROMPT_TOKENS, Lengths, Predicted, banded, sheet_factor
+from rlhfless.control.compute.prediction import (
+    MEASURED_FACTOR,
+    PROMPT_TOKENS,
+    Lengths,
+    Predicted,
+    band_text,
+    banded,
+    sheet_factor,
+)
 from rlhfless.prepare.examples import example_lengths
 from rlhfless.prepare.memory.plan import held_devices
 from rlhfless.prepare.memory.question import Question
@@ -49,7 +57,7 @@ class Seconds:
     reference: LineFit
     fixed_s: float
     """What a step takes in addition, whatever its size."""
-    factor: float = 1.0
+    factor: float = MEASURED_FACTOR
     """The band is wider by this."""
 
     @classmethod
@@ -76,13 +84,13 @@ def written(asked: Question, lengths: Lengths, latency: LatencyFile | LearningFi
     steps = [_step(asked, lengths, seconds, factor) for factor in lengths.factors]
     usd = [[_usd(asked, lengths, step)] for step in steps]
     work_s = steps[0]
-    step_s = math.fsum(work_s.values())
     ranks = {FunctionName.LEARNER: spec.learner.world_size, FunctionName.REFERENCE: count_of(spec.reference.ranks)}
+    step_s = [[math.fsum(step.values())] for step in steps]
     return Predicted(
-        banded(spec.steps, [[math.fsum(step.values())] for step in steps], usd, seconds.factor),
+        banded(spec.steps, step_s, usd, seconds.factor, band_text(lengths, seconds.factor)),
         math.fsum(ranks[name] * busy_s for name, busy_s in work_s.items() if name),
         spec.prompts_per_step * spec.sequences_per_prompt * lengths.mean_tokens,
-        {str(name): busy_s / step_s for name, busy_s in work_s.items() if name},
+        {str(name): busy_s / step_s[0][0] for name, busy_s in work_s.items() if name},
     )
 
 

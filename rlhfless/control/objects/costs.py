@@ -45,6 +45,8 @@ class PlannedCost(ApiObject):
     cost_usd: float
     cost_low_usd: float
     cost_high_usd: float
+    band: str = ""
+    """What the bands cover."""
 
 
 class MeasuredCost(ApiObject):
@@ -186,8 +188,12 @@ class ComparisonObject(ApiObject):
     object: Literal["comparison"] = "comparison"
     steps: int
     rows: list[ComparedDevices]
-    """The front first, the fastest before; then what fits, by cost; then what does not fit. With a deadline, what keeps
-    it comes before what does not."""
+    """The front first; then the others that fit, each by the contract, the best first; then what does not fit. With a
+    deadline, what keeps it comes before what does not."""
+    tried: int
+    """Number of choices that were tried: all of the named devices; without any, the best of the price book's."""
+    left_out: int
+    """Number of them that are beyond `limit`."""
     sensitivity: list[ChangedChoice]
     """At each source of prices of the bundled table, and at responses of 70 and 130 % of the length."""
     lengths: str

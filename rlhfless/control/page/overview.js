@@ -131,7 +131,7 @@ function plannedAndMeasured({ planned, measured }) {
   if (!planned) return null;
   const all = planned.steps, of = (value, steps = 1) => (measured ? value * steps : null);
   const rows = [
-    ["Step time", duration, planned.wall_s / all, planned.wall_low_s / all, planned.wall_high_s / all, of(measured?.step_s)],
+    ["Step time", duration, planned.step_s, planned.wall_low_s / all, planned.wall_high_s / all, of(measured?.step_s)],
     ["Step cost", usd, planned.cost_usd / all, planned.cost_low_usd / all, planned.cost_high_usd / all, of(measured?.step_usd)],
     ["Run time", duration, planned.wall_s, planned.wall_low_s, planned.wall_high_s, of(measured?.step_s, all)],
     ["Run cost", usd, planned.cost_usd, planned.cost_low_usd, planned.cost_high_usd, of(measured?.step_usd, all)],
