@@ -51,6 +51,11 @@ def _devices(row: ComparedDevices, named: bool) -> str:
 
 def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
     """What the table means, and the rows that are not in it."""
+    if compared.left_out:
+        yield (
+            f"{compared.left_out} of the {compared.tried} choices that were tried are left out, the worst by the run's "
+            "contract; --limit shows more, --devices names others"
+        )
     yield "* no other is both faster and cheaper; kWh of a step, at most"
     yield f"response lengths: {compared.lengths}"
     if any(row.no_engine for row in compared.rows):

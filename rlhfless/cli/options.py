@@ -60,6 +60,11 @@ PrefillActors = Annotated[
     ),
 ]
 
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", min=1, max=1000, help="Most rows, the best first; by default 20, and all of --devices."),
+]
+
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 
 Database = Annotated[

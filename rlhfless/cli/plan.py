@@ -13,6 +13,7 @@ import typer
 
 from rlhfless.cli.options import (
     Engines,
+    Limit,
     Overrides,
     PrefillActors,
     Quantizations,
@@ -42,11 +43,11 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NxKIND",
-            help="Such as 8xh100, or 8xl40s+2xh100 with the learner's last; by default this machine's, or all kinds.",
+            help="Such as 8xh100, or 8xl40s+2xh100 with the learner's last; by default this machine's.",
         ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare devices and placements: these, or all kinds of the price book.")
+        bool, typer.Option("--compare", help="Compare devices and placements: these, or the best of the price book.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write run.yaml and values.yaml of a compared row here.")
@@ -62,6 +63,7 @@ def plan(
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
     prefill_actors: PrefillActors = None,
+    limit: Limit = None,
     bench: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,11 +105,11 @@ def plan(
         from rlhfless.cli.plan_compare import Asked, compare_devices
 
         _refuse_with_compare(measured)
-        asked_for = Asked(devices or (), tried, bench or ())
+        asked_for = Asked(devices or (), tried, bench or (), limit)
         compare_devices(Planner(loaded, trace), asked_for, out, row, as_json=as_json)
         return
     options: dict[str, object] = {f"--{name.replace('_', '-')}": values for name, values in tried.items()}
-    _refuse_without_compare(devices, options | {"--out": out, "--bench": bench})
+    _refuse_without_compare(devices, options | {"--out": out, "--bench": bench, "--limit": limit})
     kind, count, apart = (
         parsed_sides(devices[0], draws=not loaded.supervised) if devices else (*local_devices(loaded), {})
     )

@@ -49,6 +49,8 @@ class Asked:
     tried: Mapping[str, Sequence[Any] | None]
     """By the names of Dimensions."""
     benches: Sequence[str]
+    limit: int | None = None
+    """Most rows; by default LIMIT, and all of named devices."""
 
     def read(self) -> tuple[Dimensions, tuple[Bench, ...]]:
         """Raises typer.BadParameter, InputError, UnknownDevice."""
@@ -68,8 +70,11 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     estimates = Estimates(lambda text: print(text, file=sys.stderr), what="choices")
     dimensions, benches = asked.read()
     planner = replace(planner, benches=benches)
-    tried = comparing.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, estimates.progress)
-    answer = ComparisonObject.model_validate(comparing.as_json(planner, tried, predict=comparing.again(planner)))
+    show = estimates.progress if asked.devices else None  # a search does not know how many choices it will try
+    tried = comparing.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, show)
+    limit = asked.limit or (None if asked.devices else comparing.LIMIT)
+    found = comparing.as_json(planner, tried, predict=comparing.again(planner), limit=limit)
+    answer = ComparisonObject.model_validate(found)
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
     else:

@@ -15,6 +15,7 @@ import typer
 
 from rlhfless.cli.options import (
     Engines,
+    Limit,
     Overrides,
     PrefillActors,
     Quantizations,
@@ -114,7 +115,9 @@ def compare(
     devices: Annotated[
         list[str] | None,
         typer.Option(
-            "--devices", metavar="NxKIND", help="Such as 8xh100 or 8xl40s+2xh100; by default the price book's."
+            "--devices",
+            metavar="NxKIND",
+            help="Such as 8xh100 or 8xl40s+2xh100; by default the service's and the best of the price book.",
         ),
     ] = None,
     engines: Engines = None,
@@ -126,6 +129,7 @@ def compare(
     deadline_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
     ] = None,
+    limit: Limit = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -147,6 +151,7 @@ def compare(
             prefill_actors=prefill_actors or [],
             lengths_of=earlier,
             deadline_s=deadline_s,
+            limit=limit,
         )
     _print(ComparisonObject.model_validate(answer), as_json, comparison_lines)
 

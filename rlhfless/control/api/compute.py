@@ -52,10 +52,12 @@ class CompareQuestion(Dimensions, PlanQuestion):
     """A run, and the devices to compare for it."""
 
     devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
-    """Devices such as `8xh100`, or `8xl40s+2xh100` with the learner's after generation's; by default kinds and counts
-    of the price book."""
+    """Devices such as `8xh100`, or `8xl40s+2xh100` with the learner's after generation's; by default those that the
+    service has, and the best of the price book for the model's size."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     """The deadline of the whole run: what keeps it comes first."""
+    limit: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Most rows of the answer, the best first; by default 20, and all of named devices."""
 
 
 @router.post("/runs:plan", summary="What a run would need, take and cost")

@@ -7,10 +7,12 @@ front (no other is both faster and cheaper) with the seeds and the band that a p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,12 +22,14 @@ from rlhfless.control.compute.dimensions import CONNECTOR, PREFILL, SHARE_PREFIX
 from rlhfless.control.compute.planning import Planner, planner_of
 from rlhfless.control.compute.prediction import Predicted
 from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
+from rlhfless.control.compute.schedules import limit_of_run
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.prepare.memory.assumed import parsed_sides, question_of
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.scaling.plan import order_of
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.rows import MILLION
 from rlhfless.spec import PlacementSpec, RunSpec
@@ -34,7 +38,17 @@ from rlhfless.spec.explain import explain
 from rlhfless.spec.streaming import waits_for
 
 COUNTS = (1, 8, 16, 64)
-"""Numbers of devices of each kind of the price book that are tried: one, a node, two nodes, eight."""
+"""Numbers of devices of a kind of the price book: one, a node, two nodes, eight. The smallest that holds the run is
+tried, and of the best kinds the next one, too."""
+
+BEST_KINDS = 4
+"""Kinds of the price book that are tried in every placement: those that meet the contract best co-located."""
+
+LIMIT = 20
+"""Rows of a comparison for which no devices were named."""
+
+SEARCH_S = 60.0
+"""Seconds after which no further choice is tried, where no devices were named."""
 
 LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
@@ -48,6 +62,9 @@ Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
 
 OnChoice = Callable[[int, int], None]
 """Called with the number of choices that are done, and of all."""
+
+FEW = 16
+"""Choices for which no processes are started: that takes longer than the choices."""
 
 CHUNK = 4
 """Choices that a process takes at once, where there are many."""
@@ -87,12 +104,13 @@ class Tried:
 def comparison(question: Mapping[str, Any]) -> dict[str, Any]:
     """ComparisonObject, as JSON. Raises InputError.
 
-    `question`: spec, devices (of the user's choice), the names of Dimensions, trace (folder of an earlier run),
-    deadline_s."""
-    planner = planner_of(question)
+    `question`: spec, devices (of the user's choice), present (devices by kind), the names of Dimensions, trace (folder
+    of an earlier run), deadline_s, limit."""
+    planner, devices = planner_of(question), question.get("devices") or ()
     named = {name: question[name] for name in Dimensions.model_fields if name in question}
-    tried = compared(planner, question.get("devices") or (), Dimensions.model_validate(named))
-    return as_json(planner, tried, question.get("deadline_s"), again(planner))
+    tried = compared(planner, devices, Dimensions.model_validate(named), present=question.get("present") or {})
+    limit = question.get("limit") or (None if devices else LIMIT)
+    return as_json(planner, tried, question.get("deadline_s"), again(planner), limit)
 
 
 def again(planner: Planner) -> Again:
@@ -111,15 +129,21 @@ def compared(
     dimensions: Dimensions = Dimensions(),  # noqa: B008 (frozen)
     jobs: int = 1,
     on_choice: OnChoice | None = None,
+    present: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Tried]:
-    """All choices for devices such as `8xh100`, or `8xl40s+2xh100` with the learner's last, or for the price book's.
-    Raises InputError for devices that do not exist."""
-    choices = [
-        replace(each, changes={**each.changes, **way.on(planner.spec, each.kind)}, rollouts=way.rollouts)
-        for each in choices_of(planner.spec, devices)
-        for way in dimensions.ways(planner.spec)
-    ]
-    tried = list(_each(planner.quick(), choices, jobs, on_choice or (lambda *_: None)))
+    """All choices for devices such as `8xh100`, or `8xl40s+2xh100` with the learner's last. Without any: for those that
+    are `present`, and the best of the price book's. Raises InputError for devices that do not exist."""
+
+    def tried_of(choices: Sequence[Choice]) -> list[Tried]:
+        ways = dimensions.ways(planner.spec)
+        every = [
+            replace(each, changes={**each.changes, **way.on(planner.spec, each.kind)}, rollouts=way.rollouts)
+            for each in choices
+            for way in ways
+        ]
+        return list(_each(planner.quick(), every, jobs, on_choice or (lambda *_: None)))
+
+    tried = tried_of(choices_of(planner.spec, devices)) if devices else _searched(planner, present, tried_of)
     if not dimensions.prefill_actors:
         tried += [try_choice(planner.quick(), each) for each in apart_where_it_pays(planner, front(tried))]
     best = front(tried)
@@ -142,18 +166,57 @@ def apart_where_it_pays(planner: Planner, best: Sequence[Tried]) -> Iterator[Cho
 
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
     """The kinds and numbers of devices, each in the placements and with the schedules that are possible on them."""
-    if devices:
-        found = [parsed_sides(text, draws=not spec.supervised) for text in devices]
-    else:
-        known = load_price_book(spec.scaling.prices).kinds
-        runs = [kind for kind, sheet in load_devices().items() if sheet.no_engine is None]
-        kinds = [kind for kind in runs if kind in known and kind != CPU_KIND]
-        found = [(kind, count, {}) for kind in kinds for count in COUNTS]
     return [
         Choice(kind, count, changes)
-        for kind, count, sides in found
+        for kind, count, sides in (parsed_sides(text, draws=not spec.supervised) for text in devices)
         for changes in _placements(spec, kind, count, sides)
     ]
+
+
+def _searched(
+    planner: Planner, present: Mapping[str, int], tried_of: Callable[[Sequence[Choice]], list[Tried]]
+) -> list[Tried]:
+    """The devices that are there in every placement; and of the price book's kinds each at the smallest number that
+    holds the run, and the best of them in every placement and at the next number, too."""
+    spec, until_s = planner.spec, time.monotonic() + SEARCH_S
+    there = [f"{count}x{kind}" for kind, count in present.items() if kind in load_devices() and count]
+    tried = tried_of(choices_of(spec, there))
+    known = load_price_book(spec.scaling.prices).kinds
+    runs = [kind for kind, sheet in load_devices().items() if sheet.no_engine is None]
+    left = {kind: list(COUNTS) for kind in runs if kind in known and kind != CPU_KIND}
+    smallest: list[Tried] = []
+    while pending := [(kind, counts.pop(0)) for kind, counts in left.items() if counts]:
+        found = tried_of([choices_of(spec, [f"{count}x{kind}"])[0] for kind, count in pending])
+        fits = {each.choice.kind for each in found if not each.problems}
+        last = {kind for kind, _ in pending if not left[kind]}
+        smallest += [each for each in found if each.choice.kind in fits | last]
+        left = {kind: counts for kind, counts in left.items() if kind not in fits}
+        if time.monotonic() > until_s:
+            break
+    best = dict.fromkeys((each.choice.kind, each.choice.count) for each in by_contract(spec, smallest))
+    for kind, count in list(best)[:BEST_KINDS]:
+        if time.monotonic() > until_s:
+            break
+        more = [each for each in COUNTS if each > count][:1]
+        tried += tried_of(choices_of(spec, [f"{count}x{kind}"])[1:])
+        tried += tried_of(choices_of(spec, [f"{each}x{kind}" for each in more]))
+    return _without_twins([*tried, *smallest])
+
+
+def _without_twins(tried: Sequence[Tried]) -> list[Tried]:
+    """Each choice once: devices that are there are also in the price book."""
+    kept: list[Tried] = []
+    for each in tried:
+        if not any(each.choice == other.choice for other in kept):
+            kept.append(each)
+    return kept
+
+
+def by_contract(spec: RunSpec, tried: Sequence[Tried]) -> list[Tried]:
+    """Those with a prediction, the one that meets the contract best first; of equals the fastest."""
+    known = sorted((each for each in tried if each.predicted is not None), key=lambda one: _cost(one).wall_s)
+    figures = [(_cost(each).wall_s, _cost(each).cost_usd) for each in known]
+    return [known[index] for index in order_of(figures, spec.scaling.contract, limit_of_run(spec))]
 
 
 def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -181,7 +244,7 @@ def _own(spec: RunSpec) -> Iterator[dict[str, Any]]:
 
 def _each(planner: Planner, choices: Sequence[Choice], jobs: int, on_choice: OnChoice) -> Iterator[Tried]:
     """The choices in order, worked out in `jobs` processes; with one job, in this one."""
-    if jobs == 1:
+    if jobs == 1 or len(choices) <= FEW:
         for number, choice in enumerate(choices, start=1):
             yield try_choice(planner, choice)
             on_choice(number, len(choices))
@@ -273,18 +336,23 @@ def energy_kwh(predicted: Predicted, sheet: DeviceSheet) -> float | None:
 
 
 def as_json(
-    planner: Planner, tried: Sequence[Tried], deadline_s: float | None = None, predict: Again | None = None
+    planner: Planner,
+    tried: Sequence[Tried],
+    deadline_s: float | None = None,
+    predict: Again | None = None,
+    limit: int | None = None,
 ) -> dict[str, Any]:
     """ComparisonObject. Without `predict` nothing is said of other lengths."""
     best = front(tried)
+    ranks = {id(each): rank for rank, each in enumerate(by_contract(planner.spec, tried))}
 
-    def order(each: Tried) -> tuple[bool, int, float]:
+    def order(each: Tried) -> tuple[bool, int, int]:
         if each.predicted is None:
             return True, 3 if each.problems else 2, each.choice.count
         late = deadline_s is not None and _cost(each).wall_s > deadline_s
-        return (late, 0, _cost(each).wall_s) if each in best else (late, 1, _cost(each).cost_usd)
+        return late, 0 if each in best else 1, ranks[id(each)]
 
-    ordered = sorted(tried, key=order)
+    ordered = sorted(tried, key=order)[:limit]
     rows = [_row(planner, each, on_front=each in best) for each in ordered]
     changes = sensitivity.at_other_prices(rows)
     if predict is not None and not planner.spec.supervised:
@@ -294,6 +362,8 @@ def as_json(
     return {
         "steps": planner.spec.steps,
         "rows": rows,
+        "tried": len(tried),
+        "left_out": len(tried) - len(rows),
         "sensitivity": sensitivity.as_json(rows, changes),
         "lengths": planner.lengths.source,
     }

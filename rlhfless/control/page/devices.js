@@ -5,11 +5,11 @@ import { duration, number, percent, usd } from "./format.js";
 
 export function othersPanel(body, compare) {
   const button = h("button", { type: "button", onclick: (event) => { event.currentTarget.disabled = true; compare(); } }, "Compare other devices");
-  fill(body, h("p", { class: "muted hint" }, "Kinds and numbers of devices of the price book, and placements on them: up to a minute."));
+  fill(body, h("p", { class: "muted hint" }, "The service's devices, the best of the price book, and placements on them: up to a minute."));
   return panel("Other devices", { class: "flush", actions: button }, body);
 }
 
-export function comparisonOf({ rows, sensitivity }) {
+export function comparisonOf({ rows, sensitivity, tried, left_out: left }) {
   const known = rows.filter((row) => row.predicted);
   const body = rows.map((row) => {
     const { kind, count, placement, predicted, on_front: best, step_usd: step, usd_per_million_tokens: tokens, energy_kwh: energy } = row;
@@ -19,7 +19,8 @@ export function comparisonOf({ rows, sensitivity }) {
   });
   const figures = ["Run time", "Run cost", "Per step", "Per M tokens", "kWh a step"].map((title) => ({ title, class: "num", sort: "ascending" }));
   const columns = [{ title: "Devices", sort: "ascending" }, { title: "Placement", sort: "ascending" }, ...figures, { title: "Remarks", class: "wide" }];
-  return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" }), sensitivityOf(rows, sensitivity)];
+  return [known.length ? frontPlot(known) : null, table("Other devices", columns, body, { class: "cards" }),
+    left ? h("p", { class: "muted hint" }, `${left} of the ${tried} choices that were tried are left out: the worst by the run's contract.`) : null, sensitivityOf(rows, sensitivity)];
 }
 
 function remarkOf({ engine, quantization, speculation, share_prefixes: shared, prefill_actors: apart, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {

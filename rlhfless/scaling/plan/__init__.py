@@ -8,6 +8,7 @@ from rlhfless.scaling.plan.contract import (
     Weighted,
     best_of,
     contract_for_step,
+    order_of,
 )
 from rlhfless.scaling.plan.cost import CapacityError
 from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Standby
@@ -30,6 +31,7 @@ __all__ = [
     "Weighted",
     "best_of",
     "contract_for_step",
+    "order_of",
     "plan",
     "responses",
 ]

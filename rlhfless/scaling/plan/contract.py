@@ -126,16 +126,24 @@ def contract_for_step(
 
 
 def best_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, limit: float | None) -> int:
-    """Index of the figures (seconds, US dollars), of the same steps each, that meet a contract best; of equals the
-    first. `limit` is the contract's for these steps together, None without one. If no figures keep it, those that come
-    nearest."""
-    indices = range(len(figures))
-    seconds, usd = zip(*figures, strict=True)
-    if isinstance(contract, CheapestSpec):
-        kept = [i for i in indices if limit is None or seconds[i] <= limit]
-        return min(kept, key=lambda i: usd[i]) if kept else min(indices, key=lambda i: seconds[i])
-    if isinstance(contract, FastestSpec):
-        kept = [i for i in indices if limit is None or usd[i] <= limit]
-        return min(kept, key=lambda i: seconds[i]) if kept else min(indices, key=lambda i: usd[i])
-    least_s, least_usd, weight = min(seconds), min(usd), contract.time_weight
-    return min(indices, key=lambda i: weight * seconds[i] / least_s + (1 - weight) * usd[i] / least_usd)
+    """Index of the figures that meet a contract best; of equals the first. See `order_of`."""
+    return order_of(figures, contract, limit)[0]
+
+
+def order_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, limit: float | None) -> list[int]:
+    """Indices of figures (seconds, US dollars), of the same steps each, those that meet a contract best first; equals
+    in their own order. `limit` is the contract's for these steps together, None without one. Figures that do not keep
+    it come after those that do, the nearest first."""
+    if not figures:
+        return []
+    least_s, least_usd = (min(one) or 1.0 for one in zip(*figures, strict=True))  # of devices that cost nothing
+
+    def key(index: int) -> tuple[bool, float]:
+        seconds, usd = figures[index]
+        if isinstance(contract, WeightedSpec):
+            return False, contract.time_weight * seconds / least_s + (1 - contract.time_weight) * usd / least_usd
+        limited, other = (seconds, usd) if isinstance(contract, CheapestSpec) else (usd, seconds)
+        kept = limit is None or limited <= limit
+        return not kept, other if kept else limited
+
+    return sorted(range(len(figures)), key=key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlhfless.control.compute import comparing
 from rlhfless.control.compute.comparing import (
     TURNS,
     Choice,
@@ -38,6 +40,7 @@ from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import PartialSpec, RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -265,3 +268,88 @@ def test_a_choice_changes_the_spec_and_leaves_open_what_was() -> None:
     assert "learner" not in changed.model_fields_set
     added = changed.placement.model_fields_set - SPEC.placement.model_fields_set
     assert added == {"kind", "devices", "learner_devices"}
+
+
+def searched(
+    monkeypatch: pytest.MonkeyPatch, holds: int, present: dict[str, int] | None = None, **changes: Any
+) -> tuple[list[Tried], list[Choice]]:
+    """A search in which a run fits on `holds` devices of a kind or more, and twice as many are a third faster. All
+    kinds are as fast; dollars are as in the price book."""
+    asked: list[Choice] = []
+
+    def found(planner: Planner, choice: Choice) -> Tried:
+        asked.append(choice)
+        if choice.count < holds:
+            return Tried(choice, "co-located", ("too large",))
+        wall_s = 1000.0 * choice.count ** math.log2(2 / 3) + (choice.changes["placement.mode"] != "colocated")
+        price = load_price_book(None).device(choice.kind).usd_per_hour
+        one = tried(wall_s, wall_s * price * choice.count / 3600, choice.count)
+        return replace(one, choice=choice)
+
+    monkeypatch.setattr(comparing, "try_choice", found)
+    monkeypatch.setattr(comparing, "apart_where_it_pays", lambda *_: [])
+    spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | changes)
+    return comparing.compared(Planner(spec), [], present=present or {}), asked
+
+
+@pytest.mark.parametrize(("holds", "counts"), [(1, {1, 8}), (2, {8, 16}), (9, {16, 64}), (64, {64})])
+def test_a_search_tries_numbers_of_devices_that_suit_the_model(
+    monkeypatch: pytest.MonkeyPatch, holds: int, counts: set[int]
+) -> None:
+    """Of 14 kinds the smallest number that holds the run, and the next one of the best kinds."""
+    found, asked = searched(monkeypatch, holds)
+    assert {each.choice.count for each in found if not each.problems} == counts
+    assert {each.choice.count for each in found if each.problems} == set()
+    assert len(asked) < 130, "there are 264 choices"
+    kinds = {each.choice.kind for each in found}
+    assert len(kinds) > 10
+    assert len({each.choice.kind for each in found if each.choice.changes["placement.mode"] != "colocated"}) <= 4
+
+
+def test_a_run_that_nothing_holds_has_rows_that_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = searched(monkeypatch, 1000)
+    assert {(each.choice.count, each.problems) for each in found} == {(64, ("too large",))}
+
+
+@pytest.mark.parametrize(
+    ("contract", "first"),
+    [
+        ({"type": "weighted", "time_weight": 0}, 1),
+        ({"type": "weighted", "time_weight": 1}, 8),
+        ({"type": "cheapest", "deadline_s": 400, "per": "run"}, 8),
+        ({"type": "cheapest", "deadline_s": 4000, "per": "run"}, 1),
+        ({"type": "fastest", "budget_usd": 1000, "per": "run"}, 8),
+        ({"type": "fastest", "budget_usd": 0.2, "per": "run"}, 1),
+    ],
+)
+def test_the_first_row_is_the_contracts(monkeypatch: pytest.MonkeyPatch, contract: dict[str, Any], first: int) -> None:
+    found, _ = searched(monkeypatch, 1, scaling={"contract": contract})
+    spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | {"scaling": {"contract": contract}})
+    assert as_json(Planner(spec), found)["rows"][0]["count"] == first
+
+
+def test_devices_that_are_there_are_tried_in_every_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = searched(monkeypatch, 1, present={"h100": 4, CPU_KIND: 2, "unheard-of": 3})
+    own = [each.choice for each in found if (each.choice.kind, each.choice.count) == ("h100", 4)]
+    assert len(own) == 7
+    assert any(each.choice.kind == CPU_KIND for each in found)
+    keys = [(each.choice.kind, each.choice.count, str(each.choice.changes)) for each in found]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("limit", [1, 3, None, 1000])
+def test_rows_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    found, _ = searched(monkeypatch, 1)
+    answer = as_json(Planner(SPEC), found, limit=limit)
+    shown = min(limit or 1000, len(found))
+    assert (len(answer["rows"]), answer["tried"], answer["left_out"]) == (shown, len(found), len(found) - shown)
+    assert answer["rows"][0] == as_json(Planner(SPEC), found)["rows"][0], "the best stays"
+    for each in answer["sensitivity"]:
+        assert max(each["fastest"], each["cheapest"]) <= shown
+
+
+def test_a_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "SEARCH_S", -1.0)
+    found, asked = searched(monkeypatch, 1)
+    assert {each.choice.count for each in found} == {1}, "the best kinds are not tried any further"
+    assert len(asked) == len(found) + len(front(found))
