@@ -15,6 +15,8 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+import psutil
+
 LOOPBACK = "127.0.0.1"
 
 INTERFACE = "lo"
@@ -44,6 +46,18 @@ def free_port(host: str) -> int:
 def loopback_environment() -> dict[str, str]:
     """For processes that form a group on one node: the interface of gloo's and of NCCL's sockets."""
     return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+
+
+def interface_environment(address: str) -> dict[str, str]:
+    """Return the environment with which gloo and NCCL use the interface that has `address`; empty if none has it.
+
+    By default gloo binds to what the host's name resolves to: 127.0.1.1 on Debian and Ubuntu, or a pod's own address
+    under `hostNetwork`, and other nodes cannot connect. NCCL takes the first interface it likes.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address for found in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # "=": no prefix of other names
+    return {}
 
 
 def bind_rendezvous_to_loopback() -> None:

@@ -95,6 +95,11 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         self._averaged: WeightVersion | None = None
         """The average that was published last."""
 
+    @property
+    def reaches_other_nodes(self) -> bool:
+        """Rank 0 makes the group of a broadcast, whose identity is its own socket's address."""
+        return self._settings.store.transport == "nccl"
+
     def _load(self, address: str) -> None:
         from rlhfless.functions.learner.rank import LearnerRank
 

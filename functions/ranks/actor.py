@@ -15,6 +15,7 @@ from rlhfless.functions.loopback import (
     LOOPBACK,
     bind_rendezvous_to_loopback,
     free_port,
+    interface_environment,
     loopback_environment,
     set_default_environment,
 )
@@ -59,6 +60,11 @@ class RankActor(Generic[S]):
         return ray.util.get_node_ip_address()
 
     @property
+    def reaches_other_nodes(self) -> bool:
+        """Whether the rank forms groups with processes of other nodes beside the group of its ranks."""
+        return False
+
+    @property
     def _node_id(self) -> str:
         """Ray's id of this rank's node."""
         return self._settings.rank_bindings[self._number].node
@@ -76,8 +82,10 @@ class RankActor(Generic[S]):
         if binding.kind == "cuda":
             set_default_environment(ALLOCATOR_ENVIRONMENT)
             require_cuda()
-        if on_one_node:
+        if on_one_node and not self.reaches_other_nodes:
             set_default_environment(loopback_environment())
+        else:
+            set_default_environment(interface_environment(self.node()))
         bind_rendezvous_to_loopback()
         self._load(address)
 

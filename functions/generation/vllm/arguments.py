@@ -20,7 +20,14 @@ from typing import Any
 
 from rlhfless.functions.cuda import ALLOCATOR_ENVIRONMENT
 from rlhfless.functions.generation.engine import EngineSettings
-from rlhfless.functions.loopback import INTERFACE, LOOPBACK, free_port, is_loopback, loopback_environment
+from rlhfless.functions.loopback import (
+    INTERFACE,
+    LOOPBACK,
+    free_port,
+    interface_environment,
+    is_loopback,
+    loopback_environment,
+)
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
 from rlhfless.spec.generation import Quantised
@@ -190,8 +197,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(
             math.ceil(max(settings.timeouts.sync_s, settings.timeouts.generate_s))
         ),
-        # Of a broadcast, the learner may be on another node.
-        **({} if settings.store.transport == "nccl" else loopback_environment()),
+        **_group_environment(settings),
     }
     if settings.device == "cpu":
         chosen |= {
@@ -227,6 +233,16 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         # cold cache on one core, for no measurable gain.
         fixed["TORCHDYNAMO_DISABLE"] = "1"
     return chosen | dict(inherited) | fixed
+
+
+def _group_environment(settings: EngineSettings) -> dict[str, str]:
+    """The interface of gloo and NCCL: loopback for the workers of one engine; for a broadcast, whose learner may be on
+    another node, this node's own."""
+    if settings.store.transport != "nccl":
+        return loopback_environment()
+    import ray  # here: the engine's process, which reads this file for the arguments, has no use for it
+
+    return interface_environment(ray.util.get_node_ip_address())
 
 
 def _preloaded_libraries() -> list[str]:
