@@ -59,8 +59,8 @@ def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
     a reward that names a column ends in `_field`."""
     if any(isinstance(reward, PythonRewardSpec | HttpSpec) for reward in rewards):
         return None
-    named = [value for reward in rewards for key, value in reward if key.endswith("_field")]
-    return frozenset(name for name in named if name is not None)
+    named = [value for reward in rewards for key, value in reward if key.endswith("_field") and value is not None]
+    return frozenset(name for value in named for name in ((value,) if isinstance(value, str) else value))
 
 
 def _faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:

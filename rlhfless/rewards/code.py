@@ -1,38 +1,25 @@
-"""The response's Python code against tests, each in a process of its own (rlhfless.rewards.confinement).
-
-A test is a pair of input and expected output, or code with asserts that runs after the response's code in the same
-process.
-"""
+"""The response's Python program against the row's tests, each in a confined process of its own."""
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rlhfless import processes
 from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.rewards.code_blocks import program_of
+from rlhfless.rewards.code_checks import COUNTER, read_test_code
+from rlhfless.rewards.code_output import same_output
+from rlhfless.rewards.code_stub import programs_of
+from rlhfless.rewards.code_tests import CallTest, OutputTest, Test, entry_point, tests_of
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
-from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
+from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, listed
 from rlhfless.spec import CodeSpec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Test:
-    """One test. With `output` None it is `code` that must run to its end, else input for the response's program."""
-
-    __test__ = False  # not a test of pytest
-
-    code: str = ""
-    input: str = ""
-    output: str | None = None
 
 
 class CodeReward:
@@ -44,7 +31,14 @@ class CodeReward:
         self._spec = spec
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        return column_problems(self._spec.tests_field, prompts, _is_tests)
+        """Read the tests of every row, without running them."""
+        faults = []
+        for prompt in prompts:
+            try:
+                tests_of(prompt.columns, self._spec)
+            except Unscorable as error:
+                faults.append((prompt, str(error)))
+        return [listed("the tests cannot be used", faults, len(prompts))] if faults else []
 
     def prepare(self) -> None:
         """Makes the worker's memory and environment unreadable for the code that it will start."""
@@ -52,80 +46,67 @@ class CodeReward:
 
     def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         for index, sample in enumerate(samples):
-            yield Begin((index,), self._limit_s(sample))
-            yield Done(index, attempt(self._value, sample))
+            try:
+                tests = tests_of(sample.columns, self._spec)[: self._spec.max_tests]
+            except Unscorable as error:
+                yield Begin((index,), self._spec.timeout_s)
+                yield Done(index, Failed(str(error)))
+                continue
+            # Twice the time of all tests at their limits, so that the tests' own limits act first.
+            yield Begin((index,), 2 * len(tests) * (self._spec.timeout_s + CLEAN_UP_S))
+            yield Done(index, self._value(sample, tests))
 
-    def _tests(self, sample: RewardSample) -> tuple[Test, ...]:
-        return tests_of(find_field(sample.columns, self._spec.tests_field))[: self._spec.max_tests]
-
-    def _limit_s(self, sample: RewardSample) -> float:
-        """Twice the time of all tests at their limits, so that the tests' own limits act first."""
-        try:
-            count = len(self._tests(sample))
-        except Unscorable:
-            count = 1
-        return 2 * count * (self._spec.timeout_s + CLEAN_UP_S)
-
-    def _value(self, sample: RewardSample) -> float:
-        tests = self._tests(sample)
+    def _value(self, sample: RewardSample, tests: Sequence[Test]) -> float:
         program = program_of(sample.response)
         if program is None:
             return 0.0
-        results = (passes(program, test, self._spec) for test in tests)
+        sources = sources_of(program, sample.columns, self._spec, sample.prompt)
+        results = (passes(sources, test, self._spec) for test in tests)
         return float(all(results)) if self._spec.score == "all" else sum(results) / len(tests)
 
 
-def tests_of(value: Any) -> tuple[Test, ...]:
-    """The tests in a column. Raises Unscorable.
-
-    A text is test code, or JSON of what follows. A mapping has `input` and `output`, or `inputs` and `outputs` as
-    lists of equal length. A list has any of these.
-    """
-    if isinstance(value, str):
-        try:
-            decoded = json.loads(value) if value.lstrip()[:1] in ("[", "{") else None
-        except ValueError:
-            decoded = None
-        tests = (Test(code=value),) if decoded is None else tests_of(decoded)
-    elif isinstance(value, Mapping):
-        tests = _pairs(value)
-    elif isinstance(value, list | tuple):
-        tests = tuple(test for item in value for test in tests_of(item))
-    else:
-        raise Unscorable(f"a test is a text, or has `input` and `output`; got {quote(repr(value))}")
-    if not tests:
-        raise Unscorable("there are no tests")
-    return tests
-
-
-def _pairs(value: Mapping[str, Any]) -> tuple[Test, ...]:
-    inputs = value.get("inputs", [value.get("input", "")])
-    outputs = value.get("outputs", [value.get("output")])
-    texts = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs)
-    if not texts or not all(isinstance(text, str) for text in (*inputs, *outputs)):
-        raise Unscorable(f"a test has texts as `input` and `output`; got {quote(repr(value))}")
-    return tuple(Test(input=text, output=expected) for text, expected in zip(inputs, outputs, strict=True))
-
-
-def _is_tests(value: Any) -> bool:
+def sources_of(program: str, columns: Mapping[str, Any], spec: CodeSpec, prompt: str) -> tuple[str, ...]:
+    """The texts to run, of which the first that compiles is the program; `prompt` is used if no column has it."""
+    stub = find_field(columns, spec.prompt_field)
+    stub = stub if isinstance(stub, str) else prompt
     try:
-        tests_of(value)
-    except Unscorable:
-        return False
-    return True
+        function = entry_point(columns, spec)
+    except Unscorable:  # what names no function is a fault where a test needs it
+        function = ""
+    return programs_of(program, function, stub)
 
 
-def passes(code: str, test: Test, spec: CodeSpec) -> bool:
-    """Run the code with one test, in a confined process."""
+def passes(sources: Sequence[str], test: Test, spec: CodeSpec) -> bool:
+    """Run the program with one test, in a confined process."""
     token = secrets.token_hex()
-    ended = run_confined(CodeTask(code, test.code, token, test.input), spec)
+    given = test.input if isinstance(test, OutputTest) else ""
+    ended = run_confined(CodeTask(tuple(sources), token, given, _what_to_run(test, spec)), spec)
     if ended.output is None:
         logger.debug("%s", ended.cause)
         return False
-    # For a program that is judged by its output, an early exit is a normal end.
-    return ended.result == token.encode() if test.output is None else _lines(ended.output) == _lines(test.output)
+    if isinstance(test, OutputTest):
+        return ended.exit_code == 0 and same_output(ended.output, test.output, spec.float_tolerance)
+    # An early exit writes no token, and a test that ran no check shows nothing.
+    name, _, checks = ended.result.decode(errors="replace").partition(" ")
+    return name == token and checks.isdecimal() and int(checks) > 0
 
 
-def _lines(text: str) -> list[str]:
-    """The text without white space at the ends of lines and of the whole, as program judges compare it."""
-    return [line.rstrip() for line in text.strip().splitlines()]
+def _what_to_run(test: Test, spec: CodeSpec) -> dict[str, Any]:
+    """A test as rlhfless.rewards.tested takes it."""
+    if isinstance(test, OutputTest):
+        return {"kind": "output"}
+    if isinstance(test, CallTest):
+        accepted, arguments = list(test.accepted), list(test.arguments)
+        values = {"function": test.function, "arguments": arguments, "accepted": accepted}
+        return {"kind": "call", "float_tolerance": spec.float_tolerance, **values}
+    code = read_test_code(test.source)
+    return {
+        "kind": "code",
+        "tests": code.code,
+        "counter": COUNTER,
+        "function": test.function,
+        "check": code.check,
+        "functions": code.functions,
+        "classes": code.classes,
+        "imports": code.imports,
+    }

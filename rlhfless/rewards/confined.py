@@ -4,8 +4,9 @@ the standard library only what starts fast (`json`, `signal` and `platform` woul
     python -I -S confined.py <config fd> <result fd>
 
 It reads its config (`marshal`, built by rlhfless.rewards.confinement) to the end, gives up its rights as far as
-possible, runs the code, and writes the config's `token` to the result fd once code and tests have run to their end: an
-early `exit(0)` is no pass. Without code it writes which protections took hold.
+possible, runs the program and its test (rlhfless.rewards.tested), and writes the config's `token` and the number of
+checks to the result fd once both have run to their end: an early `exit(0)` is no pass. Without code it writes which
+protections took hold.
 
 The order matters. Steps that need paths or privileges come first: Landlock's rules are opened, the mount namespace is
 built, then the user changes, then a user namespace is tried if there is no mount namespace, and only then
@@ -15,6 +16,7 @@ out and reported.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import marshal
 import os
@@ -282,14 +284,16 @@ def main() -> None:
     sys.argv[:] = ["solution.py"]
     sys.path.append(config["packages"])
     held = confine(config)
-    if config["code"] is None:
+    if config["runner"] is None:
         os.write(result_fd, marshal.dumps(held))
         return
-    namespace = {"__name__": "__main__", "__builtins__": __builtins__}
-    for name in ("code", "tests"):
-        exec(compile(config[name], f"<{name}>", "exec"), namespace)
-    sys.stdout.flush()
-    os.write(result_fd, config["token"].encode())
+    # Built-in functions of its own: those that the program replaces do not decide about it.
+    runner: Config = {"__name__": "tested", "__builtins__": dict(vars(builtins))}
+    exec(config["runner"], runner)
+    write, flush = os.write, sys.stdout.flush
+    checks = runner["run"](config["test"])
+    flush()
+    write(result_fd, f"{config['token']} {checks}".encode())
 
 
 if __name__ == "__main__":

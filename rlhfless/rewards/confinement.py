@@ -11,11 +11,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import IO, Any, Literal
 
 from rlhfless.rewards.folder import Folder
@@ -91,14 +92,16 @@ class Protection:
 
 @dataclass(frozen=True, slots=True)
 class CodeTask:
-    """The task of a confined process. `code` None: only report which protections are in effect."""
+    """The task of a confined process."""
 
-    code: str | None
-    tests: str = ""
+    code: str | tuple[str, ...] | None
+    """The program; of several texts the first that compiles. None: only report which protections are in effect."""
     token: str = ""
-    """Written to the result once code and tests have run to their end."""
+    """Written to the result, with the number of checks, once program and test have run to their end."""
     given: str = ""
     """Standard input."""
+    test: Mapping[str, Any] = field(default_factory=lambda: {"kind": "output"})
+    """What rlhfless.rewards.tested runs after the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ class CodeEnded:
     """Exit code; None if the process was killed at a limit."""
     cause: str = ""
     """The limit at which it was killed."""
+    exit_code: int = field(default=0, compare=False)
+    """Negative: the signal that ended it."""
 
 
 @lru_cache(maxsize=1)
@@ -157,8 +162,8 @@ def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()
 def _config(task: CodeTask, spec: CodeSpec, measures: Measures, folder: str) -> dict[str, Any]:
     program, of_attributes = _filters() if measures.filters else (None, None)
     return {
-        "code": task.code,
-        "tests": task.tests,
+        "runner": None if task.code is None else _runner(),
+        "test": {"imports": (), **task.test, "sources": (task.code,) if isinstance(task.code, str) else task.code},
         "token": task.token,
         "parent": os.getpid() if program else None,
         "packages": sysconfig.get_path("purelib"),
@@ -177,6 +182,12 @@ def _config(task: CodeTask, spec: CodeSpec, measures: Measures, folder: str) -> 
         "folder_bytes": spec.folder_mib * MIB,
         "folder_files": spec.folder_files,
     }
+
+
+@lru_cache(maxsize=1)
+def _runner() -> CodeType:
+    path = Path(__file__).with_name("tested.py")
+    return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
 
 
 @lru_cache(maxsize=1)
@@ -249,7 +260,7 @@ def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, or
         finally:
             _end(process, orderly)
     cause = cause or folder.excess()  # the verdict must not depend on the time of the last measurement
-    return CodeEnded(b"", None if cause else output.decode(errors="replace"), cause)
+    return CodeEnded(b"", None if cause else output.decode(errors="replace"), cause, process.returncode or 0)
 
 
 def _waited(process: subprocess.Popen[bytes], longest_s: float) -> bool:

@@ -5,7 +5,7 @@
 It runs between a worker and a test's process if the kernel takes no filter of system calls, so that the test's code can
 start processes. With the privileges for it, the command is the first process of a process namespace: the
 kernel then ends all others with it. Without them, this process adopts orphans (as a child subreaper) and kills
-them. SIGTERM, or the end of the parent, ends the command first.
+them. SIGTERM, or the end of the parent, ends the command first. Its exit code is the command's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def main() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.closerange(0, 256)  # the reader of its output waits for the last process that holds the pipe
-    os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(ChildProcessError):
         while True:
             _kill_children()
             os.waitpid(-1, 0)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _kill_children() -> None:

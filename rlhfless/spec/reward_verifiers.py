@@ -31,6 +31,8 @@ def _has_a_group(pattern: str) -> str:
 Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_has_a_group)]
 """A regular expression with a group."""
 
+Columns = str | Annotated[tuple[str, ...], Field(min_length=1, max_length=16)]
+
 
 class MathSpec(RewardPart):
     """1 if the response's final answer equals the expected one as mathematics (math-verify), else 0."""
@@ -52,8 +54,19 @@ class CodeSpec(RewardPart):
     """The response's Python code, run against tests in a confined process: see docs/rewards.md."""
 
     type: Literal["code"]
-    tests_field: str = "tests"
-    """Column with the tests: pairs of `input` and `output`, test code with asserts, or a list of either."""
+    tests_field: Columns = "tests"
+    """Column with the tests, or several: pairs of `input` and `output`, test code, or a list of either. The shapes of
+    APPS, LiveCodeBench, HumanEval, MBPP and others are recognised: see docs/rewards.md."""
+    entry_point_field: Columns = ("entry_point", "metadata")
+    """Column with the name of the function under test, or JSON with it as `func_name`, for tests that do not name it.
+    Of several the first that a row has."""
+    prompt_field: str = "prompt"
+    """Column with the text that a response completes, as in HumanEval. If no row has it, the prompt is used."""
+    setup_field: Columns = ("test_imports", "test_setup_code")
+    """Columns with code that runs between the program and test code, where a row has them."""
+    float_tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-6
+    """Largest difference, absolute or relative, of a decimal number in an output or a result from the expected one.
+    Whole numbers and texts must be the same. 0: decimal numbers, too."""
     score: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0, and the first test that fails ends the scoring. `fraction`: share of tests
     passed."""

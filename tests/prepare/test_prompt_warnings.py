@@ -77,7 +77,8 @@ def test_which_columns_rewards_read(tmp_path):
 
     exact, code = {"type": "exact_match"}, {"type": "code", "tests_field": "checks"}
     assert read(exact) == {"answer"}
-    assert read(exact, code) == {"answer", "checks"}
+    of_code = {"checks", "entry_point", "metadata", "prompt", "test_imports", "test_setup_code"}
+    assert read(exact, code) == {"answer", *of_code}
     assert read({"type": "length_penalty", "free_tokens": 1, "max_tokens": 2}) == frozenset()
     assert read(exact, {"type": "python", "target": "m:f"}) is None
 

@@ -1,0 +1,334 @@
+"""Test code, read without being run: what of it runs, how many checks that executes, and what it needs.
+
+Test code may be plain asserts, functions of pytest, classes of unittest, or a function `check(candidate)` as in
+HumanEval. Whatever would pass every program, because it checks nothing, is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from types import CodeType
+
+from rlhfless.rewards.protocol import Unscorable
+
+PROGRAM_MODULES = ("solution", "__main__")
+"""Names under which test code can import the response's program."""
+
+COUNTER = "_rlhfless_count"
+"""The function that instrumented test code calls before each check."""
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_EXITS = frozenset({"exit", "quit", "_exit"})
+_CONTEXTS = frozenset({"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns", "assertLogs"})
+_BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars", "__import__", "import_module"})
+
+
+@dataclass(frozen=True, slots=True)
+class TestCode:
+    """Test code that can be run. Tests of pytest and unittest are named, for they must be called."""
+
+    __test__ = False  # not a test of pytest
+
+    code: CodeType
+    """The code with a call of COUNTER before each check."""
+    functions: tuple[str, ...]
+    """Functions of pytest, in their order."""
+    classes: tuple[str, ...]
+    """Classes of pytest or unittest."""
+    check: bool
+    """Whether it defines `check(candidate)` and leaves the call to its reader."""
+    candidate: bool
+    """Whether it needs the function under test, as `candidate`."""
+    imports: tuple[str, ...]
+    """Modules that it imports, without the program's."""
+    checks: int
+    """Checks in the text that can be reached."""
+
+
+@lru_cache(maxsize=512)
+def read_test_code(source: str) -> TestCode:
+    """Read test code. Raises Unscorable if it is not Python, or would check nothing."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(source)
+            compile(source, "<tests>", "exec", dont_inherit=True)  # finds what the grammar does not
+    except SyntaxError as error:
+        raise Unscorable(f"the test code is not Python: line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Unscorable(f"the test code is not Python: {error or 'it is nested too deeply'}") from error
+    tree.body = list(_without_runners(tree.body))
+    if not tree.body:
+        raise Unscorable("the test code has no statement: there is nothing to run")
+    reader = _Reader(source, tree)
+    checks = reader.checks()
+    reader.require_program()
+    ast.fix_missing_locations(_Counting().visit(tree))
+    with warnings.catch_warnings(action="ignore"):
+        code = compile(tree, "<tests>", "exec", dont_inherit=True)
+    functions, classes = (tuple(node.name for node in nodes) for nodes in (reader.functions, reader.classes))
+    return TestCode(code, functions, classes, reader.check, reader.candidate, tuple(reader.imports), checks)
+
+
+class _Reader:
+    """What test code defines, and which of it runs."""
+
+    def __init__(self, source: str, tree: ast.Module) -> None:
+        self._tree = tree
+        top = [node for node in tree.body if isinstance(node, _Scope)]
+        self._cases = _test_cases(top)
+        self.functions: list[_Function] = []
+        self.classes: list[ast.ClassDef] = []
+        self.check = False
+        called = _names(_walk(tree.body))
+        for node in top:
+            if node.name not in called and not _skipped(node):
+                named = any(node.name in _names(ast.walk(each)) for each in top if each is not node)
+                self._collect(node, named)
+        for function in self.functions:
+            _require_no_fixture(function, _required(function))
+        for node in self.classes:
+            for method in _tests_of_class(node) if node.name not in self._cases else ():
+                _require_no_fixture(method, _required(method)[1:])
+        self.imports = list(self._imports())
+        self._free = _free_names(source)
+        self.candidate = self.check or "candidate" in self._free
+
+    def _collect(self, node: _Function | ast.ClassDef, named: bool) -> None:
+        """Take a definition as a test if it is one. `named`: another definition names it."""
+        if isinstance(node, ast.ClassDef):
+            if node.name in self._cases or node.name.startswith("Test"):
+                self.classes.append(node)
+        elif named and _required(node):
+            return  # a helper of tests
+        elif node.name == "check" and len(_required(node)) == 1:
+            self.check = True
+        elif node.name.startswith("test"):
+            self.functions.append(node)
+
+    def checks(self) -> int:
+        """Number of checks that can be reached. Raises Unscorable if there are none."""
+        reached = self._reached()
+        count = sum(_is_check(statement) for statement in reached)
+        if count:
+            return count
+        all_checks = [node for node in ast.walk(self._tree) if isinstance(node, ast.stmt) and _is_check(node)]
+        if all_checks:
+            what = f"its check in line {all_checks[0].lineno} is in a function or class that nothing calls"
+            raise Unscorable(f"the test code checks nothing: {what}; call it, or name it `test_...`")
+        if any(isinstance(node, ast.Assert) for node in ast.walk(self._tree)):
+            raise Unscorable("the test code checks nothing: what it asserts is constant")
+        raise Unscorable("the test code checks nothing: it has no assert, so every program would pass")
+
+    def require_program(self) -> None:
+        """Raise Unscorable if the code never uses the response's program, or imports what is not installed."""
+        for name in self.imports:
+            if not _installed(name):
+                hint = "the response's program can be imported as `solution`"
+                raise Unscorable(f"the test code imports `{name}`, which is not installed; {hint}")
+        if self.candidate:
+            return
+        nodes = list(ast.walk(self._tree))
+        imported = any(module.split(".")[0] in PROGRAM_MODULES for module in _imported(nodes))
+        stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
+        if not imported and not stars and not self._free and not _names(nodes) & _BY_NAME:
+            raise Unscorable("the test code uses nothing of the response's program, so every program would pass")
+
+    def _reached(self) -> list[ast.stmt]:
+        """The statements that run: those of the module, of tests, and of what these name."""
+        defined: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]] = {}
+        for node in ast.walk(self._tree):
+            if isinstance(node, _Scope):
+                defined.setdefault(node.name, []).append(node)
+        bodies: list[Sequence[ast.AST]] = [self._tree.body, *(node.body for node in self.functions)]
+        bodies += [defined["check"][-1].body] if self.check else []
+        bodies += [method.body for node in self.classes for method in _methods(node) if not _skipped(method)]
+        reached: list[ast.stmt] = []
+        while bodies:
+            for node in _walk(bodies.pop()):
+                if isinstance(node, ast.stmt):
+                    reached.append(node)
+                name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+                for scope in defined.pop(name, []):
+                    inner = _methods(scope) if isinstance(scope, ast.ClassDef) else [scope]
+                    bodies += [function.body for function in inner]
+        return reached
+
+    def _imports(self) -> Iterator[str]:
+        tried = {id(node) for block in ast.walk(self._tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+        nodes = [node for node in ast.walk(self._tree) if id(node) not in tried]
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                raise Unscorable(
+                    f"the test code has a relative import (line {node.lineno}), which belongs to no package"
+                )
+        for module in dict.fromkeys(_imported(nodes)):
+            if module.split(".")[0] not in PROGRAM_MODULES:
+                yield module
+
+
+class _Counting(ast.NodeTransformer):
+    """Puts a call of COUNTER before each check."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(node, name, None)
+            if isinstance(statements, list):
+                setattr(node, name, [part for each in statements for part in _counted(each)])
+        return node
+
+
+def _counted(statement: ast.AST) -> list[ast.AST]:
+    if not isinstance(statement, ast.stmt) or not _is_check(statement) or isinstance(statement, ast.Raise):
+        return [statement]
+    call = ast.Expr(ast.Call(ast.Name(COUNTER, ast.Load()), [], []))
+    return [ast.copy_location(call, statement), statement]
+
+
+def _is_check(node: ast.stmt) -> bool:
+    """Whether a statement can fail the test. Raises Unscorable for an assert that never fails by mistake."""
+    if isinstance(node, ast.Assert):
+        if isinstance(node.test, ast.Tuple) and node.test.elts:
+            raise Unscorable(f"line {node.lineno} of the test code asserts a tuple, which is always true")
+        return any(isinstance(part, ast.Name | ast.Call | ast.Attribute) for part in ast.walk(node.test))
+    if isinstance(node, ast.Expr):
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        return isinstance(call, ast.Call) and _name(call.func).lower().startswith(("assert", "fail"))
+    if isinstance(node, ast.With | ast.AsyncWith):
+        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+        return any(_name(call.func) in _CONTEXTS for call in calls)
+    if isinstance(node, ast.If | ast.Try | ast.For | ast.While):
+        parts = [*node.body, *node.orelse]
+        return any(isinstance(part, ast.Raise) or _exits(part) for part in parts)
+    return isinstance(node, ast.Raise)
+
+
+def _exits(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value.func) in _EXITS
+
+
+def _without_runners(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements without `unittest.main()`, for tests are run here, and with what stands under `__main__`."""
+    for node in body:
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test):
+            yield from _without_runners(node.body)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        elif isinstance(node, ast.Pass):
+            continue
+        else:
+            call = node.value if isinstance(node, ast.Expr) else None
+            main = isinstance(call, ast.Call) and ast.unparse(call.func) in ("unittest.main", "pytest.main", "main")
+            exits = isinstance(call, ast.Call) and any("pytest.main" in ast.unparse(part) for part in call.args)
+            if not (main or exits):
+                yield node
+
+
+def _walk(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Nodes of statements, without the bodies of functions and classes' methods: those run if they are called."""
+    todo: list[ast.AST] = list(body)[::-1]
+    while todo:
+        node = todo.pop()
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each)]
+        else:
+            todo += list(ast.iter_child_nodes(node))[::-1]
+
+
+def _test_cases(top: Sequence[ast.AST]) -> set[str]:
+    """Names of the classes of unittest, directly or by a class of the same code."""
+    names: set[str] = set()
+    for node in top:
+        if isinstance(node, ast.ClassDef):
+            bases = [_name(base) for base in node.bases]
+            if any(base.endswith("TestCase") or base in names for base in bases):
+                names.add(node.name)
+    return names
+
+
+def _methods(node: ast.ClassDef) -> list[_Function]:
+    return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _tests_of_class(node: ast.ClassDef) -> list[_Function]:
+    return [method for method in _methods(node) if method.name.startswith("test") and not _skipped(method)]
+
+
+def _skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    names = [_name(each.func if isinstance(each, ast.Call) else each) for each in node.decorator_list]
+    return any(name in ("skip", "xfail", "expectedFailure") for name in names)
+
+
+def _required(node: _Function) -> list[str]:
+    """Parameters without a default."""
+    positional = [*node.args.posonlyargs, *node.args.args]
+    first = positional[: len(positional) - len(node.args.defaults)]
+    pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    return [arg.arg for arg in first] + [arg.arg for arg, default in pairs if default is None]
+
+
+def _require_no_fixture(node: _Function, required: Sequence[str]) -> None:
+    """Raise Unscorable for a test that needs a fixture of pytest, or a class that needs arguments."""
+    given: set[str] = set()
+    for each in node.decorator_list:
+        if isinstance(each, ast.Call) and _name(each.func) == "parametrize" and each.args:
+            names = each.args[0]
+            texts = names.elts if isinstance(names, ast.Tuple | ast.List) else [names]
+            for text in texts:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    given |= {part.strip() for part in text.value.split(",")}
+    missing = [name for name in required if name not in given]
+    if missing:
+        hint = "only tests without fixtures are run; a function that is called itself needs another name"
+        raise Unscorable(f"the test `{node.name}` needs `{missing[0]}`, a fixture of pytest; {hint}")
+
+
+def _name(node: ast.AST) -> str:
+    """The last part of a name."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def _free_names(source: str) -> set[str]:
+    """The global names that code uses and does not bind."""
+    top = symtable.symtable(source, "<tests>", "exec")
+    bound = {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()}
+    used: set[str] = set()
+    tables = [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        own = [each for each in table.get_symbols() if each.is_referenced() and (table is top or each.is_global())]
+        used.update(each.get_name() for each in own)
+    return used - bound - {"__name__", "__file__"} - set(dir(builtins))
+
+
+@lru_cache(maxsize=1024)
+def _installed(module: str) -> bool:
+    """Whether a confined process can import a module: of the standard library or of site-packages."""
+    top = module.split(".")[0]
+    if top in sys.stdlib_module_names:
+        return True
+    return PathFinder.find_spec(top, [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]) is not None

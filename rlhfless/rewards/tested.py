@@ -1,0 +1,256 @@
+"""Runs a program and one test of it, inside of a confined process. It imports nothing of rlhfless: its compiled code is
+handed over by rlhfless.rewards.confinement, and `run` is called by rlhfless.rewards.confined.
+
+The program runs first. This module has a copy of the built-in functions, and what tests rely on (built-in functions,
+modules that the tests import, the classes of unittest) is put back before they run: a program passes no test by
+replacing `math.isclose` or `TestCase.assertEqual`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# Names that programs for judges use without importing them: the judges import them first.
+_PRELUDE = {
+    "typing": "List Dict Set Tuple Optional Any Union Callable Iterable Iterator Sequence Deque DefaultDict Generator",
+    "collections": "deque defaultdict Counter OrderedDict namedtuple",
+    "heapq": "heappush heappop heapify heappushpop heapreplace nlargest nsmallest merge",
+    "bisect": "bisect bisect_left bisect_right insort insort_left insort_right",
+    "itertools": "accumulate product permutations combinations combinations_with_replacement chain groupby zip_longest "
+    "islice count cycle repeat starmap takewhile dropwhile tee pairwise",
+    "functools": "lru_cache cache reduce cmp_to_key partial total_ordering",
+    "math": "inf gcd lcm ceil floor sqrt log log2 log10 pi comb factorial isqrt prod hypot",
+    "operator": "itemgetter attrgetter xor add mul",
+    "string": "ascii_lowercase ascii_uppercase ascii_letters digits punctuation",
+    "copy": "deepcopy",
+    "dataclasses": "dataclass",
+    "": "sys os re math heapq bisect itertools functools collections operator string random time copy json typing "
+    "datetime",
+}
+
+
+def run(config: Mapping[str, Any]) -> int:
+    """Run the program and the test; returns the number of checks that ran. Raises what fails."""
+    kind = config["kind"]
+    # Only a program that is judged by its output runs its part under `__name__ == "__main__"`.
+    module = type(sys)("__main__" if kind == "output" else "solution")
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # Python without `site` lacks them
+    module.__dict__["__builtins__"] = builtins
+    keep = _Kept(config["imports"])
+    code = _first_that_compiles(config["sources"])
+    if kind == "call":
+        module.__dict__.update(_prelude(code, module.__dict__))
+    exec(code, module.__dict__)
+    if kind == "output":
+        return 0
+    keep.put_back()
+    if kind == "call":
+        return _called(module.__dict__, config)
+    return _tested(module.__dict__, config)
+
+
+def _first_that_compiles(sources: list[str]) -> Any:
+    error: Exception = SyntaxError("no program")
+    for source in sources:
+        try:
+            return compile(source, "<code>", "exec")
+        except (SyntaxError, ValueError) as failed:
+            error = failed
+    raise error
+
+
+class _Kept:
+    """Modules, and the classes of unittest, as they were before the program ran."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._modules = {}
+        self._values: list[tuple[Any, dict[str, Any]]] = []
+        for name in ("builtins", *names):
+            try:
+                __import__(name)
+            except ImportError:
+                continue
+            while name and name in sys.modules:  # a package's parts, and the package
+                module = self._modules[name] = sys.modules[name]
+                self._values.append((module, dict(vars(module))))
+                name = name.rpartition(".")[0]
+        for module in [each for name, each in self._modules.items() if name == "unittest"]:
+            classes = [value for value in vars(module).values() if isinstance(value, type)]
+            self._values += [(each, dict(vars(each))) for each in classes]
+
+    def put_back(self) -> None:
+        """Undo what the program changed of them."""
+        for name in self._modules:
+            sys.modules[name] = self._modules[name]
+        for owner, values in self._values:
+            now = vars(owner)
+            for name in values:
+                if name not in now or now[name] is not values[name]:
+                    setattr(owner, name, values[name])
+
+
+def _prelude(code: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The names of _PRELUDE that the code uses; its own definitions replace them when it runs."""
+    used: set[str] = set()
+    todo = [code]
+    while todo:
+        part = todo.pop()
+        used.update(part.co_names)
+        todo += [each for each in part.co_consts if type(each) is type(code)]
+    values = {}
+    for module, names in _PRELUDE.items():
+        for name in names.split():
+            if name in used and name not in given and name not in values:
+                whole = __import__(module or name)
+                values[name] = getattr(whole, name) if module else whole
+    return values
+
+
+def _function(namespace: Mapping[str, Any], name: str) -> Callable[..., Any]:
+    """The function under test: of the module, or else a method of its class `Solution`."""
+    first, *parts = name.replace("()", "").split(".")
+    if not callable(namespace.get(first)) and "Solution" in namespace:
+        first, parts = "Solution", [first, *parts]
+    value = namespace[first]
+    for part in parts:
+        value = getattr(value() if isinstance(value, type) else value, part)
+    assert callable(value)
+    return value  # type: ignore[no-any-return]
+
+
+# -- a call
+
+
+def _called(namespace: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    result = _function(namespace, config["function"])(*config["arguments"])
+    tolerance = config["float_tolerance"]
+    if not any(_equal(result, accepted, tolerance) for accepted in config["accepted"]):
+        raise AssertionError("another result")
+    return 1
+
+
+def _equal(value: Any, expected: Any, tolerance: float) -> bool:
+    """Whether a result is the expected JSON value; a tuple is a list. Methods of the program's classes are not called:
+    an object whose `__eq__` is always true equals nothing."""
+    if type(value).__module__.split(".")[0] == "numpy":
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        base: Any = list if isinstance(value, list) else tuple
+        items = list(base.__iter__(value))
+        if type(expected) is not list or len(items) != len(expected):
+            return False
+        return all(_equal(a, b, tolerance) for a, b in zip(items, expected, strict=True))
+    if isinstance(value, dict):
+        pairs = {_key(key): item for key, item in dict.items(value)}
+        if type(expected) is not dict or pairs.keys() != expected.keys():
+            return False
+        return all(_equal(pairs[key], item, tolerance) for key, item in expected.items())
+    if isinstance(value, str):
+        return type(expected) is str and str.__str__(value) == expected
+    if isinstance(value, int | float):
+        number = float.__float__(value) if isinstance(value, float) else int.__index__(value)
+        return type(expected) in (int, float, bool) and _close(number, expected, tolerance)
+    return value is None and expected is None
+
+
+def _key(key: Any) -> str:
+    """A dict's key as JSON has it."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    return repr(float.__float__(key) if isinstance(key, float) else int.__index__(key))
+
+
+def _close(value: float, expected: float, tolerance: float) -> bool:
+    if value == expected or (value != value and expected != expected):
+        return True
+    return type(expected) is float and abs(value - expected) <= tolerance * max(1.0, abs(expected))
+
+
+# -- test code
+
+
+def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
+    checks = 0
+
+    def count() -> None:
+        nonlocal checks
+        checks += 1
+
+    namespace[config["counter"]] = count
+    if config["function"]:
+        namespace["candidate"] = _function(namespace, config["function"])
+    exec(config["tests"], namespace)
+    if config["check"]:
+        namespace["check"](namespace["candidate"])
+    _set_up(namespace.get("setup_module"))
+    for name in config["functions"]:
+        for arguments in _arguments(namespace[name]):
+            _set_up(namespace.get("setup_function"))
+            _finish(namespace[name](**arguments))
+    cases = sys.modules["unittest"].TestCase if "unittest" in sys.modules else ()
+    for name in config["classes"]:
+        if issubclass(namespace[name], cases):
+            checks += _unittests(namespace[name])
+        else:
+            _methods(namespace[name])
+    return checks
+
+
+def _unittests(case: Any) -> int:
+    """Run a class of unittest; returns the number of its tests that ran. Raises AssertionError."""
+    unittest = sys.modules["unittest"]
+    result = unittest.TestResult()
+    unittest.TestSuite([unittest.TestLoader().loadTestsFromTestCase(case)]).run(result)
+    if not result.wasSuccessful():
+        raise AssertionError("a test failed")
+    return result.testsRun - len(result.skipped) - len(result.expectedFailures)  # type: ignore[no-any-return]
+
+
+def _methods(case: Any) -> None:
+    """Run a class of pytest."""
+    _set_up(getattr(case, "setup_class", None))
+    for name in [name for name in vars(case) if name.startswith("test")]:
+        for arguments in _arguments(getattr(case, name)):
+            instance = case()
+            _set_up(getattr(instance, "setup_method", None))
+            _finish(getattr(instance, name)(**arguments))
+
+
+def _arguments(function: Any) -> Iterator[dict[str, Any]]:
+    """The arguments of each call of a test: its marks `parametrize`, multiplied. None if it is skipped."""
+    marks = {mark.name: mark for mark in getattr(function, "pytestmark", [])}
+    skipped = "skip" in marks or "xfail" in marks or ("skipif" in marks and any(marks["skipif"].args[:1]))
+    sets: list[dict[str, Any]] = [] if skipped else [{}]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            sets = [{**one, **more} for one in sets for more in _parameters(*mark.args[:2])]
+    yield from sets
+
+
+def _parameters(names: Any, values: Any) -> Iterator[dict[str, Any]]:
+    names = [part.strip() for part in names.split(",")] if isinstance(names, str) else list(names)
+    for value in values:
+        parts = getattr(value, "values", None) if type(value).__name__ == "ParameterSet" else None
+        row = parts if parts is not None else [value] if len(names) == 1 else value
+        yield dict(zip(names, row, strict=True))
+
+
+def _set_up(function: Any) -> None:
+    """Call a function of pytest's that prepares tests, if there is one: with or without an argument."""
+    if function is not None:
+        code = getattr(function, "__code__", None) or function.__func__.__code__
+        bound = getattr(function, "__self__", None) is not None
+        function(*[None] * max(0, code.co_argcount - bound))
+
+
+def _finish(result: Any) -> None:
+    if hasattr(result, "__await__"):
+        import asyncio
+
+        asyncio.run(result)

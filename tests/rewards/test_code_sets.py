@@ -1,0 +1,33 @@
+"""Rewards from the columns of the field's data sets: small made files, each with right and wrong programs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fakes.code_rewards import value
+
+SETS = {
+    "apps": {"tests_field": "input_output"},
+    "livecodebench": {"tests_field": ("public_test_cases", "private_test_cases")},
+    "humaneval": {"tests_field": "test"},
+    "mbpp": {"tests_field": ("test_list", "challenge_test_list")},
+    "pytest": {"tests_field": "test"},
+    "unittest": {"tests_field": "test", "prompt_field": "complete_prompt"},
+    "verl": {"tests_field": "reward_model.ground_truth"},
+    "others": {},
+}
+
+
+def cases():
+    for name, options in SETS.items():
+        lines = (Path(__file__).parent / "code_sets" / f"{name}.jsonl").read_text().splitlines()
+        for number, row in enumerate(map(json.loads, lines), 1):
+            right, wrong = row.pop("right"), row.pop("wrong")
+            for index, (program, wanted) in enumerate([*((p, 1.0) for p in right), *((p, 0.0) for p in wrong)], 1):
+                yield pytest.param(options, row, program, wanted, id=f"{name}:{number}:{index}")
+
+
+@pytest.mark.parametrize(("options", "row", "program", "wanted"), cases())
+def test_right_programs_get_1_and_wrong_ones_0(options, row, program, wanted):
+    assert value(program, row, **options) == wanted
