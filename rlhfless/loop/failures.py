@@ -23,11 +23,6 @@ from rlhfless.spec import ScoringSpec
 
 log = logging.getLogger(__name__)
 
-LOGGED_PER_STEP = 10
-"""At most this many failures of a step are logged one by one: a broken reward fails on all samples. The trace has all
-failures."""
-
-
 LOGPROBS = "rollout_logprobs"
 """The name of the failure of a sample whose logprobs are not finite."""
 
@@ -84,13 +79,20 @@ def too_many_failed(experience: Experience, scoring: ScoringSpec) -> bool:
 
 
 def log_failures(experience: Experience, step: int) -> None:
-    """One warning per failed sample, up to LOGGED_PER_STEP."""
-    failed = list(experience.failed())
-    for sample in failed[:LOGGED_PER_STEP]:
-        for reward, cause in sample.scored.failures.items():
-            log.warning("step %d: reward %r failed on %s: %s", step, reward, sample, cause)
-    if len(failed) > LOGGED_PER_STEP:
-        log.warning("step %d: rewards failed on %d more samples", step, len(failed) - LOGGED_PER_STEP)
+    """Log one warning per reward, with the number of samples that it failed on and the first cause."""
+    by_reward: dict[str, list[Sample]] = {}
+    for sample in experience.failed():
+        for reward in sample.scored.failures:
+            by_reward.setdefault(reward, []).append(sample)
+    for reward, samples in by_reward.items():
+        causes = {sample.scored.failures[reward] for sample in samples}
+        others = f"; {len(causes)} different causes" if len(causes) > 1 else ""
+        all_of_them = f" (all: rlhfless trace samples RUN --step {step} --failed)" if len(samples) > 1 else ""
+        log.warning(
+            "step %d: reward %r failed on %d of %d samples; %s: %s%s%s",
+            step, reward, len(samples), len(experience.samples), samples[0], samples[0].scored.failures[reward],
+            others, all_of_them,
+        )  # fmt: skip
 
 
 def readable(groups: Sequence[Group]) -> list[Group]:

@@ -371,4 +371,4 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
             f"scaling.contract: is of no effect, because there are always {bounds.min_actors} generation actors; lower "
             "scaling.generation.min_actors or raise max_actors to leave the number to it"
         )
-    return [*warnings, *_capacity_warnings(spec), *reward_warnings(spec)]
+    return [*warnings, *_capacity_warnings(spec), *reward_warnings(spec, prompts)]

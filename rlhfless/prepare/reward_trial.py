@@ -115,6 +115,11 @@ class _Reader:
         neither."""
         text, name = row.values.get("prompt"), row.values.get("prompt_id")
         columns = {key: value for key, value in row.values.items() if key not in _OWN}
+        data = self._spec.data
+        if data.chat_template and data.prompt_field == "prompt" and text is not None:
+            columns["prompt"] = text  # as in a run, whose columns keep the prompt as it was before the template
+        if data.chat_template and isinstance(text, list):
+            text = self._rendered(row, text)
         if isinstance(text, str):
             own = self._ids.setdefault(text, f"prompt-{len(self._ids) + 1}")
             return Prompt(str(name) if name is not None else own, (), text, columns)
@@ -129,6 +134,14 @@ class _Reader:
             self._fault(row, f"no prompt of the spec has the id {shown(name)}")
             return None
         return Prompt(prompt.prompt_id, (), prompt.text, {**prompt.columns, **columns}, prompt.source)
+
+    def _rendered(self, row: Row, messages: Any) -> str | Any:
+        """Messages as the policy sees them; as they are if the template does not take them."""
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program by the model's author, and may raise any error
+            self._fault(row, f"the chat template fails on `prompt`: {type(error).__name__}: {error}")
+            return ""
 
     def _fault(self, row: Row, what: str) -> None:
         self.problems.append(Problem("", what, origin=row.where))

@@ -17,10 +17,11 @@ from rlhfless.prepare.model_weights import Head, weight_problems
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample, checker
 from rlhfless.rewards.confinement import protection
-from rlhfless.rewards.protocol import within_range
+from rlhfless.rewards.protocol import column_problems, within_range
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import (
     CodeSpec,
+    FormatSpec,
     HttpSpec,
     LengthPenaltySpec,
     PythonRewardSpec,
@@ -42,16 +43,31 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
     return problems
 
 
-def reward_warnings(spec: RunSpec) -> list[str]:
+def reward_warnings(spec: RunSpec, prompts: Sequence[Prompt]) -> list[str]:
     """Warnings about rewards that are allowed but doubtful."""
     warnings = []
     for index, reward in enumerate(spec.rewards):
         if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= spec.generation.max_tokens:
             what = f"no response is longer than free_tokens ({reward.free_tokens}), so it is always 0"
             warnings.append(f"rewards.{index}: {what}")
+        if isinstance(reward, FormatSpec):
+            own = [prompt for prompt in prompts if reward.scores(prompt.source)]
+            warnings += [f"rewards.{index}: {what}" for what in _opening_warnings(reward, own)]
         if isinstance(reward, CodeSpec):
             warnings += [f"rewards.{index}: {what}" for what in protection().warnings()]
     return warnings
+
+
+def _opening_warnings(reward: FormatSpec, prompts: Sequence[Prompt]) -> list[str]:
+    """Where the prompts and `opened` disagree about who writes the first tag: the reward is always 0 there."""
+    tag = f"<{reward.tags[0]}>"
+    odd = [prompt for prompt in prompts if prompt.text.rstrip().endswith(tag) != reward.opened]
+    if not odd:
+        return []
+    where = f"{len(odd)} of {len(prompts)} prompts, first {odd[0].where or odd[0].prompt_id}"
+    if reward.opened:
+        return [f"`opened` is true, but {where}, do not end with `{tag}`: no response can have the format there"]
+    return [f"{where}, end with `{tag}`, so responses start inside of it and have no format: set `opened: true`"]
 
 
 def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
@@ -65,11 +81,21 @@ def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
 
 def _faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:
     if isinstance(reward, RewardModelSpec):
-        return _model_faults(reward)
+        return [*_prompt_faults(reward, prompts), *_model_faults(reward)]
     try:
         return checker(reward, hosts).problems(prompts)
     except RewardError as error:
         return [error.what]
+
+
+def _prompt_faults(reward: RewardModelSpec, prompts: Sequence[Prompt]) -> list[str]:
+    if reward.prompt_field is None:
+        return []
+    kinds = (str, list) if reward.chat_template else (str,)
+    needed = "a text or a list of messages is needed" if reward.chat_template else "a text is needed"
+    faults = column_problems(reward.prompt_field, prompts, lambda value: isinstance(value, kinds), needed)
+    hint = "Without `prompt_field` the prompt is scored as the policy saw it"
+    return [f"{fault.rstrip(' .')}. {hint}" for fault in faults]
 
 
 def _model_faults(reward: RewardModelSpec) -> list[str]:

@@ -146,3 +146,21 @@ def test_any_text_in_rows_and_errors_can_be_shown(spec, write_rows, tmp_path, en
         cause = shown
     arrow = "→" if how else "\\u2192"
     assert f"ValueError: caf\\udce9\\x1b[2J w1 \\udcff\\x00{arrow}\\udfff" in cause
+
+
+def test_a_reward_model_reads_the_prompt_of_the_row_as_in_a_run(spec, write_rows):
+    """docs/supervised.md's `prompt_field: prompt`: a run keeps the prompt in its columns if a template renders it."""
+    spec.write_text(
+        spec.read_text()
+        .replace("id_field: id}", "id_field: id, chat_template: true}")
+        .replace(
+            "- type: exact_match\n",
+            "- {type: reward_model, path: /no/model, prompt_field: prompt, chat_template: true}\n",
+        )
+    )
+    rows = [{"prompt": "w9", "response": "w1"}, {"prompt": 7, "response": "w1"}]
+    result = invoke(spec, write_rows(rows[:1], "samples.jsonl"))
+    assert "KeyError" not in result.output
+    assert "the column `prompt`" not in result.stderr
+    result = invoke(spec, write_rows(rows, "samples.jsonl"))
+    assert "samples.jsonl:2" in result.stderr

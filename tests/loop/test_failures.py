@@ -14,7 +14,7 @@ from fakes.fleet import group
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.grpo import GRPO
 from rlhfless.algorithms.statistics import STD_FLOOR
-from rlhfless.loop.failures import LOGGED_PER_STEP, LOGPROBS, added_up, readable, without_failures
+from rlhfless.loop.failures import LOGPROBS, added_up, readable, without_failures
 from rlhfless.loop.summary import reward_metrics
 from rlhfless.records import Experience, Group, Score
 from rlhfless.rewards import RewardError
@@ -109,12 +109,15 @@ def test_scores_of_two_functions_add_up() -> None:
     ]
 
 
-def test_failures_are_logged_with_their_samples_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reward_that_fails_has_one_line_per_step(caplog: pytest.LogCaptureFixture) -> None:
+    other = Score(0.0, {}, {"judge": "too late", "format": "broken"})
     with caplog.at_level(logging.WARNING):
-        without_failures(experience([BAD] * (LOGGED_PER_STEP + 3), [OK] * 2), DROP, 7)
-    assert len(caplog.messages) == LOGGED_PER_STEP + 1
-    assert caplog.messages[0] == "step 7: reward 'judge' failed on sample 0 of prompt 'p0': no answer"
-    assert caplog.messages[-1] == "step 7: rewards failed on 3 more samples"
+        without_failures(experience([OK] * 20, [BAD] * 13 + [other] + [OK] * 2), DROP, 7)
+    assert caplog.messages == [
+        "step 7: reward 'judge' failed on 14 of 36 samples; sample 0 of prompt 'p1': no answer; 2 different causes "
+        "(all: rlhfless trace samples RUN --step 7 --failed)",
+        "step 7: reward 'format' failed on 1 of 36 samples; sample 13 of prompt 'p1': broken",
+    ]
 
 
 def test_metrics_are_over_the_samples_that_have_a_part() -> None:
