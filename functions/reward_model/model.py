@@ -1,12 +1,14 @@
 """A sequence-classification model with one label as a reward.
 
-A response's score depends on its own sequence alone: sequences are padded on the right under a mask, so neighbours
-change it by rounding at most. The model may be split over ranks (rlhfless.functions.sharding), each of which scores its
-share of the sequences; all of them run as many forward passes.
+The score is read at a sequence's last token, which is found by its length, whatever token it is. It depends on its own
+sequence alone: sequences are padded on the right under a mask, so neighbours change it by rounding at most. The model
+may be split over ranks (rlhfless.functions.sharding), each of which scores its share of the sequences; all of them run
+as many forward passes.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +24,13 @@ from rlhfless.functions import sharding
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.parking import kept_by
-from rlhfless.functions.policy import TORCH_DTYPES
+from rlhfless.functions.policy import CHECK_TOLERANCE, TORCH_DTYPES
 from rlhfless.records.fields import field_value
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
 from rlhfless.spec.errors import InputError, first_line
+
+log = logging.getLogger(__name__)
 
 _POSITIONS = re.compile(r"position|wpe")
 """In the names of learned tables of positions: `wpe` (GPT-2), `embed_positions` (OPT), `position_embeddings` (BERT)."""
@@ -34,7 +38,7 @@ _POSITIONS = re.compile(r"position|wpe")
 
 class RewardModel:
     """Loads `spec.path`; with a mesh, this rank's part of it. Raises RewardError if weights are missing, odd or not
-    finite, its head has not one label, or it has no padding token. *Collective* with a mesh."""
+    finite, or its head has not one label. *Collective* with a mesh."""
 
     def __init__(self, spec: RewardModelSpec, *, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
@@ -58,19 +62,31 @@ class RewardModel:
             raise self._error(f"is no whole reward model: {what}") from error
         if model.config.num_labels != 1:
             raise self._error(f"has {model.config.num_labels} labels; a reward model has one, its score")
-        pad = self._tokenizer.pad_token_id
-        self._pad = self._tokenizer.eos_token_id if pad is None else pad
-        if self._pad is None:
-            raise self._error("has a tokenizer with neither a padding nor an end-of-sequence token")
         if spec.chat_template and not self._tokenizer.chat_template:
             raise self._error("has no chat template; leave `chat_template` out")
-        # Decoders find the last token of a sequence by it.
-        model.config.get_text_config().pad_token_id = self._pad
         self._model: Any = model.eval().to(self._device)
+        self._configs = (model.config, model.config.get_text_config())
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         tables = (table for name, table in model.named_modules() if isinstance(table, torch.nn.Embedding)
                   and _POSITIONS.search(name))  # fmt: skip
         self._positions = min((table.num_embeddings for table in tables), default=math.inf)
         """Tokens that it can take, where it has learned a table of them."""
+        self._pads = self._scores_padded_sequences()
+
+    def _scores_padded_sequences(self) -> bool:
+        """Whether padding leaves a score as it is. It does not in a model that scores the last position of a row, such
+        as XLNet, whose sequences are padded on the left. *Collective* with a mesh."""
+        short, long = ([number % self._vocabulary for number in range(1, 1 + length)] for length in (3, 8))
+        (alone,), (_, padded) = self._forward([short]), self._forward([long, short])
+        if self._mesh is not None:
+            sharding.settle(self._model)
+        if isinstance(alone, Failed) or isinstance(padded, Failed):
+            return True  # samples will say what is wrong
+        limit = CHECK_TOLERANCE[TORCH_DTYPES[self._spec.dtype]] * max(abs(alone), abs(padded))
+        if abs(alone - padded) <= limit:
+            return True
+        log.info("reward model %r scores padded sequences otherwise; a batch has one length", self._spec.path)
+        return False
 
     def score(self, samples: Sequence[RewardSample]) -> list[Outcome | None]:
         """One outcome per sample, in their order, None if it is not for it; of a model that is not split."""
@@ -106,7 +122,9 @@ class RewardModel:
         ranks, rank = (1, 0) if self._mesh is None else (self._mesh.size(), self._mesh.get_local_rank())
         order = sorted(lengths, key=lambda index: -lengths[index])
         shares = [{index: lengths[index] for index in order[number::ranks]} for number in range(ranks)]
-        passes = [list(_batches(share, self._spec.micro_batch_tokens)) for share in shares]
+        # Fewer rows than there are tokens: one of them ends no sequence, and pads.
+        limits = self._spec.micro_batch_tokens, max(self._vocabulary - 1, 1)
+        passes = [list(_batches(share, *limits, one_length=not self._pads)) for share in shares]
         return passes[rank] + [[]] * (max(map(len, passes)) - len(passes[rank]))
 
     def _tokens(self, sample: RewardSample) -> list[int]:
@@ -132,10 +150,21 @@ class RewardModel:
             raise ValueError(f"{len(ids)} tokens, and it knows {self._positions} positions")
         return ids
 
+    def _padding(self, sequences: Sequence[list[int]]) -> int:
+        """A token that ends no sequence, and is in none if possible. transformers takes a sequence's score where the
+        last token is that is not `pad_token_id`: with a token of the text, such as an end-of-sequence token that also
+        pads, that would be another one than the last."""
+        inside, last = set().union(*sequences), {ids[-1] for ids in sequences}
+        own = self._tokenizer.pad_token_id
+        tokens = [*([] if own is None or own >= self._vocabulary else [own]), *range(self._vocabulary)]
+        return next((t for t in tokens if t not in inside), next((t for t in tokens if t not in last), 0))
+
     @torch.no_grad()
     def _forward(self, sequences: Sequence[list[int]]) -> list[Outcome]:
-        width = max(map(len, sequences))
-        tokens = torch.full((len(sequences), width), self._pad)
+        width, pad = max(map(len, sequences)), self._padding(sequences)
+        for config in self._configs:
+            config.pad_token_id = pad
+        tokens = torch.full((len(sequences), width), pad)
         mask = torch.zeros(len(sequences), width, dtype=torch.long)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)] = torch.tensor(ids)
@@ -155,12 +184,15 @@ class RewardModel:
         return RewardError(self._spec.label, f"{self._spec.path!r} {what}")
 
 
-def _batches(lengths: Mapping[int, int], most_tokens: int) -> Iterator[list[int]]:
+def _batches(
+    lengths: Mapping[int, int], most_tokens: int, most_rows: int, *, one_length: bool = False
+) -> Iterator[list[int]]:
     """Sequences by length, longest first, in batches whose padded size is at most `most_tokens` (or one sequence)."""
     batch: list[int] = []
     width = 0
     for index in sorted(lengths, key=lambda index: -lengths[index]):
-        if batch and width * (len(batch) + 1) > most_tokens:
+        full = width * (len(batch) + 1) > most_tokens or len(batch) >= most_rows
+        if batch and (full or (one_length and lengths[index] != width)):
             yield batch
             batch = []
         width = width if batch else lengths[index]

@@ -153,8 +153,9 @@ def make_supervised(model: str, rendezvous: Path, rank: int = 0, world_size: int
     specs = {"optimizer": AdamWSpec(learning_rate=1e-3), "run_type": "dpo", "dpo": DPOSpec()}
     specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
     timeout_s = changes.pop("timeout_s", 60)
+    model_options = changes.pop("model_options", {})
     return SupervisedRank(
-        ModelSpec(path=model),
+        ModelSpec(path=model, **model_options),
         LearnerSpec(**({"threads": 1} | changes)),
         **specs,
         rank=rank,
