@@ -7,8 +7,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,18 +38,29 @@ def run(
         Path | None,
         typer.Option("--resume", metavar="RUN", help="Folder of a run that was interrupted: go on where it was."),
     ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-changed",
+            metavar="WHAT",
+            help="With --resume: go on although this has changed: data, model, code, or schedule (learning rates).",
+        ),
+    ] = None,
 ) -> None:
     """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
+    from rlhfless.loop.resuming import hold_inputs
     from rlhfless.prepare.memory.assumed import on_these_devices
     from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
+
+    allowed = _allowed(allow_changed or (), resume)
 
     os.umask(OTHERS)
     # Users' own rewards are imported from the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if resume is not None:
-        loaded, folder = resumed(resume, spec, overrides or ())
+        loaded, folder = resumed(resume, spec, overrides or (), allowed)
     elif spec is not None:
         loaded = load_spec(spec, overrides or ())
         folder = Path(loaded.output) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -58,8 +70,24 @@ def run(
     loaded, _ = on_these_devices(loaded)
     prepared = preflight(loaded)
     private(folder)
+    changed = hold_inputs(loaded, folder, allowed)
+    prepared = replace(prepared, warnings=(*prepared.warnings, *changed))
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
     _run(loaded, prepared, folder)
+
+
+def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
+    """What --allow-changed names. Raises BadParameter."""
+    from rlhfless.loop.resuming import ALLOWABLE
+    from rlhfless.spec.explain import nearest
+
+    if kinds and resume is None:
+        raise typer.BadParameter("is for a run with --resume", param_hint="--allow-changed")
+    for kind in kinds:
+        if kind not in ALLOWABLE:
+            what = f"{kind!r} is not one of {', '.join(ALLOWABLE)}. {nearest(kind, ALLOWABLE)}".rstrip()
+            raise typer.BadParameter(what, param_hint="--allow-changed")
+    return frozenset(kinds)
 
 
 def _require_unicode(folder: Path) -> None:
@@ -72,11 +100,16 @@ def _require_unicode(folder: Path) -> None:
         raise InputError("the run's folder cannot be used", [Problem("output", what, hint)])
 
 
-def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tuple[RunSpec, Path]:
-    """Spec and folder of a run to resume; the spec is the run's own unless another is given.
+def resumed(
+    run_folder: Path, spec: Path | None, overrides: Sequence[str], allowed: Collection[str] = ()
+) -> tuple[RunSpec, Path]:
+    """Spec and folder of a run to resume; the spec is the run's own unless another is given. `allowed`: what
+    --allow-changed names.
 
-    Raises InputError if there is nothing to resume, or if the spec differs in a field that must not change.
+    Raises InputError if there is nothing to resume, if the spec differs in a field that must not change, or if its
+    number of steps would change the learning rates without `schedule` being allowed.
     """
+    from rlhfless.loop.resuming import SCHEDULE, schedule_problems
     from rlhfless.prepare.memory.settled import as_settled
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
@@ -99,6 +132,9 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
     if newest is not None and newest.notes.step >= loaded.steps:
         what = f"{loaded.steps}, and the run has done {newest.notes.step}: nothing is left to do"
         raise InputError("--resume", [Problem("steps", what, "go further with, say, `--set steps=...`")])
+    problems = schedule_problems(before, loaded, newest.notes.step if newest is not None else 0)
+    if problems and SCHEDULE not in allowed:
+        raise InputError("--resume", problems)
     return loaded, folder
 
 

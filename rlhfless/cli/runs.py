@@ -216,6 +216,10 @@ def resume(
     limits: Annotated[
         list[str] | None, typer.Option("--limit", metavar="KEY=VALUE", help="A new limit, such as max_cost_usd=20.")
     ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option("--allow-changed", metavar="WHAT", help="Go on although this has changed: data, model or code."),
+    ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -224,7 +228,7 @@ def resume(
 
     raised = {name: document.parse_value(value) for name, value in map(_label, limits or ())}
     with _client(url) as client:
-        _print_run(client.resume_run(_id(client, run), raised or None), as_json)
+        _print_run(client.resume_run(_id(client, run), raised or None, allow_changed or ()), as_json)
 
 
 def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:

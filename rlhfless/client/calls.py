@@ -150,10 +150,14 @@ def pause_run(run_id: str) -> ClientCall[RunObject]:
     return ClientCall("POST", f"/v1/runs/{run_id}/pause", RunObject)
 
 
-def resume_run(run_id: str, limits: Mapping[str, Any] | None = None) -> ClientCall[RunObject]:
-    """Queue a paused run again; `limits` replace those of its spec, and None removes one."""
-    body = {"limits": dict(limits)} if limits else None
-    return ClientCall("POST", f"/v1/runs/{run_id}/resume", RunObject, body=body)
+def resume_run(
+    run_id: str, limits: Mapping[str, Any] | None = None, allow_changed: Sequence[str] = ()
+) -> ClientCall[RunObject]:
+    """Queue a paused run again; `limits` replace those of its spec, and None removes one. `allow_changed`: which of
+    `data`, `model` and `code` may have changed since the run began."""
+    body: dict[str, Any] = {"limits": dict(limits)} if limits else {}
+    body |= {"allow_changed": list(allow_changed)} if allow_changed else {}
+    return ClientCall("POST", f"/v1/runs/{run_id}/resume", RunObject, body=body or None)
 
 
 def delete_run(run_id: str) -> ClientCall[None]:

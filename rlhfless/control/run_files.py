@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhfless.folders import replace_text
@@ -13,6 +15,24 @@ FIND_S = 5.0
 of a folder for a few seconds."""
 
 CHECK_S = 0.25
+
+
+ALLOWED_FILE = "allow-changed.json"
+"""The kinds of inputs that a user has allowed to change, until the run's next driver has taken them."""
+
+
+def allow_changed(folder: Path, kinds: Sequence[str]) -> None:
+    """Note what may have changed when the run is resumed. A run that has no folder has read nothing yet."""
+    if folder.is_dir():
+        replace_text(folder / ALLOWED_FILE, json.dumps(kinds))
+
+
+def allowed_in(folder: Path) -> frozenset[str]:
+    """What was noted. The driver removes the file once it has accepted the changes."""
+    try:
+        return frozenset(map(str, json.loads((folder / ALLOWED_FILE).read_text("utf-8"))))
+    except (OSError, ValueError, TypeError):
+        return frozenset()
 
 
 def trace_of(run_folder: str) -> str | None:

@@ -13,18 +13,15 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from pydantic import BaseModel
 
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.folders import private
-from rlhfless.spec import EngineSpec, RunSpec
+from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
-from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.imports import TargetError, load_target
-from rlhfless.spec.rewards import PythonRewardSpec
+from rlhfless.spec.targets import targets
 
 SUFFIX = ".py"
 """Only modules are sent: other files beside them may be data, models or secrets."""
@@ -41,26 +38,6 @@ IMPORT_S = 120.0
 
 class CodeNotThere(UserError):
     """Modules that the spec names cannot be brought to the nodes, or not imported there."""
-
-
-def targets(spec: BaseModel) -> tuple[str, ...]:
-    """The import paths of all parts of the spec that are the user's own."""
-    return tuple(sorted(set(_targets(spec))))
-
-
-def _targets(value: object) -> Iterator[str]:
-    if isinstance(value, OwnSpec):
-        yield value.type
-    elif isinstance(value, PythonRewardSpec):
-        yield value.target
-    elif isinstance(value, EngineSpec):
-        yield from (value.type,) if ":" in value.type else ()
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _targets(getattr(value, name))
-    elif isinstance(value, tuple | list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _targets(item)
 
 
 def gather_modules(spec: RunSpec, run_folder: Path) -> Path | None:

@@ -38,6 +38,7 @@ from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import Decision, FunctionName, FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
+from rlhfless.records.run_folder import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.function_kinds import name_of, place_run
@@ -58,8 +59,6 @@ log = logging.getLogger(__name__)
 
 REMOVE_S = 10.0
 """Longest wait for the nodes of a cluster to remove a run's weights: seconds to start a process, none for the files."""
-
-JOURNAL_FILE = "journal.sqlite"
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,62 @@ def test_another_spec_is_refused_by_name(interrupted):
 
 
 @pytest.fixture
+def begun(spec, monkeypatch, tmp_path):
+    """The folder of a run that `rlhfless run` began with a linear rate, and that has saved step 3 of 10."""
+    from rlhfless.cli import run
+    from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
+
+    attempts = []
+    monkeypatch.setattr(run, "_run", lambda spec, prepared, folder: attempts.append((spec, prepared.warnings, folder)))
+    monkeypatch.chdir(tmp_path)
+    result = invoke("run", spec, "--set", "steps=10", "--set", "optimizer.rate_schedule=linear")
+    assert result.exit_code == 0, result.output
+    folder = attempts.pop()[2]
+    checkpoint = Path(Checkpoints(folder / "checkpoints", 1).location(3))
+    checkpoint.mkdir(parents=True)
+    (checkpoint / NOTES_FILE).write_text(json.dumps(CheckpointNotes("run-1", 1, 3, "ab", None, {}).as_json()))
+    return folder, attempts
+
+
+def test_a_resume_takes_no_edited_data_without_a_word(begun, spec):
+    folder, attempts = begun
+    assert invoke("run", "--resume", folder).exit_code == 0
+    assert "began with" not in str(attempts.pop()[1])
+    data = spec.parent / "train.jsonl"
+    data.write_text(data.read_text().replace('"answer": 5', '"answer": 6'))
+    result = invoke("run", "--resume", folder)
+    assert result.exit_code == 2
+    assert "- prompts.path: " in result.stderr
+    assert "of 8 rows 1 changed, 0 removed, 0 added; the first is row 6" in result.stderr
+    assert attempts == []
+    assert invoke("run", "--resume", folder, "--allow-changed", "model").exit_code == 2
+    assert invoke("run", "--resume", folder, "--allow-changed", "data").exit_code == 0
+    assert "the change was allowed" in str(attempts.pop()[1])
+    assert invoke("run", "--resume", folder).exit_code == 0
+
+
+def test_other_steps_of_a_falling_rate_are_refused_until_they_are_allowed(begun):
+    folder, attempts = begun
+    before = (folder / "spec.yaml").read_text()
+    result = invoke("run", "--resume", folder, "--set", "steps=20")
+    assert result.exit_code == 2
+    # 1e-6 times 1 - 2 / 10, 1 - 3 / 20 and 1 - 3 / 10
+    assert "step 3 ended with a rate of 8e-07, and step 4 would go on with 8.5e-07 instead of 7e-07" in result.stderr
+    assert (folder / "spec.yaml").read_text() == before
+    assert invoke("run", "--resume", folder, "--set", "steps=20", "--allow-changed", "schedule").exit_code == 0
+    assert attempts.pop()[0].steps == 20
+    assert invoke("run", "--resume", folder).exit_code == 0
+
+
+@pytest.mark.parametrize(("word", "told"), [("dta", "did you mean `data`?"), ("", "is not one of data, model")])
+def test_what_may_change_is_named_by_its_word(begun, spec, word, told):
+    result = invoke("run", "--resume", begun[0], "--allow-changed", word)
+    assert result.exit_code == 2
+    assert told in " ".join(result.stderr.replace("│", " ").split())
+    assert "is for a run with --resume" in invoke("run", spec, "--allow-changed", "data").stderr
+
+
+@pytest.fixture
 def sized(tmp_path):
     """A spec whose model is a config alone: a plan needs no weights and no prompts."""
     (tmp_path / "sized").mkdir()

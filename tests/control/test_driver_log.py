@@ -13,6 +13,7 @@ from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import write_order
+from rlhfless.control.run_files import allow_changed, allowed_in
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.spec.errors import InputError, Problem
 
@@ -47,3 +48,36 @@ def test_the_end_of_a_run_in_its_log(
     assert undelivered(tmp_path, 0)[-1].data["status"] == status
     assert text.count(" ERROR ") == errors
     assert ("Traceback" in text) == has_traceback
+
+
+def test_a_driver_names_what_has_changed_and_takes_what_was_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[frozenset[str]] = []
+
+    def hold(_: object, folder: Path, allowed: frozenset[str]) -> list[str]:
+        asked.append(allowed)
+        if "data" not in allowed:
+            raise InputError("the run cannot resume", [Problem("prompts.path", "it has changed", "allow it")])
+        return ["prompts.path: it has changed, which was allowed"]
+
+    async def pauses(_: object) -> Any:
+        raise RunPaused(StopCause.PAUSE, "stopped after step 3")
+
+    monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: type("Prepared", (), {"warnings": ()})())
+    monkeypatch.setattr("rlhfless.control.driver.main.hold_inputs", hold)
+    monkeypatch.setattr("rlhfless.control.driver.main.execute", pauses)
+    monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
+    write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
+    drive(tmp_path)
+    ended = undelivered(tmp_path, 0)[-1].data
+    assert (ended["error"]["code"], ended["error"]["param"]) == ("invalid", "prompts.path")
+    allow_changed(tmp_path, ["data"])
+    drive(tmp_path)
+    items = undelivered(tmp_path, 0)
+    assert items[-1].data["status"] == "paused"
+    assert [item.data["message"] for item in items if item.data.get("level") == "warning"] == [
+        "prompts.path: it has changed, which was allowed"
+    ]
+    assert asked == [frozenset(), {"data"}]
+    assert allowed_in(tmp_path) == frozenset()

@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from fakes.standing import RUN, NoDrivers, Pushes, begun_run, until
+from rlhfless.control.run_files import allowed_in
+from rlhfless.control.settings import ServiceSettings
 
 STEP = {"step_s": 1.0, "reward_mean": 0.5}
 
@@ -53,6 +55,23 @@ def test_the_same_key_and_body_are_one_run_also_at_the_same_time(client: httpx.C
     other = client.post("/v1/runs", json=RUN | {"steps": 6}, headers={"Idempotency-Key": "once"})
     assert other.status_code == 409
     assert other.json()["error"]["code"] == "idempotency_conflict"
+
+
+def test_a_resume_may_allow_what_has_changed(
+    client: httpx.Client, drivers: NoDrivers, settings: ServiceSettings
+) -> None:
+    run, push = begun_run(client, drivers)
+    resume = f"/v1/runs/{run}/resume"
+    folder = settings.runs / run
+    folder.mkdir(parents=True, exist_ok=True)
+    push(("ended", {"status": "paused", "reason": "prompts.path has changed", "error": None}))
+    for wrong in ("data", ["dta"], [True], {"data": True}, ["schedule"]):
+        answer = client.post(resume, json={"allow_changed": wrong})
+        assert answer.status_code == 422
+        assert answer.json()["error"]["param"] == "allow_changed"
+    assert allowed_in(folder) == frozenset()
+    assert client.post(resume, json={"allow_changed": ["data", "code", "data"]}).status_code == 200
+    assert allowed_in(folder) == {"data", "code"}
 
 
 def test_lists_go_page_by_page_newest_first_and_are_filtered(client: httpx.Client) -> None:

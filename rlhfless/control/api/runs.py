@@ -24,10 +24,12 @@ from rlhfless.control.objects.common import ListObject
 from rlhfless.control.objects.runs import RunObject
 from rlhfless.control.posted import accepted_spec, posted_spec
 from rlhfless.control.retention import remove_folder
+from rlhfless.control.run_files import allow_changed
 from rlhfless.control.run_order import RunOrder, ordered_runs
 from rlhfless.control.security.keys import Caller
 from rlhfless.control.service import Service
 from rlhfless.loop.limits import Spent, reached
+from rlhfless.prepare.inputs import KINDS
 from rlhfless.spec import LimitsSpec, RunSpec
 from rlhfless.spec.explain import shown
 
@@ -175,15 +177,25 @@ async def resume_run(
     service: OfService,
     caller: Runs,
     run_id: str,
-    changes: Annotated[dict[str, Any] | None, Body(description="`limits`, to raise the one that was reached.")] = None,
+    changes: Annotated[
+        dict[str, Any] | None,
+        Body(
+            description="`limits`, to raise the one that was reached; `allow_changed`, a list of `data`, `model` and "
+            "`code` that may have changed since the run began."
+        ),
+    ] = None,
 ) -> RunObject:
     """Queue a run again; it goes on after its newest checkpoint. `limits` replace those of its spec, and null removes
-    one. Idempotent."""
+    one. If files that it reads have changed, it pauses again and names them, unless `allow_changed` has them.
+    Idempotent."""
+    allowed = allowed_of(changes or {})
 
     def change(session: Session) -> None:
         row = store.run_of(session, run_id)
+        if allowed and row.status in (Status.PAUSED, Status.QUEUED):
+            allow_changed(Path(row.folder), allowed)
         changed = row.spec | changes_of(row.spec, changes or {})
-        if changes:
+        if "limits" in (changes or {}):
             posted_spec(changed, service.settings)
         limits = LimitsSpec.model_validate(changed.get("limits") or {})
         if row.status == Status.PAUSED:
@@ -213,12 +225,22 @@ def require_below_limits(run: RunRow, limits: LimitsSpec, changed: bool) -> None
 def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """The keys of a spec that change when its run is resumed. Raises ApiError (422)."""
     for name in changes:
-        if name != "limits":
-            raise ApiError(422, "invalid_request", f"{name!r} cannot change when a run is resumed; `limits` can", name)
+        if name not in ("limits", "allow_changed"):
+            message = f"{name!r} cannot change when a run is resumed; `limits` can, and what `allow_changed` lists"
+            raise ApiError(422, "invalid_request", message, name)
     limits = changes.get("limits", {})
     if not isinstance(limits, dict):
         raise ApiError(422, "invalid_request", f"limits: {shown(limits)}: should be a dictionary", "limits")
     return {"limits": (spec.get("limits") or {}) | limits} if limits else {}
+
+
+def allowed_of(changes: dict[str, Any]) -> tuple[str, ...]:
+    """What may have changed when a run is resumed. Raises ApiError (422)."""
+    kinds = changes.get("allow_changed", [])
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
+        message = f"allow_changed: {shown(kinds)}: should be a list of {', '.join(KINDS)}"
+        raise ApiError(422, "invalid_request", message, "allow_changed")
+    return tuple(dict.fromkeys(kinds))
 
 
 def require_own(caller: Caller, run: RunRow) -> None:

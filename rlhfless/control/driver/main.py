@@ -22,7 +22,7 @@ from rlhfless.control.driver.reporter import Reporter
 from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.memory import use_reserve
-from rlhfless.control.run_files import leave_mark
+from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
 from rlhfless.control.security.keys import hashed
 from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
@@ -30,6 +30,7 @@ from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.loop.driver import execute
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.loop.host import RunPaused, StopCause
+from rlhfless.loop.resuming import hold_inputs
 from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.prepare.preflight import Prepared, preflight
@@ -181,6 +182,10 @@ class _Attempt:
         try:
             with reporter.waiting("checking model, prompts and rewards"):
                 prepared = await asyncio.to_thread(self._prepare, spec)
+                changed = await asyncio.to_thread(hold_inputs, spec, self._folder, allowed_in(self._folder))
+            (self._folder / ALLOWED_FILE).unlink(missing_ok=True)
+            for warning in changed:
+                reporter.put("message", level="warning", message=warning)
             if not (self._folder / SPEC_FILE).exists():
                 for warning in prepared.warnings:
                     reporter.put("message", level="warning", message=warning)

@@ -1,0 +1,98 @@
+"""What must not change without a word between two attempts of a run: its inputs, and its learning rates.
+
+The inputs are recorded in the run's folder at its start (`inputs.json`), and compared by every later attempt, whether a
+user resumes the run or the service starts another driver after a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from rlhfless.folders import replace_text
+from rlhfless.functions.training.learning_rate import learning_rate
+from rlhfless.prepare.inputs import KINDS, as_json, changes, from_json, inputs_of
+from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
+from rlhfless.records.journal import has_rollouts
+from rlhfless.records.run_folder import JOURNAL_FILE
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.run import OPTIMIZER_KEYS
+
+INPUTS_FILE = "inputs.json"
+
+SCHEDULE = "schedule"
+ALLOWABLE = (*KINDS, SCHEDULE)
+"""What `--allow-changed` can name. A service has no `schedule`: the steps of its runs do not change."""
+
+ALLOWED = "the change was allowed, and the run goes on with it"
+
+NOT_RECORDED = (
+    "the inputs of this run were not recorded at its start, so whether its data, model or code have changed since is "
+    "not known; they are recorded from now on"
+)
+
+
+def hold_inputs(spec: RunSpec, folder: Path, allowed: Collection[str] = ()) -> list[str]:
+    """Record what the run reads, or compare it with the record if the run has begun; returns warnings.
+
+    `allowed`: the KINDS that may have changed. Raises InputError if others have.
+    """
+    now, file = inputs_of(spec), folder / INPUTS_FILE
+    warnings = []
+    if _has_begun(spec, folder):
+        try:
+            before = from_json(file.read_text("utf-8"))
+        except (OSError, ValueError, TypeError):
+            before, warnings = [], [NOT_RECORDED]
+        found = changes(before, now)
+        problems = [Problem(each.field, each.what, _hint(each.kind)) for each in found if each.kind not in allowed]
+        if problems:
+            raise InputError("the run cannot resume: what it reads has changed", problems)
+        warnings += [f"{each.field}: {each.what}; {ALLOWED}" for each in found]
+    replace_text(file, as_json(now))
+    return warnings
+
+
+def _hint(kind: str) -> str:
+    return (
+        f"put it back, start a run of its own, or allow the change: `--allow-changed {kind}`, or "
+        f'{{"allow_changed": ["{kind}"]}} with the API\'s resume'
+    )
+
+
+def _has_begun(spec: RunSpec, folder: Path) -> bool:
+    """Whether the run has drawn or learned anything."""
+    if has_rollouts(folder / JOURNAL_FILE):
+        return True
+    try:
+        return checkpoints_of(folder, spec.checkpoint).newest() is not None
+    except CheckpointError:
+        return True
+
+
+def schedule_problems(before: RunSpec, now: RunSpec, done: int) -> list[Problem]:
+    """A problem for each optimiser whose rates depend on `steps`, which has changed after `done` steps."""
+    if before.steps == now.steps or not done:
+        return []
+    problems = []
+    for function, optimizer in before.optimizers.items():
+        if optimizer.rate_schedule == "constant":
+            continue
+        updates = max(before.model_copy(update={"steps": done}).planned_updates(function), 0)
+        planned, planned_now = before.planned_updates(function), now.planned_updates(function)
+        last = learning_rate(optimizer, updates, planned) if updates else 0.0
+        next_before = learning_rate(optimizer, updates + 1, planned)
+        next_now = learning_rate(optimizer, updates + 1, planned_now)
+        key = OPTIMIZER_KEYS[function]
+        what = (
+            f"{now.steps}, but the run began with {before.steps}, and {key}.rate_schedule is "
+            f"{optimizer.rate_schedule}: step {done} ended with a rate of {last:.3g}, and step {done + 1} would go on "
+            f"with {next_now:.3g} instead of {next_before:.3g}"
+        )
+        hint = (
+            f"set it back to {before.steps}, start a run of its own from the checkpoint, or accept these rates with "
+            f"`--allow-changed {SCHEDULE}`"
+        )
+        problems.append(Problem("steps", what, hint))
+    return problems

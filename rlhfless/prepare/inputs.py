@@ -1,0 +1,257 @@
+"""Identity of what a run reads: digests of its data, models and code, to compare when it is resumed.
+
+Files are digested by their content. Of a weight file above FULL_BYTES that is its size, its head and SAMPLES blocks
+spread over it: reading it whole would take longer than loading the model. A name of the hub stands for its commit.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from rlhfless.prepare.own_code import code_files
+from rlhfless.spec import RunSpec
+from rlhfless.spec.data import is_path
+from rlhfless.spec.targets import fields_of_targets
+
+Kind = Literal["data", "model", "code"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+FULL_BYTES = 64 << 20
+SAMPLES, SAMPLE_BYTES = 64, 64 << 10
+
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+MODEL_FILES = WEIGHTS | {".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".vocab"}
+"""Suffixes of the files of a model folder that are read; README and the like may change."""
+
+ROW_BYTES = 8
+"""Of a row's digest: two of a million rows are equal by chance once in 37 million data sets."""
+
+MOST_PARQUET_ROWS = 100_000
+"""Rows of a Parquet file that are digested one by one; of larger ones only the file is."""
+
+MOST_ALIGNED = 2_000
+"""Longest lists of rows that are aligned to count their differences, in quadratic time."""
+
+SHOWN = 12
+"""Hexadecimal digits of a digest in a message."""
+
+REVISION = "revision"
+"""The entry of `files` that has the commit of a name of the hub."""
+
+HUB_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunInput:
+    """One input."""
+
+    field: str
+    """The dotted field of the spec that names it."""
+    kind: Kind
+    path: str
+    """File, folder, name of the hub, or import path."""
+    files: Mapping[str, str]
+    """Digests by name: of a file under its own name, of a folder those below it, of a name of the hub its revision."""
+    rows: str = ""
+    """The digests of its rows in their order, ROW_BYTES each, in base64; empty if they are not known."""
+
+
+def inputs_of(spec: RunSpec) -> list[RunInput]:
+    """The inputs of a checked spec that can be digested."""
+    found = [
+        *(_data(field, path) for field, path in _data_paths(spec)),
+        *(RunInput(field, "model", path, _model(path)) for field, path in _model_paths(spec)),
+        *(RunInput(field, "code", target, code_files(target)) for field, target in fields_of_targets(spec).items()),
+    ]
+    return [each for each in found if each.files]
+
+
+def as_json(inputs: Sequence[RunInput]) -> str:
+    """The inputs as JSON."""
+    return json.dumps([asdict(each) for each in inputs], indent=1)
+
+
+def from_json(text: str) -> list[RunInput]:
+    """The inputs of `as_json`. Raises ValueError or TypeError."""
+    return [RunInput(**each) for each in json.loads(text)]
+
+
+def _data_paths(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    for field, path, _ in spec.data.files:
+        yield field, path
+    if spec.data.held_out is not None and spec.data.held_out.path is not None:
+        yield f"{spec.data.section}.held_out.path", spec.data.held_out.path
+    for i, each in enumerate(spec.evaluation.sets):
+        yield f"evaluation.sets.{i}.path", each.path
+
+
+def _model_paths(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    yield "model.path", spec.model.path
+    if spec.model.tokenizer is not None:
+        yield "model.tokenizer", spec.model.tokenizer
+    if spec.supervised:
+        return
+    for i, part in enumerate(spec.rewards):
+        if part.type == "reward_model":
+            yield f"rewards.{i}.path", part.path
+    if spec.critic is not None and spec.critic_source.path != spec.model.path:
+        yield "critic.model", spec.critic_source.path
+    drafter = getattr(spec.generation.speculation, "model", None)
+    if drafter is not None:
+        yield "generation.speculation.model", drafter
+
+
+def _data(field: str, path: str) -> RunInput:
+    if not is_path(path):
+        return RunInput(field, "data", path, _revision(_dataset_commit(path.partition(":")[0])))
+    file = Path(path)
+    if file.is_dir():
+        files = (each for each in sorted(file.rglob("*")) if each.is_file())
+        visible = (each for each in files if not any(part.startswith(".") for part in each.relative_to(file).parts))
+        return RunInput(field, "data", path, {str(each.relative_to(file)): _digest(each) for each in visible})
+    return RunInput(field, "data", path, {file.name: _digest(file)}, _row_digests(file))
+
+
+def _model(path: str) -> Mapping[str, str]:
+    if not is_path(path):
+        return _revision(_model_commit(path))
+    folder = Path(path)
+    files = sorted(each for each in folder.iterdir() if each.is_file() and each.suffix in MODEL_FILES)
+    return {each.name: _digest(each, sampled=each.suffix in WEIGHTS) for each in files}
+
+
+def _revision(commit: str) -> Mapping[str, str]:
+    return {REVISION: commit} if commit else {}
+
+
+def _model_commit(name: str) -> str:
+    """The commit of a model that was fetched; empty if it is not known."""
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(Exception):  # a cache may be anywhere, and broken in any way
+        file = try_to_load_from_cache(name, "config.json")
+        return Path(file).parent.name if isinstance(file, str) else ""
+    return ""
+
+
+def _dataset_commit(name: str) -> str:
+    """The newest commit of a data set of the hub, which is the one that is loaded; empty if it is not known."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return ""
+    with suppress(Exception):  # network errors of every kind
+        return HfApi().dataset_info(name, timeout=HUB_S).sha or ""
+    return ""
+
+
+def _digest(file: Path, *, sampled: bool = False) -> str:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if not sampled or size <= FULL_BYTES:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(SAMPLES):
+            stream.seek(i * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _row_digests(file: Path) -> str:
+    digests = b"".join(hashlib.blake2b(row, digest_size=ROW_BYTES).digest() for row in _rows(file))
+    return base64.b64encode(digests).decode()
+
+
+def _rows(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        if stream.read(4) != b"PAR1":
+            stream.seek(0)
+            yield from filter(None, map(bytes.strip, stream))
+            return
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(stream)
+        if table.metadata.num_rows <= MOST_PARQUET_ROWS:
+            for batch in table.iter_batches():
+                yield from (json.dumps(row, default=str, sort_keys=True).encode() for row in batch.to_pylist())
+
+
+@dataclass(frozen=True, slots=True)
+class InputChange:
+    """A difference between the inputs of two attempts of a run."""
+
+    field: str
+    kind: Kind
+    what: str
+    """Which files changed, with their digests, and how many rows."""
+
+
+def changes(before: Sequence[RunInput], now: Sequence[RunInput]) -> list[InputChange]:
+    """The inputs that are named as before, and are not the same. Where the spec names another path, or has a field
+    more or fewer, the spec is what has changed."""
+    known = {(each.field, each.path): each for each in before}
+    pairs = [(known.get((each.field, each.path)), each) for each in now]
+    return [
+        InputChange(new.field, new.kind, _told(old, new))
+        for old, new in pairs
+        if old is not None and dict(old.files) != dict(new.files)
+    ]
+
+
+def _told(old: RunInput, new: RunInput) -> str:
+    names = dict.fromkeys((*old.files, *new.files))
+    different = [name for name in names if old.files.get(name) != new.files.get(name)]
+    files = ", ".join(_told_file(name, old.files.get(name), new.files.get(name)) for name in different[:8])
+    more = f" and {len(different) - 8} more files" if len(different) > 8 else ""
+    rows = f": {_told_rows(_split(old.rows), _split(new.rows))}" if old.rows and new.rows else ""
+    return f"{new.path!r} is not what the run began with: {files}{more}{rows}"
+
+
+def _told_file(name: str, old: str | None, new: str | None) -> str:
+    if old is None:
+        return f"{name} is new"
+    if new is None:
+        return f"{name} is gone"
+    return f"{name} had {old[:SHOWN]} and has {new[:SHOWN]}"
+
+
+def _split(rows: str) -> list[bytes]:
+    digests = base64.b64decode(rows)
+    return [digests[i : i + ROW_BYTES] for i in range(0, len(digests), ROW_BYTES)]
+
+
+def _told_rows(old: Sequence[bytes], new: Sequence[bytes]) -> str:
+    """How many rows were changed in their place, added and removed, and where the first difference is."""
+    start = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    tails = zip(reversed(old[start:]), reversed(new[start:]), strict=False)
+    end = next((i for i, (a, b) in enumerate(tails) if a != b), min(len(old), len(new)) - start)
+    left, right = old[start : len(old) - end], new[start : len(new) - end]
+    if not left and not right:
+        return f"the same {len(new)} rows, written otherwise"
+    if Counter(left) == Counter(right):
+        return f"the same {len(new)} rows in another order"
+    changed, added, removed = _counts(left, right)
+    return f"of {len(old)} rows {changed} changed, {removed} removed, {added} added; the first is row {start + 1}"
+
+
+def _counts(old: Sequence[bytes], new: Sequence[bytes]) -> tuple[int, int, int]:
+    """Rows that were changed, added and removed. Of long lists a row that is gone counts as the one that came."""
+    if max(len(old), len(new)) > MOST_ALIGNED:
+        gone, come = (Counter(old) - Counter(new)).total(), (Counter(new) - Counter(old)).total()
+        changed = min(gone, come)
+        return changed, come - changed, gone - changed
+    changed = added = removed = 0
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag != "equal":
+            both = min(i2 - i1, j2 - j1)
+            changed, added, removed = changed + both, added + (j2 - j1) - both, removed + (i2 - i1) - both
+    return changed, added, removed
