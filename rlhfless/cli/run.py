@@ -51,14 +51,15 @@ def run(
     from rlhfless.loop.resuming import hold_inputs
     from rlhfless.prepare.memory.assumed import on_these_devices
     from rlhfless.prepare.preflight import preflight
-    from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
+    from rlhfless.spec.imports import folders_in_use
+    from rlhfless.spec.load import IMPORTS_FILE, SPEC_FILE, load_spec, resolved_yaml
 
     allowed = _allowed(allow_changed or (), resume)
 
     os.umask(OTHERS)
-    # Users' own rewards are imported from the current folder.
+    # Users' own modules are imported from the current folder, and before it from the spec's.
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     if resume is not None:
         loaded, folder = resumed(resume, spec, overrides or (), allowed)
     elif spec is not None:
@@ -73,6 +74,8 @@ def run(
     changed = hold_inputs(loaded, folder, allowed)
     prepared = replace(prepared, warnings=(*prepared.warnings, *changed))
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
+    if folders := folders_in_use():
+        (folder / IMPORTS_FILE).write_text("\n".join(folders), "utf-8")
     _run(loaded, prepared, folder)
 
 

@@ -1,8 +1,8 @@
 """From `package.module:name` to the object: code of the user that a spec names.
 
-The current folder is searched last, so that a user's own file is found without being installed and cannot hide an
-installed package of the same name. Other processes have another current folder: they are given `import_paths()` and
-call `add_import_paths` before they import code of the user.
+The folder of the spec and then the current folder are searched last, so that a user's own file is found without being
+installed and cannot hide an installed package of the same name. Other processes have another current folder: they are
+given `import_paths()` and call `add_import_paths` before they import code of the user.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ _NOT_THEIRS = (
 )
 
 
+_spec_folders: list[str] = []
+"""The folders of the spec that was read last."""
+
+
 class TargetError(Exception):
     """The target cannot be imported; `what` says which part of it fails, and why."""
 
@@ -41,6 +45,23 @@ class TargetError(Exception):
 
     def __str__(self) -> str:
         return f"{self.what}. {self.hint}".rstrip(" .")
+
+
+def search_in(folders: Iterable[str]) -> None:
+    """Look for the user's modules in the folders of a spec too, before the current folder; no longer in those of the
+    spec before."""
+    for folder in set(_spec_folders) & set(sys.path):
+        sys.path.remove(folder)
+    _spec_folders[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    current = os.getcwd()
+    place = sys.path.index(current) if current in sys.path[1:] else len(sys.path)
+    sys.path[place:place] = _spec_folders
+
+
+def folders_in_use() -> list[str]:
+    """The folders of the spec from which modules were imported."""
+    files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+    return [folder for folder in _spec_folders if any(file.startswith(folder + os.sep) for file in files)]
 
 
 def load_target(target: str) -> Any:
@@ -102,8 +123,10 @@ def _module(target: str, module_name: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
-            what = f"{target!r}: there is no module {missing!r}, installed or in {current}"
-            raise TargetError(what, "Start from its folder, or add that to PYTHONPATH") from error
+            folders = " or ".join(dict.fromkeys([*_spec_folders, current]))
+            what = f"{target!r}: there is no module {missing!r}, installed or in {folders}"
+            hint = "Modules are searched in the spec's folder, in the current folder and on PYTHONPATH"
+            raise TargetError(what, hint) from error
         what = f"{target!r}: importing {module_name!r} needs the module {missing!r}, which is not installed"
         raise TargetError(what) from error
     except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported

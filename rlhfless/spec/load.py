@@ -1,6 +1,7 @@
 """From a spec file and overrides to a `RunSpec`, with every problem reported at once.
 
-Relative paths in a file are relative to the file's folder, so that a spec works from anywhere. Paths in an override are
+Relative paths in a file are relative to the file's folder, and modules that it names are searched there, so that a spec
+works from anywhere. Paths in an override are
 relative to the current folder, as a shell completes them. A name that is not a path there (`Qwen/Qwen3-0.6B`) is left
 unchanged: it may be a hub name. Output paths are always relative to the current folder.
 """
@@ -19,6 +20,7 @@ from rlhfless.spec import document
 from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted
 from rlhfless.spec.errors import Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
+from rlhfless.spec.imports import search_in
 from rlhfless.spec.locations import locations
 from rlhfless.spec.run import RunSpec
 from rlhfless.text import storable
@@ -29,6 +31,9 @@ _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".ym
 
 SPEC_FILE = "spec.yaml"
 """The spec of a run, in its folder, with every default filled in."""
+
+IMPORTS_FILE = "imports.txt"
+"""The folders from which a run imports the user's modules, one a line, beside its spec, for when it is resumed."""
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -62,6 +67,8 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
 
     origins = dict(parsed.origins)
     _resolve_paths(data, path.absolute().parent)
+    recorded = path.with_name(IMPORTS_FILE)
+    search_in([*(recorded.read_text("utf-8").splitlines() if recorded.is_file() else ()), str(path.absolute().parent)])
     problems: list[Problem] = []
     for override in overrides:
         try:
