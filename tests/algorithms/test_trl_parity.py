@@ -12,12 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from fakes.fleet import group as group_of
 from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.base import LossInputs, algorithm_of
-from rlhfless.spec import DrGRPOSpec, GRPOSpec, GSPOSpec, ImportanceSpec, KLSpec
+from rlhfless.algorithms.batch import pack
+from rlhfless.algorithms.group_relative import group_advantages
+from rlhfless.records import Score
+from rlhfless.spec import CISPOSpec, DrGRPOSpec, GRPOSpec, GSPOSpec, ImportanceSpec, KLSpec, RLOOSpec, SAPOSpec
 
 VOCABULARY = 7
 ROWS = 6
@@ -81,15 +86,19 @@ def stand_in(algorithm: GRPOSpec, table: torch.Tensor, **settings) -> SimpleName
             num_processes=1, gather=lambda value: value, reduce=lambda value, **_: value, sync_gradients=True
         ),
         args=SimpleNamespace(
-            use_bias_correction_kl=settings.get("use_bias_correction_kl", True), delta=None, steps_per_generation=1
+            use_bias_correction_kl=settings.get("use_bias_correction_kl", True),
+            delta=settings.get("delta"),
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=1,
         ),
         aux_loss_enabled=False,
         beta=algorithm.kl.coefficient,
         current_gradient_accumulation_steps=1,
-        epsilon_low=algorithm.clip_low,
-        epsilon_high=algorithm.clip_high,
+        epsilon_low=getattr(algorithm, "clip_low", None),
+        epsilon_high=settings.get("epsilon_high", getattr(algorithm, "clip_high", None)),
         importance_sampling_level=level,
-        loss_type=LOSS_TYPES[algorithm.aggregation],
+        loss_type=settings.get("loss_type", LOSS_TYPES[algorithm.aggregation]),
         max_completion_length=algorithm.constant_tokens,
         model=SimpleNamespace(training=True),
         off_policy_mask_threshold=None,
@@ -182,18 +191,22 @@ KL = {"coefficient": 0.3, "estimator": "k3"}
         (GRPOSpec(kl=KLSpec(**KL, unbiased=True), aggregation="sequence"), {"use_bias_correction_kl": True}),
         (GRPOSpec(aggregation="sequence"), {}),
         (DrGRPOSpec(constant_tokens=20), {}),
+        (GRPOSpec(dual_clip=1.5), {"delta": 1.5}),
+        (CISPOSpec(weight_high=1.3), {"loss_type": "cispo", "epsilon_high": 1.3}),
+        (SAPOSpec(), {"loss_type": "sapo"}),
     ],
-    ids=["importance", "clip", "kl", "kl unbiased", "kl unbiased by sequence", "sequence", "dr_grpo"],
+    ids=lambda value: value.type if hasattr(value, "type") else " ".join(map(str, value)),
 )
 def test_two_mini_batches_as_trl(trl_compute_loss, algorithm, settings, seed):
     case = Case(seed)
     theirs, their_metrics = trl_run(trl_compute_loss, case, algorithm, **settings)
     ours, our_metrics = our_run(case, algorithm)
     assert_same(ours, theirs)
-    for name, their_name in (("clipped_low", "clip_ratio/low_mean"), ("clipped_high", "clip_ratio/high_mean")):
-        assert [metrics[name].item() for metrics in our_metrics] == pytest.approx(their_metrics[their_name])
     second = our_metrics[1]
-    if algorithm.aggregation == "token":
+    if algorithm.type == "grpo" and "delta" not in settings:  # with it TRL counts what is left of the ratio
+        for name, their_name in (("clipped_low", "clip_ratio/low_mean"), ("clipped_high", "clip_ratio/high_mean")):
+            assert [metrics[name].item() for metrics in our_metrics] == pytest.approx(their_metrics[their_name])
+    if algorithm.type == "grpo" and algorithm.aggregation == "token":
         assert second["clipped_low"] + second["clipped_high"] > 0, "the case must reach the clip"
 
 
@@ -256,3 +269,39 @@ def test_responses_that_are_cut_off_are_in_no_denominator(trl_compute_loss, aggr
     factor = 1.0 if aggregation == "token" else ROWS / (ROWS - 2)
     theirs, _ = trl_run(trl_compute_loss, case, algorithm)
     assert_same(ours[:1], theirs[:1], (factor,))
+
+
+NONE = float("nan")
+"""A reward that failed, as TRL has it."""
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        [1.0, 0.0, 1.0, NONE],
+        [1.0, 1.0, 1.0, NONE],
+        [0.25, NONE, NONE, 0.5],
+        [1.0, NONE, NONE, NONE],
+        [0.1, 0.1, 0.1, 0.1],
+        [-3.0, 2.0, 0.5, 7.0],
+        [1.0, 1.0 + 2**-8, NONE, 1.0],
+    ],
+    ids=str,
+)
+def test_a_failed_reward_is_in_no_statistic_of_its_group(group):
+    """TRL's GRPOTrainer (std + 1e-4, where ours adds 1e-6) and RLOOTrainer, whose statistics ignore NaN; ours get the
+    group without the sample. Where all rewards are equal ours is exactly 0."""
+    rewards = torch.tensor(group, dtype=torch.float64)
+    known = ~rewards.isnan()
+    own, one_group = rewards[known].numpy(), np.zeros(int(known.sum()), np.int64)
+    shifted = rewards - rewards.nanmean()
+    std = pytest.importorskip("trl.trainer.utils").nanstd(rewards[None], dim=1)
+    of_trl = (shifted / (std + 1e-4)).nan_to_num(0.0)
+    ours = group_advantages(own, one_group, normalize_std=True)
+    scale = float((std + 1e-4) / (std + 1e-6)) if std.isfinite() else 1.0
+    np.testing.assert_allclose(ours, of_trl[known].numpy() * scale, atol=1e-6, rtol=1e-6)
+    others = ((rewards.nansum() - rewards) / (known.sum() - 1)).numpy()
+    of_rloo = (rewards - others).nan_to_num(0.0)[known]
+    batch = pack([group_of("p", len(own)).adding(score=[Score(float(one), {}) for one in own])])
+    found = algorithm_of(RLOOSpec()).advantages(batch)[batch.starts + 3]
+    np.testing.assert_allclose(found, of_rloo.numpy(), atol=1e-6)
