@@ -13,7 +13,7 @@ from rlhfless.cli.options import Overrides, SpecFile
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rlhfless.prepare.shown_rows import Piece, ShownRow, ShownSequence
+    from rlhfless.prepare.shown_rows import ShownPiece, ShownRow, ShownSequence
     from rlhfless.spec import RunSpec
 
 LEARNED_MARKS = "⟦", "⟧"
@@ -196,7 +196,7 @@ def _heading(spec: RunSpec, sequence: ShownSequence, marks: tuple[str, str]) -> 
     return Text.assemble((f"\n{sequence.name}", "bold"), f" ({what})")
 
 
-def _rendered(pieces: tuple[Piece, ...], marks: tuple[str, str]) -> Text:
+def _rendered(pieces: tuple[ShownPiece, ...], marks: tuple[str, str]) -> Text:
     """The text of a sequence: special tokens in bold, what is learned on green or between marks."""
     from rich.text import Text
 

@@ -195,9 +195,13 @@ def usage(run_id: str) -> ClientCall[UsageObject]:
     return ClientCall("GET", f"/v1/runs/{run_id}/usage", UsageObject)
 
 
-def rollouts(run_id: str, step: int | None = None, limit: int = 20) -> ClientCall[ListObject[RolloutObject]]:
-    """Samples of a run to read: of one step, or of the newest steps."""
+def rollouts(
+    run_id: str, step: int | None = None, limit: int = 20, **filters: str | int
+) -> ClientCall[ListObject[RolloutObject]]:
+    """Samples of a run to read: of one step, or of the newest steps. `filters`: `before_step`, `data_set`, `prompt_id`,
+    `search`, `result` and `reward`, as in docs/control.md."""
     params = [("limit", str(limit)), *([("step", str(step))] if step is not None else [])]
+    params += [(name, str(value)) for name, value in filters.items()]
     return ClientCall("GET", f"/v1/runs/{run_id}/rollouts", ListObject[RolloutObject], params)
 
 

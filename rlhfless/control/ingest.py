@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
@@ -30,8 +30,14 @@ log = logging.getLogger(__name__)
 MOST_DEATHS = 5
 """Drivers of a run that may end in a row without a step between them, by no fault of the run."""
 
-KEPT_ROLLOUT_STEPS = 50
+KEPT_ROLLOUT_STEPS = 100
 """The newest steps whose samples can be read. The samples are for people; the trace has the figures of all samples."""
+
+KEPT_EVALUATIONS = 50
+"""The newest evaluations whose samples can be read, beside the one before the first step."""
+
+HELD_OUT_PLACE = 10_000
+"""RolloutRow.place of the first sample of an evaluation; below are samples of the training step."""
 
 
 def take(session: Session, run: RunRow, push: Push) -> int:
@@ -181,11 +187,27 @@ def _take_checkpoints(session: Session, run: RunRow, item: Item) -> None:
 
 
 def _take_rollouts(session: Session, run: RunRow, item: Item) -> None:
-    step = item.data["step"]
-    for place, sample in enumerate(item.data["samples"]):
-        session.merge(RolloutRow(run_id=run.id, step=step, place=place, data=sample))
-    old = (RolloutRow.run_id == run.id, RolloutRow.step < step - KEPT_ROLLOUT_STEPS)
-    session.execute(delete(RolloutRow).where(*old))
+    own = (RolloutRow.run_id == run.id, RolloutRow.place < HELD_OUT_PLACE)
+    _keep_samples(session, run, item, 0)
+    session.execute(delete(RolloutRow).where(*own, RolloutRow.step < item.data["step"] - KEPT_ROLLOUT_STEPS))
+
+
+def _take_held_out_rollouts(session: Session, run: RunRow, item: Item) -> None:
+    own = (RolloutRow.run_id == run.id, RolloutRow.place >= HELD_OUT_PLACE)
+    _keep_samples(session, run, item, HELD_OUT_PLACE)
+    steps = select(RolloutRow.step).where(*own).distinct().order_by(RolloutRow.step.desc())
+    if oldest := session.scalars(steps.offset(KEPT_EVALUATIONS).limit(1)).first():
+        session.execute(delete(RolloutRow).where(*own, RolloutRow.step.between(1, oldest)))
+
+
+def _keep_samples(session: Session, run: RunRow, item: Item, first: int) -> None:
+    """Keep the samples of a step or an evaluation, which a driver that does the step again reports again."""
+    step, samples = item.data["step"], item.data["samples"]
+    part = RolloutRow.place >= HELD_OUT_PLACE if first else RolloutRow.place < HELD_OUT_PLACE
+    session.execute(delete(RolloutRow).where(RolloutRow.run_id == run.id, RolloutRow.step == step, part))
+    session.add_all(
+        RolloutRow(run_id=run.id, step=step, place=place, data=sample) for place, sample in enumerate(samples, first)
+    )
 
 
 def _take_ended(session: Session, run: RunRow, item: Item) -> None:
@@ -226,5 +248,6 @@ TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
     "resolved": _take_resolved,
     "checkpoints": _take_checkpoints,
     "rollouts": _take_rollouts,
+    "held_out_rollouts": _take_held_out_rollouts,
     "ended": _take_ended,
 }

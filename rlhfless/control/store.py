@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from sqlalchemy import Select, delete, func, select
+from sqlalchemy import ColumnElement, Select, delete, func, or_, select
 from sqlalchemy.orm import Session, load_only
 
 from rlhfless.control.database.access import CHANGED
@@ -111,12 +114,59 @@ def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
     return MeasuredCost(steps=steps, step_s=mean_s, step_usd=(last[1] - first[1]) / steps)
 
 
-def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> list[RolloutRow]:
-    """The samples of a run to read, newest first; of all steps or of one."""
-    query = select(RolloutRow).where(RolloutRow.run_id == run_id)
-    if step is not None:
-        query = query.where(RolloutRow.step == step)
-    return list(session.scalars(query.order_by(RolloutRow.step.desc(), RolloutRow.place).limit(limit)))
+@dataclass(frozen=True, slots=True)
+class SampleFilter:
+    """Which samples of a run are wanted; what is None leaves nothing out."""
+
+    step: int | None = None
+    before_step: int | None = None
+    """Only earlier steps."""
+    data_set: str | None = None
+    """`train`, `held_out`, or the name of a set."""
+    prompt_id: str | None = None
+    search: str | None = None
+    """A text in prompt or response."""
+    result: str | None = None
+    """`failed`, `zero` or `nonzero`; a sample with a failed reward is neither of the latter."""
+    reward: str | None = None
+    """The part of the reward that `result` is about; the total if None."""
+
+
+def rollouts(session: Session, run_id: str, wanted: SampleFilter, limit: int) -> list[RolloutRow]:
+    """The samples of a run to read, newest first."""
+    query = select(RolloutRow).where(RolloutRow.run_id == run_id, *_conditions(wanted))
+    query = query.order_by(RolloutRow.step.desc(), RolloutRow.place)
+    if wanted.result is None:
+        return list(session.scalars(query.limit(limit)))
+    # The name of a reward is any text, which no JSON path of every database can have.
+    rows = session.scalars(query.execution_options(yield_per=100))
+    return list(islice((row for row in rows if _has_result(row.data, wanted)), limit))
+
+
+def _has_result(sample: dict[str, Any], wanted: SampleFilter) -> bool:
+    name, failures = wanted.reward, sample.get("failures") or {}
+    failed = bool(failures) if name is None else name in failures
+    if wanted.result == "failed" or failed:
+        return failed and wanted.result == "failed"
+    value = sample.get("reward") if name is None else (sample.get("rewards") or {}).get(name)
+    return value is not None and (value == 0) == (wanted.result == "zero")
+
+
+def _conditions(wanted: SampleFilter) -> Iterator[ColumnElement[bool]]:
+    data = RolloutRow.data
+    if wanted.step is not None:
+        yield RolloutRow.step == wanted.step
+    if wanted.before_step is not None:
+        yield RolloutRow.step < wanted.before_step
+    if wanted.data_set in ("train", "held_out"):
+        yield func.coalesce(data["split"].as_string(), "train") == wanted.data_set
+    elif wanted.data_set is not None:
+        yield data["data_set"].as_string() == wanted.data_set
+    if wanted.prompt_id is not None:
+        yield data["prompt_id"].as_string() == wanted.prompt_id
+    if wanted.search is not None:
+        texts = (data[name].as_string() for name in ("prompt", "response"))
+        yield or_(*(text.icontains(wanted.search, autoescape=True) for text in texts))
 
 
 def driven(session: Session) -> list[RunRow]:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhfless.fleet.pool import RECOVERABLE
@@ -92,6 +93,8 @@ class RunSteps:
         self._stages: Any = drawing if isinstance(run, Run) else supervised
         """What a step and an evaluation of the run are."""
         self._session = session
+        if isinstance(run, Run):
+            run.evaluated_samples = partial(session.host.evaluated, run)
         self.following = first
         """The first step that is not done. Step 0 is only evaluated."""
         self._rollouts: dict[int, asyncio.Task[Data]] = {}

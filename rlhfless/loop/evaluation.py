@@ -26,6 +26,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     sampled, greedy = await drawn(run, {run.generate(request): {} for request in requests}, oldest, apart=apart)
     for experience in (sampled, greedy):
         log_failures(experience, step)
+    run.evaluated_samples(step, sampled, greedy)
     sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
     return mean_reward(sampled) | {
         f"{name}/{figure}" if name else figure: value

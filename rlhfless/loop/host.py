@@ -82,6 +82,10 @@ class Host:
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
         """Called when the samples of a step are complete; of runs that draw."""
 
+    def evaluated(self, run: Run, step: int, sampled: Experience, greedy: Experience) -> None:
+        """Called when the samples of an evaluation after a step are scored; of runs that draw. `greedy`: one response
+        to each prompt of `sampled`."""
+
     def after_step(self, run: TrainedRun, step: int) -> Verdict:  # noqa: ARG002
         """Called when a step is done and evaluated."""
         return Verdict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
@@ -62,6 +62,8 @@ class Run(TrainedRun):
     monitor: RolloutMonitor
     history: PromptHistory
     """What the run has drawn of each prompt."""
+    evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
+    """Called with the step and the scored samples of an evaluation: sampled ones, and greedy ones."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,8 @@ class TokenizerInfo:
     eos_token_id: int
     pad_token_id: int
     """The tokenizer's padding token, or its end-of-sequence token if it has none."""
+    special_tokens: tuple[str, ...] = ()
+    """See `special_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,15 @@ def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tup
             f"{field}: the tokenizer has no padding token; its end-of-sequence token {tokenizer.eos_token!r} "
             "pads instead (padding is masked, so nothing is learned from it)",
         )
-    return TokenizerInfo(path, len(tokenizer), eos, pad), warnings
+    return TokenizerInfo(path, len(tokenizer), eos, pad, tuple(special_tokens(tokenizer).values())), warnings
+
+
+def special_tokens(tokenizer: Any) -> Mapping[int, str]:
+    """The special tokens of a tokenizer by id, with other tokens that were added to it, such as `<think>`. Added white
+    space is left out."""
+    added = {int(token): str(text) for token, text in tokenizer.added_tokens_decoder.items()}
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return {token: text for token, text in {**added, **named}.items() if text.strip()}
 
 
 def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:

@@ -48,14 +48,14 @@ def reward_inputs(spec: RunSpec, prompt: Prompt) -> Iterator[RewardInput]:
             continue
         own = [problem.what for problem in problems if problem.where == f"rewards.{index}"]
         try:
-            gets = _gets(reward, prompt)
+            gets = gets_of(reward, prompt)
         except Unscorable as error:
             gets, own = {}, own or [str(error)]
         yield RewardInput(reward.label, reward.type, reward.weight, gets, tuple(own))
 
 
-def _gets(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
-    """Raises Unscorable."""
+def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
+    """What a reward gets of a prompt: see RewardInput. Raises Unscorable."""
     match reward:
         case ExactMatchSpec():
             expected = answer_of(prompt.columns, reward)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfless.prepare.data_rows import Row, read_rows
-from rlhfless.prepare.model import PolicyModel
+from rlhfless.prepare.model import PolicyModel, special_tokens
 from rlhfless.prepare.preflight import load_sets
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.reward_inputs import RewardInput, reward_inputs
@@ -25,7 +25,7 @@ TRAIN, HELD_OUT = "train", "held_out"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShownPiece:
     """A part of a text whose tokens are alike."""
 
     text: str
@@ -42,7 +42,7 @@ class ShownSequence:
     """`prompt`, `response`, `chosen` or `rejected`."""
     token_ids: tuple[int, ...]
     learned: tuple[bool, ...]  # by token
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShownPiece, ...]
 
     @property
     def text(self) -> str:
@@ -170,7 +170,7 @@ def _sequence(name: str, token_ids: Sequence[int], first: int, tokenizer: Any) -
     return ShownSequence(name, tuple(token_ids), learned, tuple(pieces(tokenizer, token_ids, learned)))
 
 
-def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) -> Iterator[Piece]:
+def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) -> Iterator[ShownPiece]:
     """The text of tokens, split where special tokens or learned tokens begin and end.
 
     Each piece is what decoding its tokens adds to the text before it: a token that is decoded alone can lose a space at
@@ -186,13 +186,5 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) ->
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         whole = text if end == len(token_ids) else text.rstrip("\N{REPLACEMENT CHARACTER}")
         if added := whole[len(before) :]:
-            yield Piece(added, end - start == 1 and token in special, learned[place])
+            yield ShownPiece(added, end - start == 1 and token in special, learned[place])
         before, start = max(before, whole, key=len), end
-
-
-def special_tokens(tokenizer: Any) -> Mapping[int, str]:
-    """The special tokens of a tokenizer by id, with other tokens that were added to it, such as `<think>`. Added white
-    space is left out."""
-    added = {int(token): str(text) for token, text in tokenizer.added_tokens_decoder.items()}
-    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    return {token: text for token, text in {**added, **named}.items() if text.strip()}

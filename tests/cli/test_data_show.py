@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fakes.chat_policy import make_chat_tokenizer, save_chat_policy
 from rlhfless.cli import main
-from rlhfless.prepare.shown_rows import pieces, special_tokens
+from rlhfless.prepare.model import special_tokens
+from rlhfless.prepare.shown_rows import pieces
 
 Row = dict[str, Any]
 

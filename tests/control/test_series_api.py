@@ -75,6 +75,48 @@ def test_samples_newest_first_or_of_a_step(api: httpx.Client) -> None:
     assert newest["has_more"]
     one = api.get(f"{RUN}/rollouts", params={"step": 230}).json()["data"][1]
     assert (one["step"], one["rewards"], one["reward"]) == (230, {"math": 0.0, "format": 1.0}, 0.1)
+    assert (one["expected"], one["columns"]["source"], one["split"]) == ({"math": "205"}, "gsm8k", "train")
+
+
+@pytest.mark.parametrize(
+    ("params", "steps", "count"),
+    [
+        ({"data_set": "held_out"}, set(range(0, 221, 20)), 36),
+        ({"data_set": "amc", "before_step": 40}, {0, 20}, 6),
+        ({"data_set": "train"}, set(range(226, 232)), 24),
+        ({"data_set": "no such set"}, set(), 0),
+        ({"prompt_id": "amc/7", "step": 20}, {20}, 3),
+        ({"search": "SQUARE is never"}, set(range(226, 232)), 6),
+        ({"search": "18 rows of 24", "step": 0}, {0}, 3),
+        ({"search": "100%"}, set(), 0),
+        ({"search": "_"}, set(range(226, 232)) | set(range(0, 221, 20)), 60),  # in each <|im_start|>, and no wildcard
+        ({"search": 'x" OR 1=1'}, set(), 0),
+        ({"result": "failed"}, set(range(226, 232)), 6),
+        ({"result": "failed", "reward": "format"}, set(), 0),
+        ({"result": "failed", "reward": "math", "step": 231}, {231}, 1),
+        ({"result": "zero"}, set(), 0),
+        ({"result": "zero", "reward": "math", "data_set": "train"}, set(range(226, 232)), 6),
+        ({"result": "nonzero", "reward": "math", "step": 231}, {231}, 2),
+        ({"result": "nonzero", "reward": 'a "strange" name', "step": 231}, set(), 0),
+        ({"result": "nonzero", "step": 220}, {220}, 3),
+    ],
+)
+def test_samples_are_filtered(api: httpx.Client, params: dict[str, Any], steps: set[int], count: int) -> None:
+    found = api.get(f"{RUN}/rollouts", params={**params, "limit": 100})
+    assert found.status_code == 200, found.text
+    assert {one["step"] for one in found.json()["data"]} == steps
+    assert len(found.json()["data"]) == count
+    assert not found.json()["has_more"]
+
+
+def test_filtered_samples_have_more(api: httpx.Client) -> None:
+    found = api.get(f"{RUN}/rollouts", params={"result": "failed", "limit": 2}).json()
+    assert ([one["step"] for one in found["data"]], found["has_more"]) == ([231, 230], True)
+
+
+@pytest.mark.parametrize("params", [{"result": "good"}, {"search": ""}, {"search": "x" * 201}, {"before_step": -1}])
+def test_filters_that_are_none_are_refused(api: httpx.Client, params: dict[str, Any]) -> None:
+    assert api.get(f"{RUN}/rollouts", params=params).status_code in (400, 422)
 
 
 def test_usage_adds_up_and_has_its_comparisons(api: httpx.Client) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 from rlhfless.control.database.tables import EventRow, LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
+from rlhfless.control.ingest import HELD_OUT_PLACE
 from rlhfless.control.lifecycle import ENDED, Status
 from rlhfless.control.objects.fleet import ReplicaNow
 from rlhfless.control.ray_host import RAY_FILE
@@ -32,32 +33,55 @@ RUN_ID = "math-grpo-20261123-071502-5f1c09ab"
 EARLIER_ID = "math-grpo-20261122-090011-aa10be71"
 """A run that has succeeded, with curves of its own."""
 
+PPO_ID = "chat-ppo-20261119-201500-3b1d77e0"
+"""A run with a critic."""
+
 WEIGHTS = f"{RUN_ID}/1/230/9c41f20b7d1e4a55b9c0d3e2f1a6b784"
 
-SAMPLES = (
+CHAT = (
+    "<|im_start|>system\nReason step by step, and put the final answer within \\boxed{{}}.<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+
+TRAIN = "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take?"
+LEAST = "Let f(x) = x² - 6x + 11. What is the smallest value of f over the real numbers?"
+CHAIRS = "A hall has 18 rows of 24 chairs, and 37 of them are broken. How many people can sit?"
+
+SAMPLES: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     (
-        "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take?",
-        "From 9:40 to 13:00 are 3 hours and 20 minutes, which is 200 minutes.\nFive more minutes until 13:05.\n\n"
-        "The answer is \\boxed{205}.",
+        TRAIN,
+        "From 9:40 to 13:05 are 205 minutes.\n#### 205",
+        "<think>From 9:40 to 13:00 are 3 hours and 20 minutes, which is 200 minutes.\nFive more minutes until 13:05.\n"
+        "</think>\n\nThe answer is \\boxed{205}.",
         {"math": 1.0, "format": 1.0},
     ),
     (
-        "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take?",
-        "13:05 - 9:40 = 3.65 hours, and 3.65 * 60 = 219.\n\nThe answer is \\boxed{219}.",
+        TRAIN,
+        "From 9:40 to 13:05 are 205 minutes.\n#### 205",
+        "<think>13:05 - 9:40 = 3.65 hours, and 3.65 * 60 = 219.</think>\n\nThe answer is \\boxed{219}.",
         {"math": 0.0, "format": 1.0},
     ),
     (
-        "Let f(x) = x² - 6x + 11. What is the smallest value of f over the real numbers?",
-        "Complete the square: x² - 6x + 11 = (x - 3)² + 2. The square is never negative and vanishes at x = 3, so the "
-        "smallest value is 2.\n\n\\boxed{2}",
+        LEAST,
+        "#### 2",
+        "<think>Complete the square: x² - 6x + 11 = (x - 3)² + 2. The square is never negative and vanishes at x = 3, "
+        "so the smallest value is 2.</think>\n\n\\boxed{2}",
         {"math": 1.0, "format": 1.0},
     ),
     (
-        "Let f(x) = x² - 6x + 11. What is the smallest value of f over the real numbers?",
-        "The derivative is 2x - 6. It vanishes at x = 3. Then f(3) = 9 - 18 + 11 = 2, so I would say that the minimum "
-        "is two",
-        {"math": 0.0, "format": 0.0},
+        LEAST,
+        "#### 2",
+        "<think>The derivative is 2x - 6. It vanishes at x = 3. Then f(3) = 9 - 18 + 11 = 2, so I would say that the "
+        "minimum is two",
+        {"format": 0.0},
     ),
+)
+"""Question, answer of the data set, response, and rewards by part; without `math`, that reward has failed."""
+
+HELD_OUT = (
+    (CHAIRS, "#### 395", "<think>18 * 24 = 432, less 37.</think>\n\n\\boxed{395}", {"math": 1.0, "format": 1.0}),
+    (CHAIRS, "#### 395", "<think>18 * 24 = 422.</think>\n\n\\boxed{385}", {"math": 0.0, "format": 1.0}),
+    (CHAIRS, "#### 395", "<think>432 - 37 = 395</think>\n\n\\boxed{395}", {"math": 1.0, "format": 1.0}),
 )
 
 
@@ -218,10 +242,13 @@ def fill_run(session: Session, folder: Path, steps: int = 231, of: int = 400, ru
     add_events(session, run, steps_only)
     add_usage(session, run)
     for step in range(max(steps - 5, 1), steps + 1):
-        for place, (prompt, response, rewards) in enumerate(SAMPLES):
-            session.add(
-                RolloutRow(run_id=run_id, step=step, place=place, data=sample(prompt, response, rewards, place))
-            )
+        for place, each in enumerate(SAMPLES):
+            session.add(RolloutRow(run_id=run_id, step=step, place=place, data=sample(*each, place)))
+    for step in range(0, steps + 1, 20):
+        for place, each in enumerate(HELD_OUT):
+            held_out = {"split": "held_out", "data_set": "amc", "prompt_id": "amc/7", "greedy": place == 2}
+            data = sample(*each, place, step=step) | held_out
+            session.add(RolloutRow(run_id=run_id, step=step, place=HELD_OUT_PLACE + place, data=data))
     session.add(lease(run_id, ACTORS + LEARNERS, now))
     write_folder(Path(run.folder), run_id, now)
     return run_id
@@ -339,19 +366,29 @@ def add_usage(session: Session, run: RunRow) -> None:
         session.add(row)
 
 
-def sample(prompt: str, response: str, rewards: dict[str, float], place: int) -> dict[str, Any]:
+def sample(
+    question: str, answer: str, response: str, rewards: dict[str, float], place: int, step: int = 230
+) -> dict[str, Any]:
     """A sample to read."""
+    failed = {} if "math" in rewards else {"math": "the answer was not compared within cpu_s (5 s)"}
+    ends = bool(rewards["format"])
     return {
+        "split": "train",
+        "data_set": "",
         "prompt_id": f"gsm8k/train/{'5e' * 32}/{4100 + place // 2}",
         "sample_index": 3 * place % 8,
-        "prompt": prompt,
-        "response": response,
-        "finish_reason": "stop" if rewards["format"] else "length",
+        "greedy": False,
+        "prompt": CHAT.format(question),
+        "columns": {"answer": answer, "level": 2 + place // 2, "source": "gsm8k"},
+        "expected": {"math": answer.split("#### ")[-1]},
+        "special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"],
+        "response": response + "<|im_end|>" * ends,
+        "finish_reason": "stop" if ends else "length",
         "response_tokens": 40 + len(response) // 3,
-        "weights": WEIGHTS,
+        "weights": WEIGHTS.replace("/230/", f"/{step}/"),
         "rewards": rewards,
-        "reward": rewards["math"] + 0.1 * rewards["format"],
-        "failures": {},
+        "reward": rewards.get("math", 0.0) + 0.1 * rewards["format"],
+        "failures": failed,
     }
 
 
@@ -369,7 +406,7 @@ def lease(run_id: str, count: int, now: float, granted: bool = True, kind: str =
     )
 
 
-def write_folder(folder: Path, run_id: str, now: float) -> None:
+def write_folder(folder: Path, run_id: str, now: float, critic: bool = False) -> None:
     """Logs, and the trace of the last steps."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
@@ -382,7 +419,7 @@ def write_folder(folder: Path, run_id: str, now: float) -> None:
     book = load_price_book(None)
     meta = TraceMeta(run_id, 1, book.snapshot(), spec_of("math-grpo", 400), {"host": "node-1"})
     with TraceWriter(folder / "trace", meta, record_tokens=False) as trace:
-        for record in records(now):
+        for record in records(now, critic=critic):
             _ADD[type(record)](trace, record)
 
 
@@ -393,7 +430,7 @@ _ADD: dict[type, Callable[[TraceWriter, Any], None]] = {
 }
 
 
-def records(now: float, steps: int = 8) -> list[Holding | Invocation | StepRecord]:
+def records(now: float, steps: int = 8, critic: bool = False) -> list[Holding | Invocation | StepRecord]:
     """Holdings and calls of the last steps: actors with unequal ends, a learner after them, a late third actor."""
     random = np.random.default_rng(3)
     found: list[Holding | Invocation | StepRecord] = []
@@ -411,6 +448,9 @@ def records(now: float, steps: int = 8) -> list[Holding | Invocation | StepRecor
         done = float(ends[0])
         call(FunctionName.SCORING, "scoring-0", Work.SCORE, step, done - 6.0, done + 0.3)
         call(FunctionName.REFERENCE, "reference-0", Work.LOGPROBS, step, done - 4.0, done + 0.5)
+        if critic:
+            call(FunctionName.CRITIC, "critic-0", Work.LOGPROBS, step, done - 3.0, done + 0.4)
+            call(FunctionName.CRITIC, "critic-0", Work.LEARN, step, done + 0.6, done + 4.0)
         call(FunctionName.LEARNER, "learner-0", Work.LEARN, step, done + 0.6, done + 8.9)
         call(FunctionName.LEARNER, "learner-0", Work.PUBLISH, step, done + 8.9, done + 9.8)
         found.append(StepRecord(step, begin + at, begin + done + 10.0, {}))
@@ -421,6 +461,7 @@ def records(now: float, steps: int = 8) -> list[Holding | Invocation | StepRecor
         (FunctionName.REFERENCE, "reference-0", (f"{KIND}-7",)),
     ]
     places += [(FunctionName.SCORING, "scoring-0", ("cpu-0",))]
+    places += [(FunctionName.CRITIC, "critic-0", ("cpu-1",))] if critic else []
     for function, replica, devices in places:
         for device in devices:
             kind = KIND if device.startswith(KIND) else "cpu-core"
@@ -492,6 +533,31 @@ def fill_others(session: Session, folder: Path) -> None:
     session.add(lease(rows[0].id, 2, now, granted=False))
     earlier = measured(400, 300, now - 86_000, seed=8)
     session.execute(insert(MetricsRow), [metrics_row(EARLIER_ID, *row) for row in earlier])
+
+
+def fill_ppo(session: Session, folder: Path, steps: int = 60) -> None:
+    """A run with a critic, which has succeeded."""
+    now = time.time()
+    rows = []
+    for step, at, values in measured(steps, steps, now - 300_000, seed=9):
+        done = 1 - math.exp(-abs(step) / (0.3 * steps))
+        critic = {
+            "critic_s": 3.4,
+            "value_loss": 0.31 - 0.2 * done,
+            "explained_variance": -0.2 + 0.9 * done,
+            "value_clipped": 0.01,
+            "critic_gradient_norm": 1.1 - 0.6 * done,
+            "critic_gradient_norm_max": 1.4 - 0.6 * done,
+            "critic_learning_rate": 5e-6,
+        }
+        rows.append((step, at, values | critic if step > 0 else values))
+    latest = rows[-2][2] | rows[-1][2]
+    run = run_row(folder, PPO_ID, Status.SUCCEEDED, "all 60 steps are done", created_at=now - 300_100, steps=steps,
+                  step=steps, latest=latest, cost_usd=4.1, device_s=4_100.0, finished_at=now - 290_000)  # fmt: skip
+    session.add(run)
+    session.flush()
+    session.execute(insert(MetricsRow), [metrics_row(PPO_ID, *row) for row in rows])
+    write_folder(Path(run.folder), PPO_ID, now, critic=True)
 
 
 def fill_crowd(session: Session, folder: Path, count: int) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.loop.evaluation import figures_of, mean_reward, pass_at
+from rlhfless.loop import evaluation
+from rlhfless.loop.evaluation import evaluate_held_out, figures_of, mean_reward, pass_at
 from rlhfless.records import Experience, FinishReason, Group, Prompt, Rollout, Score
 from rlhfless.spec import EvaluationSpec
 
@@ -65,3 +68,27 @@ def test_pass_at_is_unbiased() -> None:
     assert pass_at(2, counts) == pytest.approx(1 - 0.7**2, abs=4e-3)
     naive = float(np.mean([1 - (1 - c / n) ** 2 for n, c in counts]))
     assert naive < 1 - 0.7**2 - 0.03
+
+
+async def test_the_samples_of_an_evaluation_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled, greedy = Experience((group("a", [1, 0]),)), Experience((group("a", [1]),))
+    told: list[Any] = []
+
+    async def drawn(*_: Any, **__: Any) -> tuple[Experience, Experience]:
+        return sampled, greedy
+
+    async def average() -> None: ...
+
+    monkeypatch.setattr(evaluation, "drawn", drawn)
+    run: Any = SimpleNamespace(
+        clock=SimpleNamespace(interrupt=lambda: None),
+        held_out_request=lambda step, greedy: (step, greedy),
+        generate=lambda request: request,
+        average=average,
+        published=SimpleNamespace(version=SimpleNamespace(step=6)),
+        evaluated_samples=lambda *given: told.append(given),
+        spec=SimpleNamespace(evaluation=EvaluationSpec()),
+    )
+    figures = await evaluate_held_out(run, 7)
+    assert figures["right"] == 0.5
+    assert told == [(7, sampled, greedy)]

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse
@@ -90,14 +90,30 @@ async def list_rollouts(
     service: OfService,
     run_id: str,
     step: Annotated[int | None, Query(ge=0, le=MOST_INTEGER, description="By default the newest steps.")] = None,
+    before_step: Annotated[int | None, Query(ge=0, le=MOST_INTEGER, description="Only earlier steps.")] = None,
+    data_set: Annotated[
+        str | None, Query(max_length=200, description="`train`, `held_out`, or the name of a set of the spec.")
+    ] = None,
+    prompt_id: Annotated[str | None, Query(max_length=1_000, description="Of one prompt, over the steps.")] = None,
+    search: Annotated[
+        str | None, Query(min_length=1, max_length=200, description="A text in prompt or response, in any case.")
+    ] = None,
+    result: Annotated[
+        Literal["failed", "zero", "nonzero"] | None, Query(description="Only samples whose reward is so.")
+    ] = None,
+    reward: Annotated[
+        str | None, Query(max_length=200, description="The part of the reward that `result` is about; else the total.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> ListObject[RolloutObject]:
-    """A few samples of each of the newest steps, the newest first: of four prompts each the samples with the lowest and
-    the highest reward."""
+    """A few samples of each of the newest steps and evaluations, the newest first: of four prompts each the samples
+    with the lowest and the highest reward, and samples whose reward failed. Evaluations show the same prompts each
+    time."""
+    wanted = store.SampleFilter(step, before_step, data_set, prompt_id, search, result, reward)
 
     def read(session: Session) -> ListObject[RolloutObject]:
         store.run_of(session, run_id)
-        rows = store.rollouts(session, run_id, step, limit + 1)
+        rows = store.rollouts(session, run_id, wanted, limit + 1)
         return ListObject(data=[rollout_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
 
     return await service.database.read(read)

@@ -1,4 +1,4 @@
-"""What a driver reports of its run: replicas and calls, a few samples of each step for people to read, and usage."""
+"""What a driver reports of its run: replicas, calls and usage."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.trained_run import TrainedRun
-from rlhfless.records import Experience, Holding, Invocation, ReplicaState, Sample, in_order
+from rlhfless.records import Holding, Invocation, ReplicaState, in_order
 from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.text import storable
-
-GROUPS = 4
-"""Prompts of a step that are reported, spread evenly; of each the samples of lowest and highest reward."""
-
-MOST_CHARACTERS = 20_000
-"""Most characters of a prompt or a response; the trace has all of them, if `logging.record_tokens` is set."""
 
 SHARE = 0.01
 """Largest share of the time that goes into adding up: a bill that took 0.1 s is made again after 10 s."""
@@ -72,43 +65,6 @@ def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> flo
     if not state.holds_device:
         return 0.0
     return float(sum(prices.device(device.kind).usd_per_hour * share for device, share in allocation.billed(state)))
-
-
-def samples_to_read(experience: Experience, step: int) -> list[dict[str, Any]]:
-    """A few samples of a step, of other prompts in each step."""
-    groups = experience.groups
-    stride = max(len(groups) // GROUPS, 1)
-    chosen = [groups[(place + step) % len(groups)] for place in range(0, len(groups), stride)][:GROUPS]
-    reported = []
-    for group in chosen:
-        ordered = sorted(group.samples, key=lambda sample: (sample.scored.total, sample.sample_index))
-        for sample in dict.fromkeys((ordered[-1].sample_index, ordered[0].sample_index)):
-            reported.append(
-                _sample_to_read(group.prompt.text, next(s for s in group.samples if s.sample_index == sample))
-            )
-    return reported
-
-
-def _sample_to_read(prompt: str, sample: Sample) -> dict[str, Any]:
-    rollout = sample.rollouts[-1]
-    score = sample.scored
-    return {
-        "prompt_id": sample.key[0],
-        "sample_index": sample.sample_index,
-        "prompt": _cut(prompt),
-        "response": _cut("".join(rollout.text for rollout in sample.rollouts)),
-        "finish_reason": str(sample.finish_reason),
-        "response_tokens": sample.model_tokens,
-        "weights": rollout.version_spans[-1].version if rollout.version_spans else "",
-        "rewards": {name: float(value) for name, value in score.parts.items()},
-        "reward": float(score.total),
-        "failures": {name: _cut(why) for name, why in score.failures.items()},
-    }
-
-
-def _cut(text: str) -> str:
-    text = storable(text)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
 
 
 class UsageReporter:

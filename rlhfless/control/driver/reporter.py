@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
-from rlhfless.control.driver.figures import UsageReporter, replicas_of, samples_to_read, worked_in
+from rlhfless.control.driver.figures import UsageReporter, replicas_of, worked_in
 from rlhfless.control.driver.outbox import Outbox
+from rlhfless.control.driver.samples import SampleReader
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.fleet import DeviceWork
 from rlhfless.fleet.run_devices import NoDevices
@@ -58,6 +59,8 @@ class Reporter(Host):
         self._held: Callable[[str], int] = lambda _: 0
         self._usage: UsageReporter | None = None
         self._status: Status | None = None
+        self.special_tokens: Sequence[str] = ()
+        """Of the policy's tokenizer."""
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to deliver."""
         self.cancel: Callable[[StopCause | None], None] = lambda _: None
@@ -154,8 +157,12 @@ class Reporter(Host):
         return self._actors()
 
     def drawn(self, run: Run, step: int, experience: Experience) -> None:
-        del run
-        self.put("rollouts", step=step, samples=samples_to_read(experience, step))
+        samples = SampleReader(run.spec.rewards, self.special_tokens).of_step(experience)
+        self.put("rollouts", step=step, samples=samples)
+
+    def evaluated(self, run: Run, step: int, sampled: Experience, greedy: Experience) -> None:
+        samples = SampleReader(run.spec.rewards, self.special_tokens).of_evaluation(sampled, greedy)
+        self.put("held_out_rollouts", step=step, samples=samples)
 
     def after_step(self, run: TrainedRun, step: int) -> Verdict:  # noqa: ARG002
         self.status(Status.RUNNING, "running")

@@ -120,3 +120,15 @@ class RolloutObject(ApiObject):
     """The weighted sum of the parts."""
     failures: dict[str, str]
     """The parts that could not be computed, with the reasons."""
+    split: str = "train"
+    """`train`, or `held_out` for a sample of an evaluation after the step."""
+    data_set: str = ""
+    """The name of the prompt's set, if that has one."""
+    greedy: bool = False
+    """Whether each token is the most likely one."""
+    columns: dict[str, Any] = Field(default_factory=dict)
+    """The other columns of the prompt's row, which rewards get; long values are cut."""
+    expected: dict[str, str] = Field(default_factory=dict)
+    """The expected answer by reward, as the reward compares it."""
+    special_tokens: list[str] = Field(default_factory=list)
+    """Special tokens that are in the prompt or the response."""

@@ -6,7 +6,8 @@ import { fill, h, note, pill, say, throttled } from "./dom.js";
 import { ago, dateTime, duration } from "./format.js";
 import { overviewTab } from "./overview.js";
 import { progress } from "./runs.js";
-import { checkpointsTab, eventsTab, logsTab, samplesTab, specTab } from "./tabs.js";
+import { samplesTab } from "./samples.js";
+import { checkpointsTab, eventsTab, logsTab, specTab } from "./tabs.js";
 
 const TABS = { "": ["Overview", overviewTab], samples: ["Samples", samplesTab], events: ["Events", eventsTab], logs: ["Logs", logsTab], checkpoints: ["Checkpoints", checkpointsTab], spec: ["Spec", specTab] };
 const ENDED = ["succeeded", "failed", "cancelled"];

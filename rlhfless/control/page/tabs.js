@@ -3,62 +3,11 @@
 import { ask, download, get, post } from "./api.js";
 import { newRun } from "./dialogs.js";
 import { cell, figureCell, fill, h, note, panel, refill, say, table } from "./dom.js";
-import { ago, clock, dateTime, number, short, version } from "./format.js";
+import { ago, clock, dateTime, number } from "./format.js";
 
 const EVENTS = 300;
 const LOG_LINES = 500;
 const LOG_MS = 3000;
-
-/** Samples to read: of a few prompts of a step, those with the highest and the lowest reward. */
-export function samplesTab(root, { path }) {
-  const list = h("div", { class: "samples" });
-  const step = h("select", { "aria-label": "Step", onchange: () => load(Number(step.value)) });
-  const older = h("button", { type: "button", onclick: () => move(1) }, "← Older"), newer = h("button", { type: "button", onclick: () => move(-1) }, "Newer →");
-  const tools = h("div", { class: "tools", hidden: true }, older, step, newer, h("p", { class: "muted" }, "Of a few prompts each: the samples with the highest and the lowest reward."));
-  const empty = h("p", { class: "empty" }, "No samples yet: they come with the first step.");
-  root.append(tools, list, empty);
-  let steps = [], newest = true;
-
-  function move(by) {
-    step.selectedIndex += by;
-    load(Number(step.value));
-  }
-
-  async function load(wanted) {
-    newest = wanted === steps[0];
-    const { data } = await get(`${path}/rollouts?${new URLSearchParams({ step: wanted, limit: 50 })}`);
-    older.disabled = step.selectedIndex === steps.length - 1;
-    newer.disabled = step.selectedIndex === 0;
-    const prompts = Map.groupBy(data, (one) => one.prompt_id);
-    fill(list, [...prompts.values()].map((samples) => h("article", { class: "panel" },
-      h("header", {}, h("h2", { title: samples[0].prompt_id }, `Prompt ${short(samples[0].prompt_id)}`)), h("p", { class: "prompt" }, samples[0].prompt), h("div", { class: "responses" }, samples.map(response)))));
-  }
-
-  async function refresh() {
-    const { data } = await get(`${path}/rollouts?limit=100`);
-    if (!data.length) return;
-    const found = [...new Set(data.map((one) => one.step))];
-    if (found[0] === steps[0]) return;
-    const kept = newest ? found[0] : Number(step.value);
-    steps = found;
-    if (!steps.includes(kept)) steps.push(kept);
-    fill(step, steps.map((one) => h("option", { value: one }, `Step ${one}`)));
-    step.value = kept;
-    tools.hidden = false;
-    empty.hidden = true;
-    await load(kept);
-  }
-
-  return { update: () => {}, refresh, follow: refresh };
-}
-
-function response(sample) {
-  const parts = Object.entries(sample.rewards).map(([name, value]) => h("li", { class: sample.failures[name] ? "bad" : "", title: sample.failures[name] }, name, h("b", {}, ` ${sample.failures[name] ? "failed" : number(value ?? NaN)}`)));
-  return h("section", { class: "response" },
-    h("header", {}, h("b", { class: "total" }, number(sample.reward ?? NaN)), h("ul", { class: "parts", "aria-label": "Rewards by part" }, parts)),
-    h("p", { class: "text", tabindex: "0" }, sample.response || h("span", { class: "muted" }, "(empty)")),
-    h("p", { class: "muted small", title: sample.weights }, `sample ${sample.sample_index} · ${sample.response_tokens} tokens · ${sample.finish_reason === "length" ? "cut off" : sample.finish_reason} · weights of ${version(sample.weights)}`));
-}
 
 /** What happened, newest first, live. */
 export function eventsTab(root, { path }) {

@@ -81,6 +81,6 @@ function draw(plot, { rows, bars, origin, until, steps }) {
 
 function rect(bar, tone, opacity, x, origin) {
   const from = x(bar.start_s - origin), name = bar.work ? (WORK[bar.work]?.[0] ?? bar.work) : bar.state === "starting" ? "starts" : "held";
-  const text = `${bar.device}: ${bar.run_id ? `${bar.run_id}, ` : ""}${bar.function} ${name}${bar.work && bar.step ? `, step ${bar.step}` : ""}, ${duration(bar.end_s - bar.start_s)}`;
+  const text = `${bar.device}: ${bar.run_id ? `${bar.run_id}, ` : ""}${name.startsWith(bar.function) ? name : `${bar.function} ${name}`}${bar.work && bar.step ? `, step ${bar.step}` : ""}, ${duration(bar.end_s - bar.start_s)}`;
   return s("rect", { class: `area c-${tone}`, x: from.toFixed(1), y: TOP + ROW * bar.place + (ROW - BAR) / 2, width: Math.max(x(bar.end_s - origin) - from, 0.8).toFixed(1), height: BAR, "fill-opacity": opacity }, s("title", {}, text));
 }

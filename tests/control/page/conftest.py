@@ -41,7 +41,9 @@ def browser() -> Iterator[Browser]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
     roots = (str(tmp_path_factory.mktemp("inputs")),)
     settings = ServiceSettings(data=str(tmp_path_factory.mktemp("site")), port=0, max_drivers=2, roots=roots)
-    filled.fill(settings, filled.fill_run, filled.fill_others, lambda *at: filled.fill_crowd(*at, count=60))
+    filled.fill(
+        settings, filled.fill_run, filled.fill_others, filled.fill_ppo, lambda *at: filled.fill_crowd(*at, count=59)
+    )
     with served(settings, NoDrivers()) as (client, service):
         service.replicas[filled.RUN_ID] = filled.replicas(time.time())
         yield str(client.base_url).rstrip("/"), service

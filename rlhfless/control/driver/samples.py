@@ -1,0 +1,123 @@
+"""A few samples of each step and of each evaluation, for people to read: with what rewards saw of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfless.prepare.reward_inputs import gets_of
+from rlhfless.records import Experience, Group, Prompt, Sample
+from rlhfless.rewards.protocol import Unscorable
+from rlhfless.spec import RewardSpec
+from rlhfless.text import storable, storable_values
+
+GROUPS = 4
+"""Prompts of a step, or of a set of an evaluation; of each the samples of lowest and highest reward."""
+
+MOST_HELD_OUT = 24
+"""Most prompts of an evaluation of many sets; each set has one at least."""
+
+FAILED = 2
+"""Further samples of a step for which a reward failed."""
+
+MOST_CHARACTERS = 20_000
+"""Most characters of a prompt or a response; the trace has all of them, if `logging.record_tokens` is set."""
+
+MOST_OF_COLUMN = 2_000
+"""Most characters of a column."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReader:
+    """Makes objects of samples."""
+
+    rewards: Sequence[RewardSpec]
+    special_tokens: Sequence[str]
+    """Texts of the tokenizer's special tokens: the page shows them apart from other text."""
+
+    def of_step(self, experience: Experience) -> list[dict[str, Any]]:
+        """A few samples of a training step. A prompt that is drawn again in a later epoch is likely to be among them
+        again: they are chosen by a hash of the prompt's id."""
+        found = [sample for group in _chosen(experience.groups, GROUPS) for sample in _extremes(group)]
+        known = {id(sample) for _, sample in found}
+        rest = ((group, sample) for group in experience.groups for sample in group.samples if id(sample) not in known)
+        found += [pair for pair in rest if pair[1].scored.failures][:FAILED]
+        return [self._object(group.prompt, sample, "train") for group, sample in found]
+
+    def of_evaluation(self, sampled: Experience, greedy: Experience) -> list[dict[str, Any]]:
+        """A few samples of an evaluation: of the same prompts each time, with the greedy response."""
+        best = {group.prompt.prompt_id: group.samples for group in greedy.groups}
+        names = dict.fromkeys(group.prompt.source for group in sampled.groups)
+        most = min(max(MOST_HELD_OUT // max(len(names), 1), 1), GROUPS)
+        found = []
+        for name in names:
+            for group in _chosen([group for group in sampled.groups if group.prompt.source == name], most):
+                found += [self._object(group.prompt, sample, "held_out") for _, sample in _extremes(group)]
+                found += [
+                    self._object(group.prompt, sample, "held_out", greedy=True)
+                    for sample in best.get(group.prompt.prompt_id, ())
+                ]
+        return found
+
+    def _object(self, prompt: Prompt, sample: Sample, split: str, *, greedy: bool = False) -> dict[str, Any]:
+        rollout = sample.rollouts[-1]
+        score = sample.scored
+        texts = _cut(prompt.text), _cut(sample.text)
+        return {
+            "split": split,
+            "data_set": prompt.source,
+            "prompt_id": sample.key[0],
+            "sample_index": sample.sample_index,
+            "greedy": greedy,
+            "prompt": texts[0],
+            "columns": {storable(name): _short(value) for name, value in prompt.columns.items()},
+            "expected": dict(self._expected(prompt)),
+            "response": texts[1],
+            "special_tokens": [token for token in self.special_tokens if any(token in text for text in texts)],
+            "finish_reason": str(sample.finish_reason),
+            "response_tokens": sample.model_tokens,
+            "weights": rollout.version_spans[-1].version if rollout.version_spans else "",
+            "rewards": {name: float(value) for name, value in score.parts.items()},
+            "reward": float(score.total),
+            "failures": {name: _cut(why) for name, why in score.failures.items()},
+        }
+
+    def _expected(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
+        """The expected answer of each reward that compares with one, as it compares it."""
+        for reward in self.rewards:
+            if not reward.scores(prompt.source):
+                continue
+            try:
+                gets = gets_of(reward, prompt)
+            except Unscorable:
+                continue  # the failure of the sample says why
+            if "expected" in gets:
+                yield reward.label, _cut(str(gets["expected"]))
+
+
+def _chosen(groups: Iterable[Group], most: int) -> list[Group]:
+    """Some groups, by a hash of their prompts' ids: the same whenever the same prompts are drawn."""
+    return sorted(groups, key=lambda group: hashlib.blake2b(group.prompt.prompt_id.encode()).digest())[:most]
+
+
+def _extremes(group: Group) -> list[tuple[Group, Sample]]:
+    """The samples with the highest and the lowest reward."""
+    ordered = sorted(group.samples, key=lambda sample: (sample.scored.total, sample.sample_index))
+    return [(group, sample) for sample in ({id(each): each for each in (ordered[-1], ordered[0])}).values()]
+
+
+def _short(value: Any) -> Any:
+    """A value of a column as JSON value; as text that is cut if it is long."""
+    text = json.dumps(storable_values(value), ensure_ascii=False, default=str, allow_nan=True)
+    if len(text) <= MOST_OF_COLUMN:
+        return json.loads(text, parse_constant=str)
+    text = storable(value) if isinstance(value, str) else text
+    return f"{text[:MOST_OF_COLUMN]}… ({len(text):,} characters)"
+
+
+def _cut(text: str) -> str:
+    text = storable(text)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
