@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.rewards.answers import answer_of
-from rlhfless.rewards.code import tests_of
+from rlhfless.rewards.code_tests import Test, tests_of
 from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import (
     CodeSpec,
@@ -66,7 +66,7 @@ def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
         case MathSpec():
             return {"expected": answer_of(prompt.columns, reward)}
         case CodeSpec():
-            tests = tests_of(find_field(prompt.columns, reward.tests_field))[: reward.max_tests]
+            tests = tests_of(prompt.columns, reward)[: reward.max_tests]
             return {"tests": [_test(test) for test in tests]}
         case JsonSchemaSpec(schema_field=None):
             return {"schema": reward.json_schema}
@@ -82,10 +82,9 @@ def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
             return {}
 
 
-def _test(test: Any) -> dict[str, Any]:
-    """A test without the fields that it leaves empty."""
-    fields = {name: getattr(test, name) for name in test.__dataclass_fields__}
-    return {name: value for name, value in fields.items() if value not in (None, "", ())}
+def _test(test: Test) -> dict[str, Any]:
+    """A test as JSON values; `function` only where it has one."""
+    return {name: value for name, value in asdict(test).items() if value or name != "function"}
 
 
 def _parsed(value: Any) -> Any:

@@ -104,7 +104,7 @@ def test_tests_are_shown_by_their_shape(folder: Folder) -> None:
     spec = {"prompts": {"path": path}, "rewards": [{"type": "code"}]}
     shown = [row["rewards"][0]["gets"]["tests"] for n in "12" for row in folder.objects(spec, "--row", n)]
     assert shown[0] == [{"input": "1", "output": "3"}, {"input": "2", "output": "4"}]
-    assert [test["code"] for test in shown[1]] == ["assert f(1)"]
+    assert shown[1] == [{"source": "assert f(1)"}]
 
 
 def test_a_row_that_a_reward_cannot_score_is_shown_and_refused(folder: Folder) -> None:
