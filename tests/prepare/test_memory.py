@@ -604,7 +604,7 @@ def test_an_engine_at_85_percent_beside_a_learner_is_refused_with_the_placement_
     two = asked(QWEN_15B, "h100", 2, run)
     plan = two.plan()
     assert not plan.fits
-    assert "are needed and 74.5 GiB are there (generation 63.3 GiB in generate, learner" in plan.problems[0]
+    assert "are needed and 74.5 GiB are usable (generation 63.3 GiB in generate, learner" in plan.problems[0]
     change = nearest_change(two)
     assert change is not None
     assert change.plan.fits

@@ -123,3 +123,9 @@ def test_a_placed_spec_is_placed_the_same_again() -> None:
         asked = _asked(model, "h100", count)
         if asked.plan().fits:
             assert placed(asked) == asked.spec, (model, count)
+
+
+def test_a_plan_fills_no_more_than_the_driver_reports_less_two_percent() -> None:
+    """An L4 of 24 GB reports some 22.0 GiB, and 24e9 bytes are 22.35; an H100 of 80 GB reports 79.2 for 74.5."""
+    assert device_of("l40s").usable_bytes == int(0.98 * 48e9)
+    assert device_of("h100").usable_bytes == 80_000_000_000

@@ -82,8 +82,13 @@ class DevicePlan:
         return sum(asleep) + max(map(int.__sub__, held, asleep), default=0) + guests
 
     @property
+    def usable_bytes(self) -> int:
+        """The bytes that a plan may fill."""
+        return self.memory_bytes if self.kind == CPU_KIND else device_of(self.kind).usable_bytes
+
+    @property
     def fits(self) -> bool:
-        return self.size_bytes <= self.memory_bytes
+        return self.size_bytes <= self.usable_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ class MemoryPlan:
     def problems(self) -> tuple[str, ...]:
         """What does not fit; empty if everything fits."""
         problems = [
-            f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.memory_bytes)} are there ("
+            f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.usable_bytes)} are usable ("
             + ", ".join(
                 f"{part.function} {_gib(part.largest.size_bytes)} in {part.largest.name}" for part in device.functions
             )
@@ -280,7 +285,7 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
             if not part.publishes
         ]
         if ranks := len(plan.functions) - len(others):
-            rooms.append((plan.memory_bytes - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
+            rooms.append((plan.usable_bytes - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
     low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2

@@ -245,7 +245,7 @@ def test_the_device_table() -> None:
     # Figures with sparsity would be twice these.
     assert table["h100"].flops_per_s.value == 989e12
     assert table["l40s"].flops_per_s.value == 362e12
-    assert yaml.safe_dump(table["h100"].model_dump(exclude={"price", "hyperscaler"})).count("source: ") == 12
+    assert yaml.safe_dump(table["h100"].model_dump(exclude={"price", "hyperscaler"})).count("source: ") == 13
     with pytest.raises(UnknownDevice, match="'h10'; did you mean `h100`"):
         device_of("h10")
 
