@@ -18,7 +18,8 @@ from markdown_it.rules_block import StateBlock
 _OPENING = re.compile(r"(?P<fence>`{3,})(?P<info>[^`]*)|(?P<tildes>~{3,})(?P<more>.*)")
 # A fence after text on its line is no fence in CommonMark, but models write `Solution: ```python`.
 _GLUED = re.compile(r"(?!>).*?[^`](?P<fence>`{3,})(?P<info>[ \t]*(?:\{?\.?python[\w.]*\}?|py3?))[ \t]*", re.IGNORECASE)
-_PYTHON = re.compile(r"\.?(?:(?:lang|language|source)[-:=])?(?:i?python|py)(?:[ -]?[\d.]+)?", re.IGNORECASE)
+_PYTHON = re.compile(r"\.?(?:(?:lang|language|source)[-:=])?(?:i?python(?P<more>[\w.-]*)|py[ -]?[\d.]*)", re.IGNORECASE)
+_SESSIONS = ("repl", "console", "session", "traceback")
 _NO_LANGUAGE = frozenset({"", "code"})
 
 _TRIPLE = r"""(?P<quotes>\"{3}|'{3})(?:\\.|[^\\])*?(?P=quotes)"""
@@ -27,7 +28,8 @@ _LEXEMES = re.compile(
     rf"""{_TRIPLE}
     | (?P<unclosed>\"{{3}}|'{{3}})
     | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | \#[^\n]*
-    | (?P<fence>`{{3,}} | (?<=\n)[ \t>]*~{{3,}})""",
+    | (?P<fence>`{{3,}} | (?<=\n)[ \t>]*~{{3,}})
+    | (?P<mark>(?<=\n)[ \t]*</(?:think|answer)>)""",
     re.DOTALL | re.VERBOSE,
 )
 _TEXT_LEXEMES = re.compile(
@@ -120,6 +122,8 @@ def _end(state: StateBlock, first: int, end: int, fence: str, tag: str) -> tuple
         bare = line.strip(" \t")
         if len(bare) >= len(fence) and set(bare) == {fence[0]}:
             return number, "", True
+        if line.startswith(("</think>", "</answer>")):
+            return number, "", False
         if line.startswith(fence) and (opened := _OPENING.fullmatch(line)) and _tag(opened["info"] or "") == "python":
             return number, "", False  # the fence before was never closed
     return end, "", False
@@ -132,9 +136,11 @@ def _end_of_program(state: StateBlock, first: int, end: int, fence: str) -> tupl
         if match["unclosed"]:
             return None
         found = (match["fence"] or "").lstrip(" \t>")
-        if not found.startswith(fence):
+        if not found.startswith(fence) and not match["mark"]:
             continue
         number = _line_at(state, match.end(), first, end)
+        if match["mark"]:
+            return number, "", False
         begin = state.bMarks[number] + state.tShift[number]
         before = state.src[begin : match.end() - len(found)]
         after = state.src[match.end() : state.eMarks[number]].strip()
@@ -155,13 +161,19 @@ def _line_at(state: StateBlock, offset: int, first: int, end: int) -> int:
 
 def _tag(info: str) -> str:
     """`python`, empty, or `other`, by a fence's info string: `Python`, `py3 title="x"`, `{.python .numberLines}`."""
-    braces = re.match(r"\s*\{([^}]*)\}?", info)
+    braces = re.match(r"\s*\{([^}]*)\}?(.*)", info)
     if braces:
-        return "python" if any(_PYTHON.fullmatch(word) for word in re.split(r"[\s,]+", braces[1])) else "other"
+        words = [*re.split(r"[\s,]+", braces[1]), *braces[2].split()[:1]]
+        return "python" if any(map(_is_python, words)) else "other"
     word = (re.split(r"[\s,;:{(\[=]", info.strip(), maxsplit=1) or [""])[0]
-    if _PYTHON.fullmatch(word) or word.lower().endswith(".py"):
+    if _is_python(word) or word.lower().endswith(".py"):
         return "python"
     return "" if word.lower() in _NO_LANGUAGE else "other"
+
+
+def _is_python(word: str) -> bool:
+    match = _PYTHON.fullmatch(word)
+    return match is not None and not any(session in (match["more"] or "").lower() for session in _SESSIONS)
 
 
 def _start_of_answer(lines: Sequence[str], inside: set[int]) -> int:

@@ -24,7 +24,8 @@ PROGRAM_MODULES = ("solution", "__main__")
 """Names under which test code can import the response's program."""
 
 COUNTER = "_rlhfless_count"
-"""The function that instrumented test code calls before each check."""
+"""The function that instrumented test code calls before each check, and with what it asserts: a failed assert counts
+where the code catches it, too."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -40,7 +41,7 @@ class TestCode:
     __test__ = False  # not a test of pytest
 
     code: CodeType
-    """The code with a call of COUNTER before each check."""
+    """The code with calls of COUNTER."""
     functions: tuple[str, ...]
     """Functions of pytest, in their order."""
     classes: tuple[str, ...]
@@ -91,8 +92,9 @@ class _Reader:
         self.check = False
         called = _names(_walk(tree.body))
         for node in top:
-            if node.name not in called and not _skipped(node):
-                named = any(node.name in _names(ast.walk(each)) for each in top if each is not node)
+            others = (each for each in top if each is not node)
+            named = node.name in called or any(node.name in _names(ast.walk(each)) for each in others)
+            if not _skipped(node):
                 self._collect(node, named)
         for function in self.functions:
             _require_no_fixture(function, _required(function))
@@ -104,7 +106,7 @@ class _Reader:
         self.candidate = self.check or "candidate" in self._free
 
     def _collect(self, node: _Function | ast.ClassDef, named: bool) -> None:
-        """Take a definition as a test if it is one. `named`: another definition names it."""
+        """Take a definition as a test if it is one. `named`: other code names it."""
         if isinstance(node, ast.ClassDef):
             if node.name in self._cases or node.name.startswith("Test"):
                 self.classes.append(node)
@@ -177,7 +179,7 @@ class _Reader:
 
 
 class _Counting(ast.NodeTransformer):
-    """Puts a call of COUNTER before each check."""
+    """Puts calls of COUNTER into each check."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -191,8 +193,11 @@ class _Counting(ast.NodeTransformer):
 def _counted(statement: ast.AST) -> list[ast.AST]:
     if not isinstance(statement, ast.stmt) or not _is_check(statement) or isinstance(statement, ast.Raise):
         return [statement]
-    call = ast.Expr(ast.Call(ast.Name(COUNTER, ast.Load()), [], []))
-    return [ast.copy_location(call, statement), statement]
+    counter = ast.Name(COUNTER, ast.Load())
+    if isinstance(statement, ast.Assert):
+        statement.test = ast.copy_location(ast.Call(counter, [statement.test], []), statement.test)
+        return [statement]
+    return [ast.copy_location(ast.Expr(ast.Call(counter, [], [])), statement), statement]
 
 
 def _is_check(node: ast.stmt) -> bool:

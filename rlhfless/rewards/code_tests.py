@@ -158,6 +158,8 @@ class _Reader:
             else:
                 yield from self.tests(decoded)
                 return
+        if text.lstrip()[:1] in ("[", "{", "(") and _is_literal(text):
+            raise Unscorable("it is a value of Python as text; write it as JSON")
         yield self._of_code(text)
 
     def _of_code(self, text: str) -> CodeTest:
@@ -171,7 +173,15 @@ class _Reader:
             raise Unscorable(
                 f"the test needs the function under test (`candidate`), and no column {fields} has it; {hint}"
             )
+        if function and "prompt_field" in self._spec.model_fields_set:
+            self._require(self._spec.prompt_field, "prompt_field")
         return CodeTest(source, function)
+
+    def _require(self, field: str, key: str) -> None:
+        try:
+            field_value(self._columns, field)
+        except MissingField as error:
+            raise Unscorable(f"there is no column `{field}` ({key}): {error.what}") from error
 
     def _setup(self) -> str:
         parts: list[str] = []
@@ -212,9 +222,9 @@ class _Reader:
         elif isinstance(given.get("input"), list) and isinstance(given.get("output"), list) and not self._called(given):
             yield from self._of_lists(given, given["input"], given["output"], "")
         else:
-            if missing := [key for key in ("input", "output") if key not in given]:
-                raise Unscorable(f"a test has no `{missing[0]}`; {_SHOWN}")
-            yield self._of_pair(given, given["input"], given["output"])
+            if "output" not in given:
+                raise Unscorable(f"a test has no `output`; {_SHOWN}")
+            yield self._of_pair(given, given.get("input", ""), given["output"])
 
     def _of_lists(self, given: Mapping[str, Any], inputs: Any, outputs: Any, plural: str) -> Iterator[Test]:
         names = f"`input{plural}` and `output{plural}`"
@@ -306,6 +316,14 @@ def _argument(value: Any) -> Any:
     if isinstance(value, dict) and value and all(re.fullmatch(r"-?\d{1,18}", key) for key in value):
         return {int(key): item for key, item in value.items()}
     return value
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _is_python(text: str) -> bool:

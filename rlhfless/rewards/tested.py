@@ -176,11 +176,13 @@ def _close(value: float, expected: float, tolerance: float) -> bool:
 
 
 def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
-    checks = 0
+    checks = failed = 0
 
-    def count() -> None:
-        nonlocal checks
-        checks += 1
+    def count(value: Any = True) -> bool:
+        nonlocal checks, failed
+        right = bool(value)
+        checks, failed = checks + 1, failed + (not right)
+        return right
 
     namespace[config["counter"]] = count
     if config["function"]:
@@ -199,6 +201,8 @@ def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
             checks += _unittests(namespace[name])
         else:
             _methods(namespace[name])
+    if failed:
+        raise AssertionError("the test caught its own assert")
     return checks
 
 

@@ -38,6 +38,7 @@ def fault(tests, **columns):
         ("assert f(1) == 2", [CodeTest("assert f(1) == 2")]),
         (["assert f(1)", "assert f(2)"], [CodeTest("assert f(1)"), CodeTest("assert f(2)")]),
         ({"input": "1", "output": "2"}, [OutputTest("1", "2")]),
+        ({"input": None, "output": "2"}, [OutputTest("", "2")]),
         ('[{"input": "1", "output": "2"}, "assert f(1)"]', [OutputTest("1", "2"), CodeTest("assert f(1)")]),
         ({"inputs": ["1", "2"], "outputs": ["2", "4"]}, [OutputTest("1", "2"), OutputTest("2", "4")]),
         ({"inputs": [["1", "2"]], "outputs": [["2"]], "fn_name": None}, [OutputTest("1\n2", "2")]),
@@ -87,7 +88,7 @@ SKIPPED = (
         ([], "the list is empty"),
         ("[]", "the list is empty"),
         (["assert f(1)", ""], "test 2 of 2: the text is empty"),
-        ({}, "a test has no `input`"),
+        ({}, "a test has no `output`"),
         ({"input": "1"}, "a test has no `output`"),
         ({"inputs": ["1"], "outputs": []}, "must have equal length; they have 1 and 0"),
         ({"inputs": [], "outputs": []}, "are empty: there is nothing to run"),
@@ -124,7 +125,7 @@ SKIPPED = (
         ("assert candidate(1) == 2", "needs the function under test"),
         ("from no_such_package import f\nassert f(1)", "imports `no_such_package`, which is not installed"),
         ("from .solution import f\nassert f(1)", "a relative import"),
-        ("[{'input': '1', 'output': '2'}]", "it has no assert"),
+        ("[{'input': '1', 'output': '2'}]", "it is a value of Python as text; write it as JSON"),
     ],
 )
 def test_what_is_no_test_is_refused_before_the_run(column, what):
@@ -184,8 +185,10 @@ def test_a_column_may_be_empty_where_another_has_tests():
 def test_a_column_that_the_spec_names_must_be_there():
     row = {"tests": FUNCTION, "entry": "f"}
     assert code_tests.tests_of(row, spec(entry_point_field="entry")) == (CodeTest(FUNCTION, "f"),)
-    for options, name in (({"entry_point_field": "entri"}, "entri"), ({"setup_field": "setup"}, "setup")):
-        with pytest.raises(Unscorable, match=rf"there is no column `{name}` \({next(iter(options))}\)"):
+    row["entry_point"] = "f"
+    for key, name in (("entry_point_field", "entri"), ("setup_field", "setup"), ("prompt_field", "stub")):
+        options = {key: name}
+        with pytest.raises(Unscorable, match=rf"there is no column `{name}` \({key}\)"):
             code_tests.tests_of({**row, "metadata": '{"func_name": "f"}'}, spec(**options))
     with pytest.raises(Unscorable, match=r"there is no column `test`.*`tests`"):
         code_tests.tests_of(row, spec(tests_field="test"))

@@ -89,6 +89,11 @@ KINDS = {
     "isclose": CodeTest("import math\nassert math.isclose(f(1), 2)"),
     "numpy": CodeTest("import numpy as np\nnp.testing.assert_allclose(f(1), 2)"),
     "unittest": CodeTest(UNITTEST),
+    "a runner of unittest": CodeTest(f"{UNITTEST}\nunittest.TextTestRunner().run(unittest.makeSuite(A))"),
+    "an assert that is caught": CodeTest("try:\n    assert f(1) == 2\nexcept AssertionError:\n    print('wrong')"),
+    "tests that are caught": CodeTest(
+        "def test_f():\n    assert f(1) == 2\ntry:\n    test_f()\nexcept BaseException:\n    pass"
+    ),
 }
 CHEATS = {
     "wrong": "def f(x):\n    return 3",
