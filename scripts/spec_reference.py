@@ -1,6 +1,7 @@
-"""Writes the table of all keys into docs/spec.md, between its two markers, from the spec's own docstrings.
+"""Writes the tables of all keys into docs/spec.md and docs/scenario.md, each between two markers, from the docstrings.
 
-Run it after a change of rlhfless/spec; `--check` only says whether the page is up to date (exit code 1 if not).
+Run it after a change of rlhfless/spec or sim/scenarios; `--check` only says whether the pages are up to date (exit code
+1 if not).
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from marked_page import write_part
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from rlhfless.sim.scenarios import Scenario
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import models, tag_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "spec.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES: dict[Path, tuple[str, type[BaseModel]]] = {
+    DOCS / "spec.md": ("The spec", RunSpec),
+    DOCS / "scenario.md": ("The scenario", Scenario),
+}
 BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 
 
-def reference() -> str:
-    """One table per section, the whole spec's first; a section that several algorithms share, once."""
-    sections = dict.fromkeys(_sections("", RunSpec))
-    return "\n".join(section for title, model, union in sections for section in _table(title, model, union))
+def reference(whole: str, root: type[BaseModel]) -> str:
+    """One table per section, that of the `whole` first; a section that several algorithms share, once."""
+    sections = dict.fromkeys(_sections("", root))
+    return "\n".join(line for title, model, union in sections for line in _table(title or whole, model, union))
 
 
 def _sections(prefix: str, model: type[BaseModel], union: bool = False) -> Iterator[tuple[str, type[BaseModel], bool]]:
@@ -40,7 +46,7 @@ def _sections(prefix: str, model: type[BaseModel], union: bool = False) -> Itera
 
 def _table(title: str, model: type[BaseModel], union: bool) -> Iterator[str]:
     tag = f" (`type: {tag_of(model) or 'package.module:Name'}`)" if "type" in model.model_fields and union else ""
-    yield f"### {f'`{title}`' if title else 'The spec'}{tag}\n"
+    yield f"### {title if title[:1].isupper() else f'`{title}`'}{tag}\n"
     yield " ".join((model.__doc__ or "").split()) + "\n"
     yield "| key | type | default | |\n|---|---|---|---|"
     for name, field in model.model_fields.items():
@@ -48,7 +54,9 @@ def _table(title: str, model: type[BaseModel], union: bool) -> Iterator[str]:
             default = "`{}`" if field.default_factory else "**required**"
         else:
             default = "see below" if isinstance(field.default, BaseModel) else f"`{_literal(field.default)}`"
-        text = " ".join((field.description or "").split()).replace("|", "\\|")
+        parts = models(field.annotation)
+        described = field.description or (parts[0].__doc__ if len(parts) == 1 else None) or ""
+        text = " ".join(described.split()).replace("|", "\\|")
         yield f"| `{name}` | {_type(field.annotation)} | {default} | {text} |"
     yield ""
 
@@ -76,8 +84,8 @@ def _type(annotation: Any) -> str:
 def _literal(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower().replace("none", "null")
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return str(list(value)) if isinstance(value, tuple) else str(value) or '""'
 
 
 if __name__ == "__main__":
-    sys.exit(write_part(PAGE, BEGIN, END, reference()))
+    sys.exit(max(write_part(page, BEGIN, END, reference(*what)) for page, what in PAGES.items()))

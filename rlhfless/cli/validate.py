@@ -49,22 +49,27 @@ class Schema(StrEnum):
     """Files that have a schema."""
 
     SPEC = "spec"
+    SCENARIO = "scenario"
     PRICES = "prices"
     DEVICES = "devices"
 
 
 def schema(
-    of: Annotated[Schema, typer.Argument(help="A spec, a price book, or a table of devices.")] = Schema.SPEC,
+    of: Annotated[
+        Schema, typer.Argument(help="A spec, a scenario, a price book, or a table of devices.")
+    ] = Schema.SPEC,
 ) -> None:
-    """Print the JSON schema of a spec, of a price book, or of a table of devices, for editors and other tools."""
+    """Print the JSON schema of a spec, a scenario, a price book, or a table of devices, for editors and other tools."""
     from rlhfless.scaling.latency.devices import DeviceTable
     from rlhfless.scaling.prices import PriceBook
+    from rlhfless.sim.scenarios import Scenario
     from rlhfless.spec import RunSpec
     from rlhfless.spec.base import SpecModel
     from rlhfless.spec.load import json_schema
 
     models: dict[Schema, type[SpecModel]] = {
         Schema.SPEC: RunSpec,
+        Schema.SCENARIO: Scenario,
         Schema.PRICES: PriceBook,
         Schema.DEVICES: DeviceTable,
     }

@@ -136,6 +136,7 @@ class Scenario(SpecModel):
     model: ScenarioModelSpec
     engine: ScenarioEngineSpec = ScenarioEngineSpec()
     workload: WorkloadSpec
+    """Where prompts and response lengths come from."""
 
     prefixes: PrefixesSpec | None = None
     """What prompts begin with; by default they share nothing. Not for a recorded run, whose trace has it."""
@@ -174,7 +175,7 @@ class Scenario(SpecModel):
     contract: ScenarioContract = WeightedContract()
     """The contract of all policies that take one."""
 
-    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)]
+    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)] = ()
     """The policies to compare; by default all. Times and costs are shown relative to the first one."""
 
     @model_validator(mode="before")
