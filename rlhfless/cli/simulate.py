@@ -128,15 +128,19 @@ def _calibrate(folders: Sequence[Path], out: Path) -> None:
 
 
 def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | None, other: OtherDevices) -> None:
-    """Print predicted and measured seconds, with a policy those that it would have taken; `out`: and write them."""
+    """Print predicted and measured seconds, or those of a policy or of other devices beside the replay as recorded;
+    `out`: and write them."""
     import json
 
-    from rlhfless.cli.simulate_tables import replay_table
+    from rlhfless.cli.simulate_tables import beside_table, replay_table
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.policies.registry import PolicyError
+    from rlhfless.sim.replay.beside import Beside
+    from rlhfless.sim.replay.calibrate import calibrate, device_kind
     from rlhfless.sim.replay.latency_file import load_latency
+    from rlhfless.sim.replay.recorded import AS_IT_WAS
     from rlhfless.sim.replay.replay import replay
-    from rlhfless.sim.replay.what_if import run_policy
+    from rlhfless.sim.replay.what_if import policy_of, run_policy
     from rlhfless.sim.workloads.runtime import read_runtime
     from rlhfless.telemetry.terminal import Terminal
 
@@ -148,7 +152,16 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
     except PolicyError as error:
         raise typer.BadParameter(f"--policy: {error}") from error
     fit = load_latency(latency) if latency else None
-    again = replay(trace, read_runtime(folder), fit, chosen, other)
-    Terminal().print(replay_table(again))
+    drawn = read_runtime(folder)
+    again = replay(trace, drawn, fit, chosen, other)
+    report = again.report()
+    if chosen is None and other == AS_IT_WAS:
+        Terminal().print(replay_table(again))
+    else:
+        # A fit to other devices says nothing of the run's own.
+        own = fit if fit is None or fit.device_kind == device_kind(trace) else calibrate([trace])
+        beside = Beside(again, replay(trace, drawn, own), policy_of(trace), other.max_staleness)
+        Terminal().print(beside_table(beside))
+        report |= {"as_recorded": beside.base.report(), "times": beside.times, "costs": beside.costs}
     if out is not None:
-        out.write_text(json.dumps(again.report(), indent=1) + "\n", "utf-8")
+        out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")

@@ -12,11 +12,15 @@ from rlhfless.cli.tables import table
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import ResultRow
 from rlhfless.sim.experiment.shared import Arrangement
-from rlhfless.sim.replay.replay import AS_RECORDED, Replay
+from rlhfless.sim.experiment.statistics import CONFIDENCE, LEAST_VALUES
+from rlhfless.sim.replay.beside import Beside
+from rlhfless.sim.replay.measured import WALL
+from rlhfless.sim.replay.replay import Replay
 from rlhfless.sim.report.columns import COLUMNS, ReportColumn
-from rlhfless.sim.report.words import PARTS, contract_text, infeasible
+from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.telemetry.numbers import decimal, money
+from rlhfless.telemetry.terminal import Prose
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
 """Two tables, results and causes: side by side they would not fit a terminal of 80 columns."""
@@ -26,11 +30,15 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
     """One row per policy: means over the seeds, and below each the ends of its confidence interval."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     rows = comparison.rows(part)
-    what = f"{PARTS[part]} of {scenario.steps} steps, {scenario.seeds} seeds; simulated"
-    legend = "dim: the ends of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
+    few = scenario.seeds < LEAST_VALUES
+    seeds = f"{scenario.seeds} seed{'s' * (scenario.seeds != 1)}"
+    what = f"{PARTS[part]} of {scenario.steps} steps, {seeds}; simulated"
+    ends = f"{seeds}: no interval." if few else f"dim: the ends of the {CONFIDENCE:.0%} confidence interval."
+    legend = f"{ends} times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
-    return Group(title, *parts, "", *infeasible(comparison), Text(legend, style="dim"))
+    notes = [*filter(None, [best_fleets(comparison)]), *infeasible(comparison)]
+    return Group(title, *parts, "", *map(Prose, notes), Prose(legend, style="dim"))
 
 
 def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arrangement]) -> RenderableType:
@@ -59,6 +67,30 @@ def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:
     return made
 
 
+def beside_table(beside: Beside) -> RenderableType:
+    """Mean seconds of a step by stage and the cost, of both replays and as measured; the steps; and one sentence."""
+    other, base = beside.other, beside.base
+    stages = {error.stage: error for error in base.errors}
+    again = {error.stage: error for error in other.errors}
+    means = table("seconds per step", *stages, "cost")
+    for row, found, usd in (
+        (f"{beside.label}, simulated", {stage: each.predicted_s for stage, each in again.items()}, other.predicted_usd),
+        ("as recorded, simulated", {stage: each.predicted_s for stage, each in stages.items()}, base.predicted_usd),
+        ("as recorded, measured", {stage: each.measured_s for stage, each in stages.items()}, base.measured_usd),
+    ):
+        means.add_row(row, *(decimal(found.get(stage)) for stage in stages), money(usd))
+    steps = table("step", "simulated", "as recorded, simulated", "measured", texts=0)
+    for one, two in zip(other.steps, base.steps, strict=True):
+        steps.add_row(
+            str(one.step),
+            *(decimal(s, 2) for s in (one.predicted_s[WALL], two.predicted_s[WALL])),
+            decimal(one.measured_s[WALL], 2),
+        )
+    to = f"; extrapolated to {other.extrapolated_to}, not measured" if other.extrapolated_to else ""
+    title = Text.assemble((other.run_id, "bold"), f"  {beside.label}; fitted to {other.fitted_to}{to}")
+    return Group(title, "", means, "", steps, "", Prose(beside.sentence))
+
+
 def replay_table(again: Replay) -> RenderableType:
     """Seconds by stage, predicted / measured, of every step; and over all."""
     stages = [error.stage for error in again.errors]
@@ -68,9 +100,7 @@ def replay_table(again: Replay) -> RenderableType:
     for step in again.steps:
         pairs = [(step.predicted_s[stage], step.measured_s[stage]) for stage in stages]
         steps.add_row(str(step.step), *(f"{predicted:.2f} / {measured:.2f}" for predicted, measured in pairs))
-    changed = again.policy != AS_RECORDED or again.extrapolated_to
-    off = "median change %" if changed else "median error %"
-    over_all = table("seconds per step", "predicted", "measured", off, "of the mean %", "skill")
+    over_all = table("seconds per step", "predicted", "measured", "median error %", "of the mean %", "skill")
     for error in again.errors:
         shares = (decimal(100 * share, 1) for share in (error.error, error.error_of_mean))
         over_all.add_row(
@@ -94,11 +124,8 @@ def replay_table(again: Replay) -> RenderableType:
         )
     kv = "not in the trace: assumed to suffice"
     if again.kv_tokens is not None:
-        kv = f"{again.kv_tokens:,} tokens" + ("" if again.extrapolated_to else ", as the engines reported")
-    same = sum(ran == replayed for _, ran, replayed in again.plans)
-    plans = [f"plans as in the run  {same} of {len(again.plans)} steps"] if again.plans else []
-    to = f"; extrapolated to {again.extrapolated_to}, not measured" if again.extrapolated_to else ""
-    title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}{to}")
-    facts = f"cost of these steps  {cost}", *prompts, f"KV memory of an actor  {kv}", *plans
-    last: tuple[RenderableType, ...] = (*facts, Text(legend, style="dim"))
+        kv = f"{again.kv_tokens:,} tokens, as the engines reported"
+    title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
+    facts = f"cost of these steps  {cost}", *prompts, f"KV memory of an actor  {kv}"
+    last: tuple[RenderableType, ...] = (*facts, Prose(legend, style="dim"))
     return Group(title, "", steps, "", over_all, "", *last)

@@ -2,9 +2,9 @@
 
 The seeds of a scenario are independent draws of one workload, so the mean of a figure over n of them has Student's t
 with n - 1 degrees of freedom. Of times, costs and counts, which are never negative, the logarithm of the mean has it to
-first order (the delta method): few seeds give wide limits, and none below 0. Two policies with the same seed drew the
-same lengths; their ratio within each seed varies far less than either figure, so the logarithms of the ratios are
-averaged: a geometric mean.
+first order (the delta method): few seeds give wide limits, none below 0, and two none at all. Two policies with the
+same seed drew the same lengths; their ratio within each seed varies far less than either figure, so the logarithms of
+the ratios are averaged: a geometric mean.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from dataclasses import dataclass
 CONFIDENCE = 0.95
 """Level of every interval."""
 
+LEAST_VALUES = 3
+"""Fewest values of an interval. Student's t of two is within a factor of 300,000, which tells nobody anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and its confidence interval, which is the mean alone where there is only one value."""
+    """A mean and its confidence interval, which is the mean alone of fewer than LEAST_VALUES values."""
 
     mean: float
     low: float
@@ -53,7 +56,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
         raise ValueError("no values to average; give at least 1")
     count = len(values)
     mean = math.fsum(values) / count
-    if count == 1:
+    if count < LEAST_VALUES:
         return Interval(mean, mean, mean)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = student_quantile((1 + CONFIDENCE) / 2, count - 1) * math.sqrt(variance / count)

@@ -8,6 +8,7 @@ The error is compared with the error of always predicting the mean of the fitted
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
@@ -100,6 +101,8 @@ class Replay:
     """The devices that the replay has and the run did not; empty for the run's own."""
     plans: tuple[tuple[int, str, str], ...] = ()
     """The steps that a policy planned in the run and in the replay, with both choices."""
+    divided: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """By judged step: the response tokens that each actor drew in the replay, the most first."""
 
     @property
     def errors(self) -> list[StageError]:
@@ -199,6 +202,7 @@ def replay(
         kv_tokens(trace, device_kind(trace), kind),
         str(extrapolated),
         tuple(_plans(trace, simulated)),
+        tuple(_divided(simulated, [record.step for record in judged])),
     )
 
 
@@ -229,6 +233,16 @@ def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:
     ran, again = ({row.step: row.choice for row in each.decisions if row.kind == "plan"} for each in (trace, simulated))
     for step in ran.keys() & again.keys():
         yield step, ran[step], again[step]
+
+
+def _divided(simulated: Trace, steps: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """See Replay.divided."""
+    tokens: dict[int, dict[str, int]] = {step: defaultdict(int) for step in steps}
+    for call in simulated.invocations:
+        if call.work is Work.GENERATE and call.step in tokens:
+            tokens[call.step][call.replica] += call.output_tokens
+    for step, by_actor in tokens.items():
+        yield step, tuple(sorted(by_actor.values(), reverse=True))
 
 
 def _prompt_tokens(measured: Sequence[StepRecord], predicted: Sequence[StepRecord]) -> Iterator[PromptTokens]:

@@ -71,6 +71,12 @@ class OtherDevices:
         return Allocation(tuple(devices), allocation.shares)
 
 
+def policy_of(trace: Trace) -> str:
+    """The name of the run's own policy; `the run` if its spec names none."""
+    policy = (trace.meta.spec.get("scaling") or {}).get("policy")
+    return str(policy["type"]) if isinstance(policy, dict) and policy.get("type") else "the run"
+
+
 def run_policy(trace: Trace, name: str | None = None) -> tuple[str, Policy]:
     """The named policy, by default the run's own, with the run's contract. Raises PolicyError for an unknown name,
     TraceError if the trace names none."""

@@ -8,7 +8,7 @@ from html import escape
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import Part, ResultRow
-from rlhfless.sim.experiment.statistics import CONFIDENCE
+from rlhfless.sim.experiment.statistics import CONFIDENCE, LEAST_VALUES
 from rlhfless.sim.report.charts import svg
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.pictures import Pictures
@@ -31,11 +31,13 @@ def page(comparison: PolicyComparison, pictures: Pictures) -> str:
     """The report of a comparison as the text of one HTML page."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     parts: list[Part] = [part] if part == "all" else ["later", "first", "all"]
+    few = scenario.seeds < LEAST_VALUES
+    intervals = "no intervals, for which there are too few" if few else f"{CONFIDENCE:.0%} confidence intervals"
     body = [f"<h1>{escape(scenario.name)}</h1>", f"<p>{escape(scenario.description)}</p>"]
     body.append(
         f"<p>{scenario.steps} steps of {scenario.prompts_per_step} x {scenario.samples_per_prompt} responses, "
         f"{scenario.seeds} seeds. Simulated, not measured. Figures are means over the seeds with "
-        f"{CONFIDENCE:.0%} confidence intervals; times are by the first policy, in pairs of equal seeds.</p>"
+        f"{intervals}; times are by the first policy, in pairs of equal seeds.</p>"
     )
     body.append(f"<p>Contract: {escape(contract_text(scenario.contract))}. {escape(best_fleets(comparison))}</p>")
     body += [f"<p>{escape(line)}</p>" for line in infeasible(comparison)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,21 @@ def test_a_comparison_is_shown_and_written(scenario: Path, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert "static_colocated" in result.stdout
     assert "best_static" not in result.stdout
+    assert "1 seed: no interval." in result.stdout
     assert "simulating tiny: 2 policies, 1 seeds, runs of 2 steps, --jobs 1" in result.stderr
     written = {path.name for path in (tmp_path / "out" / "tiny").iterdir()}
     assert {"report.html", "summary.json", "scenario.yaml", "pareto.png", "perfetto-clairvoyant.json"} <= written
+
+
+def test_two_seeds_have_no_interval_and_the_best_static_fleet_is_named(scenario: Path, tmp_path: Path) -> None:
+    result = invoke(scenario, "--policies", "static_colocated,best_static", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "2 seeds: no interval." in result.stdout
+    assert re.search(r"^best_static: \d+ devices?, ", result.stdout, re.MULTILINE)
+    (row,) = [line for line in result.stdout.splitlines() if line.startswith("best_static ")][:1]
+    assert len(row.split()) == 6, "means alone"
+    page = (tmp_path / "out" / "tiny" / "report.html").read_text()
+    assert "no intervals, for which there are too few" in page
 
 
 def test_the_time_that_is_left_is_said_soon_and_again_when_it_has_doubled() -> None:
@@ -152,7 +165,15 @@ def test_a_run_is_calibrated_and_replayed(run: Path, tmp_path: Path) -> None:
     result = invoke("--replay", run, "--policy", "static", "--actors", 3, "--out", tmp_path / "replay.json")
     assert result.exit_code == 0, result.output
     assert "extrapolated to 3 actors, not measured" in " ".join(result.stdout.split())
+    lines = result.stdout.splitlines()
+    (row,) = [line for line in lines if line.startswith("as recorded, simulated")]
+    assert row.split()[-1].startswith("$")
+    assert any(line.startswith("as recorded, measured") for line in lines), "a row of its own"
+    assert lines[-1].startswith("static on 3 actors would take ")
+    assert "of the run as recorded, both simulated; both plan the same in " in lines[-1]
     written = json.loads((tmp_path / "replay.json").read_text())
+    assert written["as_recorded"]["policy"] == "as recorded"
+    assert written["times"] < 1
     assert written["errors"][-1]["stage"] == "step"
     assert written["errors"][-1]["skill"] <= 1
     result = invoke("--replay", run, "--latency", tmp_path / "latency.yaml")

@@ -33,17 +33,33 @@ def test_the_interval_of_three_values_by_hand() -> None:
     assert mean_interval([5.0]) == Interval(5.0, 5.0, 5.0)
 
 
-def test_two_seeds_give_no_limit_below_zero() -> None:
-    """Of 1 and 2 the mean is 1.5 +- 12.7062 x 0.5: -4.85 to 7.85 on the scale of the values; a factor of e^4.235 on the
-    scale of logarithms."""
-    interval = positive_interval([1.0, 2.0])
-    assert mean_interval([1.0, 2.0]).low < 0 < interval.low
-    assert (interval.low, interval.high) == pytest.approx((1.5 / math.exp(4.2354), 1.5 * math.exp(4.2354)), rel=1e-4)
-    assert positive_interval([0.0, 2.0]).low > 0  # the largest spread that two values can have
-    assert positive_interval([0.0, 0.0]) == Interval(0.0, 0.0, 0.0)
-    assert share_interval([0.5, 1.0]) == Interval(0.75, 0.0, 1.0)
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0], [1e-9, 1e9], [0.0, 2.0], [0.0, 0.0]])
+def test_fewer_than_three_seeds_have_no_interval(values: list[float]) -> None:
+    """Two gave `0 to 763,862`."""
+    mean = math.fsum(values) / len(values)
+    alone = Interval(mean, mean, mean)
+    assert mean_interval(values) == positive_interval(values) == alone
+    assert max(values) > 1 or share_interval(values) == alone
+    if min(values) > 0:
+        ratio = ratio_interval(values, [1.0] * len(values))
+        assert ratio.low == ratio.mean == ratio.high
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [0.0, 0.0, 1.0], [1.0, 1.0, 100.0], [5.0] * 4])
+def test_limits_of_positive_values_are_above_zero_and_not_absurd(values: list[float]) -> None:
+    """Of 1, 2 and 3 the mean is 2 +- 2.484: below 0 on the scale of the values, a factor of e^1.242 on that of
+    logarithms. The largest spread that three values can have is a factor of 74."""
+    interval = positive_interval(values)
+    assert 0 < interval.low <= interval.mean <= interval.high < 75 * interval.mean
+    if values == [1.0, 2.0, 3.0]:
+        assert mean_interval(values).low < 0
+        assert interval.high == pytest.approx(2 * math.exp(4.3027 / math.sqrt(3) / 2), rel=1e-4)
+
+
+def test_shares_stay_shares() -> None:
+    assert share_interval([0.5, 0.9, 1.0]) == Interval(pytest.approx(0.8), pytest.approx(0.1428, abs=1e-3), 1.0)
     with pytest.raises(ValueError, match="is below 0; take mean_interval"):
-        positive_interval([-1.0, 1.0])
+        positive_interval([-1.0, 1.0, 1.0])
 
 
 @given(st.lists(st.floats(1.0, 1.05), min_size=8, max_size=20))
