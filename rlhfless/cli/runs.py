@@ -7,7 +7,8 @@ cancelled or paused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -36,7 +37,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LengthsOf = Annotated[
     str | None, typer.Option(metavar="RUN", help="Take response lengths and latencies of this earlier run.")
 ]
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; `last` is the newest.")]
+RunId = Annotated[
+    str, typer.Argument(metavar="RUN", help="Id or name of a run, or the beginning of its id; `last` is the newest.")
+]
+
+_WHOLE_ID = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{8}")
+_MOST_PAGES = 10
+"""Pages of a hundred runs that a short id is looked for in."""
+_MOST_LISTED = 5
 
 LAST = "last"
 
@@ -293,15 +301,41 @@ def _client(url: str | None) -> Client:
 
 
 def _id(client: Client, run: str) -> str:
-    """The id of a run, or of the newest run for `last`."""
-    if run != LAST:
-        return Path(run).name  # users also name a run's folder
-    newest = client.list_runs(limit=1).data
-    if not newest:
-        from rlhfless.spec.errors import UserError
+    """The id of a run that is named by it, by the beginning of it or of its last part, or by the run's name; of the
+    newest run for `last`. Raises UserError if several runs are meant."""
+    from rlhfless.spec.errors import UserError
 
-        raise UserError("the service has no run; start one with `rlhfless runs create SPEC`")
-    return newest[0].id
+    if run == LAST:
+        newest = client.list_runs(limit=1).data
+        if not newest:
+            raise UserError("the service has no run; start one with `rlhfless runs create SPEC`")
+        return newest[0].id
+    named = Path(run).name  # users also name a run's folder
+    if not named or _WHOLE_ID.fullmatch(named):
+        return named
+    runs = list(_newest(client))
+    found = [each.id for each in runs if each.name == named] or [each.id for each in runs if _begins(each.id, named)]
+    if len(found) > 1:
+        listed = ", ".join(found[:_MOST_LISTED]) + (
+            f" and {len(found) - _MOST_LISTED} more" * (len(found) > _MOST_LISTED)
+        )
+        raise UserError(f"{legible(named)!r} means {len(found)} runs: {listed}; write more of the id")
+    return found[0] if found else named  # the service says that there is no such run
+
+
+def _begins(run_id: str, named: str) -> bool:
+    return run_id.startswith(named) or run_id.rpartition("-")[2].startswith(named)
+
+
+def _newest(client: Client) -> Iterator[RunObject]:
+    """The newest runs of the service."""
+    after = None
+    for _ in range(_MOST_PAGES):
+        page = client.list_runs(after, limit=100)
+        yield from page.data
+        if not page.has_more:
+            return
+        after = page.data[-1].id
 
 
 def _print_json(answer: Any) -> None:

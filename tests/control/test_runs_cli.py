@@ -93,6 +93,31 @@ def test_watching_ends_with_what_became_of_the_run(
         assert "step 1/5" in shown
 
 
+def test_a_run_is_named_by_a_part_of_its_id_or_its_name(cli: Cli, spec: str) -> None:
+    first, second = (parsed(cli("create", spec, "--set", f"name={name}", "--json"))["id"] for name in ("ab", "abc"))
+    same = [parsed(cli("create", spec, "--set", "name=twin", "--json"))["id"] for _ in range(2)]
+    for named, run in {
+        first: first,
+        "ab": first,  # the name of one, though the beginning of both ids
+        "ab-": first,
+        "a": None,
+        "abc": second,
+        second[-8:]: second,
+        second[-8:-2]: second,
+        f"runs/{second}/": second,
+        same[0][:-2]: same[0] if same[0][:-2] != same[1][:-2] else None,
+        "twin": None,
+    }.items():
+        if run is not None:
+            assert parsed(cli("show", named, "--json"))["id"] == run, named
+        else:
+            message = cli("show", named, code=2).output
+            assert "means 2 runs: " in message
+            assert "write more of the id" in message.replace("\n", " ")
+    assert "'nothing'" in cli("show", "nothing", code=2).output
+    assert parsed(cli("cancel", "abc", "--json"))["status"] in ("cancelling", "cancelled")
+
+
 def test_what_cannot_be_is_said_in_one_message(cli: Cli, spec: str) -> None:
     for words, text in (
         (["create", "none.yaml"], "none.yaml"),
