@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAG, _TAG_ENDS = "<answer>", "</answer>"
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BARE = re.compile(r"[^\s${}\\]+")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 # What may stand between the boxes of one answer, besides the words and signs that `_JOINS` finds.
 _BETWEEN = re.compile(
     r"(?:[\s$,;&.()\[\]{}]|\\(?:text|mbox|quad|qquad|[\\,;:! ()\[\]])|\b(?:and|or)\b|=|[A-Za-z]\s*=)*"
 )
 _JOINS = re.compile(r"[,;&]|\b(?:and|or)\b")
 _THOUGHT_ENDS = "</think>"
-# `the answer is ...`, `Answer: ...` with what follows on that line.
-_STATED = re.compile(r"(?i:answer)(?:\s+(?:is|are|equals|would be|=)|\*{0,2}\s*[:=])\*{0,2}:?\s*([^\n]+)")
+# What stands before an answer: `the answer is`, `Answer:`.
+_STATED = re.compile(r"(?i:answer)(?:\s+(?:is|are|equals|would be|=)|\*{0,2}\s*[:=])\*{0,2}:?[ \t]*\n?")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 
@@ -36,8 +39,9 @@ class FinalAnswer:
 def final_part(response: str) -> str:
     """What the response says after its thoughts, and within its last `<answer>` if there is one."""
     said = response.rpartition(_THOUGHT_ENDS)[2]
-    tagged = _TAGGED.findall(said)
-    return tagged[-1] if tagged else said
+    before, ended, _ = said.rpartition(_TAG_ENDS)
+    _, opened, tagged = before.rpartition(_TAG)
+    return tagged if ended and opened else said
 
 
 def boxed_answer(text: str) -> FinalAnswer | None:
@@ -68,40 +72,38 @@ def boxed_answer(text: str) -> FinalAnswer | None:
 
 def stated_answers(text: str) -> Iterator[str]:
     """Texts that may be the whole answer of a response without a box, the most likely first."""
-    if "\n" not in text.strip():
-        yield text.strip()
-    if stated := _STATED.findall(text):
-        line = stated[-1].strip()
+    if stated := list(_STATED.finditer(text)):
+        line = text[stated[-1].end() :].partition("\n")[0].strip()
         yield line
         if end := _SENTENCE_END.search(line):
             yield line[: end.start()]
+    if "\n" not in text.strip():
+        yield text.strip()
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each outermost box, and of a box within a box its content. The end is -1 if the box
-    does not close."""
-    position = 0
-    while opening := _BOX.search(text, position):
-        position = opening.end()
-        if text[position : position + 1] == "{":
-            end = _closing(text, position)
-            if end is None:
-                yield opening.start(), -1, text[position:]
+    """Start, end and content of each box without another in it. The end is -1 if the box does not close."""
+    closings = _closings(text)
+    for opening, following in pairwise([*_BOX.finditer(text), None]):
+        assert opening is not None
+        first = opening.end()
+        if text[first : first + 1] == "{":
+            end = closings.get(first, -1)
+            if end < 0:
+                yield opening.start(), -1, text[first:]
                 return
-            content = text[position + 1 : end]
-            inner = boxed_answer(content)
-            yield opening.start(), end + 1, content if inner is None else inner.text
-            position = end + 1
-        elif bare := re.compile(r"[^\s${}\\]+").match(text, position):
+            if following is None or following.start() > end:
+                yield opening.start(), end + 1, text[first + 1 : end]
+        elif bare := _BARE.match(text, first):
             yield opening.start(), bare.end(), bare[0].rstrip(".,;")
-            position = bare.end()
 
 
-def _closing(text: str, opening: int) -> int | None:
-    """Where the brace closes that opens there."""
-    depth = 0
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return found.start()
-    return None
+def _closings(text: str) -> dict[int, int]:
+    """Where each brace closes, by where it opens."""
+    opened, closings = [], {}
+    for found in _BRACES.finditer(text):
+        if found[0] == "{":
+            opened.append(found.start())
+        elif found[0] == "}" and opened:
+            closings[opened.pop()] = found.start()
+    return closings

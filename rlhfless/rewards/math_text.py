@@ -77,6 +77,9 @@ _MISREAD = [
     ("the number", re.compile(r"\d*\.\d+\.[\d.]*|\d*\.\.+")),
     ("the line over", re.compile(r"\\(?:overline|bar)\s*\{\d+\}?")),
     ("the subscript of", re.compile(r"\d_")),
+    ("the exponent of", re.compile(r"\d[eE][+-]?\d+")),
+    ("the zeros of", re.compile(r"(?<=\d),0\d+")),
+    ("a choice and its value,", re.compile(r"^\(?[A-Z](?:\)|[.:])\s*(?:-?\d|\\).*")),
 ]
 
 
@@ -101,6 +104,10 @@ def as_words(text: str) -> str | None:
     if re.fullmatch(r"\d{4}-\d\d?-\d\d?([T ]\d\d:\d\d.*)?|\d{1,2}:\d\d(:\d\d)?\s*[ap]\.?\s?m\.?|[01]?\d:[0-5]\d:\d\d",
                     text, re.IGNORECASE):  # fmt: skip
         return re.sub(r"[\s.]", "", text).casefold()
+    if re.fullmatch(r"[A-Z][a-z]{2,}(?:[ ,]+(?:[A-Z][a-z]+|of))*[ ,]+\d+(?:st|nd|rd|th)?(?:, *\d{4})?", text):
+        return re.sub(r"[ ,]+", " ", text).casefold()
+    if text.casefold() in ("no", "ok", "up"):  # and no product of variables
+        return text.casefold()
     words = text.replace(",", " ").split()
     if not words or not all(map(_WORDS.fullmatch, words)):
         return None
@@ -113,6 +120,8 @@ def as_words(text: str) -> str | None:
 
 def unreadable(latex: str) -> str:
     """What a parser would drop or misread in LaTeX that `as_latex` wrote; empty if it reads all of it."""
+    if label := re.match(r"\\text\s*\{\s*\(?[A-Z][).:]\s*\}\s*\S", latex):
+        return f"a choice and its value, `{label[0]}`"
     bare = re.sub(r"\\text\s*\{[^{}]*\}|\\(?:begin|end)\{[a-z]*matrix\}", " ", latex)
     unknown = next((name for name in re.findall(r"\\([A-Za-z]+)", bare) if name not in _KNOWN), None)
     if unknown is not None:
@@ -164,6 +173,10 @@ def _without_delimiters(text: str) -> str:
 
 
 def _tidied(text: str) -> str:
+    text = re.sub(r"\\!|^\s*\\approx", "", text)
+    text = re.sub(r"\\(?:textcolor\s*\{[^{}]*\}|underline|bm|boldsymbol)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\{\s*\\(?:color\s*\{[^{}]*\}|bf(?![A-Za-z]))\s*([^{}]*)\}|\\color\s*\{[^{}]*\}", r"\1", text)
+    text = re.sub(r"^\(?([A-Z])[).:]$", r"\1", text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)", r"\\frac", text)
     text = re.sub(r"\\(?:left|right|bigg?|Bigg?)(?=[\s()\[\]|.\\{}])\s*\.?", "", text)
     text = re.sub(r"\\(?:displaystyle|textstyle|limits|phantom\{[^{}]*\})", "", text)
@@ -174,6 +187,7 @@ def _tidied(text: str) -> str:
     text = re.sub(r"(?<!\\)~|[\u2009\u202f\xa0]", " ", text)
     text = text.replace("{,}", ",").replace("\\lbrack", "[").replace("\\rbrack", "]").replace("\\lbrace", "\\{")
     text = text.replace("\\rbrace", "\\}").replace("\\%", "%").replace("**", "^").replace("\\varnothing", "\\emptyset")
+    text = re.sub(r"^(-?)\s*(?:Rs\.?|INR|USD|EUR|GBP|US(?=\\?\$))\s*(?=\\?[$\d])", r"\1", text)
     text = re.sub(r"^((?:\\text\{)?-?)\s*(?:\\\$|\$|[€£¥₹]|\\pounds|\\euro)\s*(?:\})?\s*(?=-?[\d.])", r"\1", text)
     text = re.sub(r"(?<=\d)\s*(?:\\\$|\$|[€£¥₹])\s*$", "", text)
     text = re.sub(r"(?:\\\$|\$)(?=\d)", "", text)
@@ -185,9 +199,11 @@ def _tidied(text: str) -> str:
 def _numbers(text: str) -> str:
     """Numbers in the one form that parsers read: no separators of thousands, no exponent, no `...`."""
     text = re.sub(r"(?<![\d.,_(\[{])\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", ""), text)
+    text = re.sub(r"(?<![\d.,_(\[{])\d{1,2}(?:,\d\d)+,\d{3}(?!\d|,\d)", lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"(?<![\d.,_^{])\d{1,3}(?:[ ]\d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text)
     text = re.sub(r"(?<![\d.,_])\d{1,3}(?:_\d{3})+(?!\d)", lambda found: found[0].replace("_", ""), text)
     text = re.sub(rf"(?<![\w.])({_NUMBER})[eE]([+-]?\d+)(?![\w.])", _written_out, text)
+    text = re.sub(rf"(?<![\w.])({_NUMBER})\s*(?:\\text\s*\{{\s*)?({'|'.join(_LARGE)})\b(\s*\}})?", _large, text)
     ten = rf"({_NUMBER})\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|([+-]?\d+))(?!\d)"
     text = re.sub(rf"(?<![\w.]){ten}", _written_out, text)
     text = re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating, text)
@@ -200,9 +216,18 @@ def _numbers(text: str) -> str:
 def _written_out(found: re.Match[str]) -> str:
     """A number with a power of ten as digits: `1.5e-3` is 0.0015."""
     exponent = int(next(group for group in found.groups()[1:] if group is not None))
-    if abs(exponent) > _ZEROS:
-        return found[0]
-    digits, _, decimals = found[1].partition(".")
+    return found[0] if abs(exponent) > _ZEROS else _shifted(found[1], exponent)
+
+
+def _large(found: re.Match[str]) -> str:
+    """`1.36 million` as digits; what stands behind it in `\\text{...}` stays."""
+    number = _shifted(found[1], _LARGE[found[2]])
+    return f"{number}\\text{{" if "\\text" in found[0] and not found[3] else number
+
+
+def _shifted(number: str, exponent: int) -> str:
+    """A number times a power of ten, as digits."""
+    digits, _, decimals = number.partition(".")
     point, digits = len(digits) + exponent, digits + decimals
     if point <= 0:
         digits, point = "0" * (1 - point) + digits, 1
@@ -229,6 +254,7 @@ def _ellipsis(found: re.Match[str]) -> str:
     return found[0]
 
 
+_LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 
 
@@ -264,7 +290,8 @@ def _without_units(text: str) -> str:
         degrees = rf"({_NUMBER})\s*\^\s*(?:\\circ|\{{\s*\\circ\s*\}})"
         return re.sub(degrees, r"(\\frac{\1\\pi}{180})", text)
     stripped = re.sub(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:C|F|\\text\{[CF]\})?\s*$", "", text)
-    stripped = re.sub(r"(?<=[\d)}])\s*(?:degrees?|deg)\s*$", "", stripped)
+    stripped = re.sub(r"(?<=[\d)}])\s*(?:degrees?|deg)\s*$|(?<=\d)(?:st|nd|rd|th)$", "", stripped)
+    stripped = re.sub(r"^(-?)(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}\s*%$", r"\1(\2+\\frac{\3}{\4})%", stripped)
     for pattern in (_TRAILING_TEXT, _TRAILING_UNITS):
         shorter = pattern.sub("", stripped)
         stripped = shorter if re.search(r"[\dA-Za-z\\]", shorter) else stripped

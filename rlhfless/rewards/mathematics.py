@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ _MOST_CHECKED = 3000
 _PLACES, _DIGITS = 6, 15
 _PLAIN_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 # Words of prose in what is left of a text without commands and names of functions.
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z({])")
+_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}(?![A-Za-z({}])")
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,15 @@ class MathReward:
 
     def _value(self, sample: RewardSample) -> float:
         gold = self._gold(answer_of(sample.columns, self._spec))
-        said = final_part(sample.response)
         try:
             with _cpu_limit(self._spec.cpu_s):
+                said = final_part(sample.response)
                 box = boxed_answer(said)
                 if box is not None:
-                    right = _equal(gold, box.text, in_box=True)
-                    return float(right or (gold.several and bool(box.joined) and _equal(gold, box.joined, in_box=True)))
+                    right = _equal(gold, box.text)
+                    return float(right or (gold.several and bool(box.joined) and _equal(gold, box.joined)))
                 return float(self._spec.extraction == "any" and _states(gold, said))
-        except _OutOfTime:
+        except (_OutOfTime, RecursionError):
             return 0.0
 
     def _expected(self, text: str) -> Expected:
@@ -123,7 +124,7 @@ class MathReward:
                 for candidate in (written, *stated_answers(written)):
                     if not (why := _fault(candidate)) and (parsed := _parsed(candidate)):
                         return _expected(parsed)
-        except _OutOfTime:
+        except (_OutOfTime, RecursionError):
             raise Unscorable(f"{quote(written)} takes longer than cpu_s ({self._spec.cpu_s:g} s) to parse") from None
         why = _fault(written)
         reason = f", because of {why}" if why else ""
@@ -150,7 +151,8 @@ def _parsed(text: str) -> tuple[Any, ...]:
     # Units are taken away before: it takes the `t` of `2t` for one.
     config = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
     whole = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=config)
-    found = parse(f"${latex}$", [whole], parsing_timeout=0)
+    text = f"${latex[:-1]}$%" if latex.endswith("%") else f"${latex}$"
+    found = parse(text, [whole], parsing_timeout=0)
     if not found or isinstance(found[0], str) or not _has_all_names(latex, found[0]):
         return ()
     return tuple(found[:1])
@@ -170,8 +172,8 @@ def _expected(parsed: tuple[Any, ...]) -> Expected:
 
     value = parsed[0]
     atoms = value.atoms(Number) if isinstance(value, Basic | MatrixBase) else set()
-    sizes = [abs(float(atom)) for atom in atoms if atom != 0 and atom.is_finite]
-    least = min((size for size in sizes if size > 0), default=1.0)
+    small = [abs(float(atom)) for atom in atoms if atom.is_finite and 0 < abs(atom) < 1]
+    least = max(min(small, default=1.0), sys.float_info.min)
     # Small numbers keep three digits or more: to six places, 0.0000001 is 0.
     further = max(math.ceil(-math.log10(least)) - 3, 0)
     if value == 0:
@@ -179,18 +181,12 @@ def _expected(parsed: tuple[Any, ...]) -> Expected:
     return Expected("", parsed, isinstance(value, Set | Tuple), _PLACES + further, _DIGITS + further)
 
 
-def _equal(gold: Expected, text: str, *, in_box: bool = False) -> bool:
+def _equal(gold: Expected, text: str) -> bool:
     """Whether a text as a whole is the expected answer."""
     if gold.words:
         return as_words(text) == gold.words
-    if not text or len(text) > _MOST_CHARS:
-        return False
-    parsed = () if _fault(text) else _parsed(text)
-    if not parsed and in_box:
-        from math_verify import LatexExtractionConfig, parse
-
-        parsed = tuple(parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0))
-    return _verified(gold, parsed)
+    # What is not read as a whole is wrong: parsers would take the part that they know.
+    return not _fault(text) and _verified(gold, _parsed(text))
 
 
 def _verified(gold: Expected, parsed: Sequence[Any]) -> bool:

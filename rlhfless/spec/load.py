@@ -68,7 +68,7 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
     origins = dict(parsed.origins)
     _resolve_paths(data, path.absolute().parent)
     recorded = path.with_name(IMPORTS_FILE)
-    search_in([*(recorded.read_text("utf-8").splitlines() if recorded.is_file() else ()), str(path.absolute().parent)])
+    search_in([*(recorded.read_text("utf-8").splitlines() if recorded.is_file() else ()), os.path.abspath(path.parent)])
     problems: list[Problem] = []
     for override in overrides:
         try:
