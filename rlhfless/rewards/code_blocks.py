@@ -1,4 +1,4 @@
-"""Finds the Python program in a response: its fenced blocks, read as CommonMark with a few tolerances.
+"""Finds the Python program, or the JSON, in a response: its fenced blocks, read as CommonMark with a few tolerances.
 
 The program is the last block tagged as Python; else the last block without a tag; else, where there is no block at all,
 the response. A response with blocks of other languages only has no program. docs/rewards.md lists the tolerances.
@@ -43,7 +43,7 @@ class Block:
     """A fenced block of a response."""
 
     tag: str
-    """`python`, empty for a block without a language, else `other`."""
+    """`python`, `session` for one of Python's, empty for a block without a language, else the language."""
     source: str
     """Its content without the fences' indentation."""
     first: int
@@ -53,21 +53,35 @@ class Block:
 
 
 def program_of(response: str) -> str | None:
-    """The response's Python program with its indentation as written; None if there is none."""
+    """The response's Python program, dedented where it is a block; None if there is none."""
+    blocks, text = _answer(response)
+    return _last(blocks, "python", "") if blocks else text if text.strip() else None
+
+
+def json_blocks_of(response: str) -> list[str]:
+    """The blocks that may hold the response's JSON, the best first: the last tagged as JSON, the last untagged."""
+    blocks, _ = _answer(response)
+    found = [_last(blocks, *tags) for tags in (("json", "jsonc", "json5"), ("",))]
+    return [source for source in found if source is not None]
+
+
+def _last(blocks: Sequence[Block], *tags: str) -> str | None:
+    """The last block with the first of the tags that any has; blocks with nothing in them do not count."""
+    for tag in tags:
+        sources = [block.source for block in blocks if block.tag == tag and block.source.strip()]
+        if sources:
+            return sources[-1]
+    return None
+
+
+def _answer(response: str) -> tuple[list[Block], str]:
+    """The blocks of the final answer, and its text."""
     text = response.replace("\r\n", "\n").replace("\r", "\n")
     blocks = blocks_of(text)
     inside = {line for block in blocks for line in range(block.first + 1, block.end)}
     lines = text.split("\n")
     start = _start_of_answer(lines, inside)
-    own = [block for block in blocks if block.first >= start]
-    if not own:
-        answer = _after_marks("\n".join(lines[start:]))
-        return answer if answer.strip() else None
-    for tag in ("python", ""):
-        sources = [block.source for block in own if block.tag == tag and block.source.strip()]
-        if sources:
-            return sources[-1]
-    return None
+    return [block for block in blocks if block.first >= start], _after_marks("\n".join(lines[start:]))
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -79,7 +93,7 @@ def blocks_of(text: str) -> list[Block]:
         if token.type == "fence":
             assert token.map is not None
             source = textwrap.dedent(token.content)
-            tag = "other" if source.lstrip().startswith(">>>") else _tag(token.info)  # a session is no program
+            tag = "session" if source.lstrip().startswith(">>>") else _tag(token.info)
             blocks.append(Block(tag, source, *token.map))
     return blocks
 
@@ -114,7 +128,7 @@ def _fence(state: StateBlock, first: int, end: int, silent: bool) -> bool:
 def _end(state: StateBlock, first: int, end: int, fence: str, tag: str) -> tuple[int, str, bool]:
     """Where a block ends: a line, what belongs to the block before a fence within that line, and whether the line is
     to be skipped."""
-    found = _end_of_program(state, first, end, fence) if tag != "other" else None
+    found = _end_of_program(state, first, end, fence) if tag in ("python", "") else None
     if found is not None:
         return found
     for number in range(first + 1, end):
@@ -160,15 +174,15 @@ def _line_at(state: StateBlock, offset: int, first: int, end: int) -> int:
 
 
 def _tag(info: str) -> str:
-    """`python`, empty, or `other`, by a fence's info string: `Python`, `py3 title="x"`, `{.python .numberLines}`."""
+    """`python`, empty, or another language, by a fence's info string: `Python`, `{.python .numberLines}`, `c++`."""
     braces = re.match(r"\s*\{([^}]*)\}?(.*)", info)
     if braces:
         words = [*re.split(r"[\s,]+", braces[1]), *braces[2].split()[:1]]
-        return "python" if any(map(_is_python, words)) else "other"
+        return "python" if any(map(_is_python, words)) else words[0].lstrip(".").lower() or "other"
     word = (re.split(r"[\s,;:{(\[=]", info.strip(), maxsplit=1) or [""])[0]
     if _is_python(word) or word.lower().endswith(".py"):
         return "python"
-    return "" if word.lower() in _NO_LANGUAGE else "other"
+    return "" if word.lower() in _NO_LANGUAGE else word.lower()
 
 
 def _is_python(word: str) -> bool:

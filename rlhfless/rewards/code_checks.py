@@ -12,6 +12,7 @@ import symtable
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,12 +91,12 @@ class _Reader:
         self.functions: list[_Function] = []
         self.classes: list[ast.ClassDef] = []
         self.check = False
+        namings = Counter(name for each in top for name in _names(ast.walk(each)))
         called = _names(_walk(tree.body))
         for node in top:
-            others = (each for each in top if each is not node)
-            named = node.name in called or any(node.name in _names(ast.walk(each)) for each in others)
+            own = node.name in _names(ast.walk(node))
             if not _skipped(node):
-                self._collect(node, named)
+                self._collect(node, named=node.name in called or namings[node.name] > own)
         for function in self.functions:
             _require_no_fixture(function, _required(function))
         for node in self.classes:
@@ -105,7 +106,7 @@ class _Reader:
         self._free = _free_names(source)
         self.candidate = self.check or "candidate" in self._free
 
-    def _collect(self, node: _Function | ast.ClassDef, named: bool) -> None:
+    def _collect(self, node: _Function | ast.ClassDef, *, named: bool) -> None:
         """Take a definition as a test if it is one. `named`: other code names it."""
         if isinstance(node, ast.ClassDef):
             if node.name in self._cases or node.name.startswith("Test"):
@@ -153,7 +154,7 @@ class _Reader:
                 defined.setdefault(node.name, []).append(node)
         bodies: list[Sequence[ast.AST]] = [self._tree.body, *(node.body for node in self.functions)]
         bodies += [defined["check"][-1].body] if self.check else []
-        bodies += [method.body for node in self.classes for method in _methods(node) if not _skipped(method)]
+        bodies += [method.body for node in self.classes for method in _run_methods(node)]
         reached: list[ast.stmt] = []
         while bodies:
             for node in _walk(bodies.pop()):
@@ -266,6 +267,12 @@ def _methods(node: ast.ClassDef) -> list[_Function]:
     return [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
+def _run_methods(node: ast.ClassDef) -> list[_Function]:
+    """The methods of a test class that pytest or unittest call."""
+    names = ("test", "setUp", "setup", "tearDown", "teardown", "asyncSetUp", "asyncTearDown", "runTest")
+    return [method for method in _methods(node) if method.name.startswith(names) and not _skipped(method)]
+
+
 def _tests_of_class(node: ast.ClassDef) -> list[_Function]:
     return [method for method in _methods(node) if method.name.startswith("test") and not _skipped(method)]
 
@@ -289,6 +296,8 @@ def _require_no_fixture(node: _Function, required: Sequence[str]) -> None:
     for each in node.decorator_list:
         if isinstance(each, ast.Call) and _name(each.func) == "parametrize" and each.args:
             names = each.args[0]
+            if len(each.args) > 1 and isinstance(each.args[1], ast.List | ast.Tuple) and not each.args[1].elts:
+                raise Unscorable(f"the test `{node.name}` has no parameters: there is nothing to run")
             texts = names.elts if isinstance(names, ast.Tuple | ast.List) else [names]
             for text in texts:
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhfless.records.fields import MissingField, field_value
 from rlhfless.rewards.code_checks import read_test_code
-from rlhfless.rewards.protocol import Unscorable, quote
+from rlhfless.rewards.protocol import Unscorable, described, quote
 from rlhfless.spec import CodeSpec
 from rlhfless.spec.explain import nearest
 from rlhfless.text import parsed_json
@@ -142,8 +142,7 @@ class _Reader:
                 except Unscorable as error:
                     raise Unscorable(f"test {number + 1} of {len(value)}: {error}") from error
         else:
-            kind = "null" if value is None else f"a {type(value).__name__}"
-            raise Unscorable(f"it is {kind}; {_SHOWN}")
+            raise Unscorable(f"it is {described(value)}; {_SHOWN}")
 
     def _of_text(self, text: str) -> Iterator[Test]:
         text = _unpacked(text)
@@ -205,7 +204,7 @@ class _Reader:
         if unknown := [key for key in given if key not in (*_FIELDS, *_LISTS, "language")]:
             near = nearest(str(unknown[0]), _FIELDS)
             raise Unscorable(
-                f"a test has the unknown field `{unknown[0]}`; known are {', '.join(_FIELDS)}. {near}".strip()
+                f"a test has the unknown field `{unknown[0]}`; known are {', '.join(_FIELDS)}; {near}".rstrip("; ")
             )
         if (language := given.pop("language", "")) and str(language).lower() not in ("python", "python3", "py"):
             raise Unscorable(f"its `language` is {quote(str(language))}; only Python is run")
@@ -246,11 +245,11 @@ class _Reader:
         """Whether a test calls a function: by its type, else by the name of one. Raises Unscorable."""
         kinds = [given[key] for key in ("testtype", "type") if given.get(key)]
         for kind in kinds:
-            if kind not in (*_OUTPUT_TYPES, *_CALL_TYPES):
+            if str(kind).lower() not in (*_OUTPUT_TYPES, *_CALL_TYPES):
                 known = ", ".join((*_OUTPUT_TYPES[:2], *_CALL_TYPES[:2]))
                 raise Unscorable(f"the test type {quote(str(kind))} is unknown; known are {known}")
         if kinds:
-            return kinds[0] in _CALL_TYPES
+            return str(kinds[0]).lower() in _CALL_TYPES
         return bool(given.get("fn_name") or given.get("func_name"))
 
     def _of_pair(self, given: Mapping[str, Any], inputs: Any, expected: Any) -> Test:

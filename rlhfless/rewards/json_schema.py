@@ -12,11 +12,11 @@ from jsonschema.protocols import Validator
 
 from rlhfless.records import Prompt
 from rlhfless.records.fields import field_value, find_field
+from rlhfless.rewards.code_blocks import json_blocks_of
 from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import JsonSchemaSpec
 from rlhfless.spec.json_schemas import schema_validator
 
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 # Number of distinct schemas that a worker caches.
 _SCHEMA_CACHE = 1024
 # Openings of an object or list that are tried, from the first: each is one parse of the rest of the text.
@@ -102,8 +102,7 @@ def _validator(text: str) -> Validator:
 def _candidates(response: str) -> Iterator[str]:
     """Candidate texts, best first: the first that is JSON is used."""
     yield response
-    if fenced := _FENCED.findall(response):
-        yield fenced[-1]
+    yield from json_blocks_of(response)
     last = None
     decoder = json.JSONDecoder()
     position = 0

@@ -107,7 +107,8 @@ class JsonSchemaSpec(RewardPart):
     schema_field: str | None = None
     """Column with each row's own schema, as a mapping or as JSON text."""
     extraction: Literal["any", "whole"] = "any"
-    """`any`: the whole response, else its last fenced block, else the last object or list in its text. `whole`:
+    """`any`: the whole response, else its last block tagged as JSON, else its last untagged block, else the last object
+    or list in its text. `whole`:
     the response must be JSON and nothing else."""
     timeout_s: Duration = 5.0
     """Longest time for one response: patterns in a schema can backtrack for ever."""

@@ -79,7 +79,7 @@ SKIPPED = (
     ("column", "what"),
     [
         (None, "it is null"),
-        (3, "it is a int"),
+        (3, "it is '3' (an int)"),
         ("", "the text is empty: there is nothing to run"),
         (" \n\t", "the text is empty"),
         ("# assert f(1) == 2", "no statement: there is nothing to run"),
@@ -121,6 +121,8 @@ SKIPPED = (
         ("def outer():\n    def test_a():\n        assert f(1) == 2", "that nothing calls"),
         (SKIPPED, "that nothing calls"),
         ("def test_a(tmp_path):\n    assert f(tmp_path)", "the test `test_a` needs `tmp_path`, a fixture of pytest"),
+        ("class TestA:\n    def a(self):\n        assert f(1) == 2", "that nothing calls"),
+        ("import pytest\n@pytest.mark.parametrize('x', [])\ndef test_a(x):\n    assert f(x)", "has no parameters"),
         (FUNCTION, "no column `entry_point` or `metadata` has it; name the column"),
         ("assert candidate(1) == 2", "needs the function under test"),
         ("from no_such_package import f\nassert f(1)", "imports `no_such_package`, which is not installed"),
