@@ -11,7 +11,7 @@ from rlhfless import processes
 from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.rewards.code_blocks import program_of
-from rlhfless.rewards.code_checks import COUNTER, read_test_code
+from rlhfless.rewards.code_checks import COUNTER, EQUAL, read_test_code
 from rlhfless.rewards.code_output import same_output
 from rlhfless.rewards.code_stub import programs_of
 from rlhfless.rewards.code_tests import CallTest, OutputTest, Test, entry_point, tests_of
@@ -104,6 +104,7 @@ def _what_to_run(test: Test, spec: CodeSpec) -> dict[str, Any]:
         "kind": "code",
         "tests": code.code,
         "counter": COUNTER,
+        "equal": EQUAL,
         "function": test.function,
         "check": code.check,
         "functions": code.functions,

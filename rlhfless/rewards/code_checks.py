@@ -28,6 +28,9 @@ COUNTER = "_rlhfless_count"
 """The function that instrumented test code calls before each check, and with what it asserts: a failed assert counts
 where the code catches it, too."""
 
+EQUAL = "_rlhfless_equal"
+"""The function that instrumented test code calls for `==`."""
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _EXITS = frozenset({"exit", "quit", "_exit"})
@@ -42,7 +45,7 @@ class TestCode:
     __test__ = False  # not a test of pytest
 
     code: CodeType
-    """The code with calls of COUNTER."""
+    """The code with calls of COUNTER and EQUAL."""
     functions: tuple[str, ...]
     """Functions of pytest, in their order."""
     classes: tuple[str, ...]
@@ -180,7 +183,14 @@ class _Reader:
 
 
 class _Counting(ast.NodeTransformer):
-    """Puts calls of COUNTER into each check."""
+    """Puts calls of COUNTER into each check, and of EQUAL for `==`."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Eq):
+            return node
+        operands = [node.left, *node.comparators]
+        return ast.copy_location(ast.Call(ast.Name(EQUAL, ast.Load()), operands, []), node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)

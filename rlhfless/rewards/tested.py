@@ -184,7 +184,7 @@ def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
         checks, failed = checks + 1, failed + (not right)
         return right
 
-    namespace[config["counter"]] = count
+    namespace[config["counter"]], namespace[config["equal"]] = count, _equals
     if config["function"]:
         namespace["candidate"] = _function(namespace, config["function"])
     exec(config["tests"], namespace)
@@ -204,6 +204,25 @@ def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
     if failed:
         raise AssertionError("the test caught its own assert")
     return checks
+
+
+def _equals(first: Any, second: Any) -> Any:
+    """`first == second`; an object of the program that equals everything equals nothing."""
+    result = first == second
+    return result if result is not True else not (_equals_all(first) or _equals_all(second))
+
+
+def _equals_all(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(_equals_all(item) for item in value)
+    if type(value) is dict:
+        return any(_equals_all(item) for item in value.values())
+    if type(value).__module__ not in ("solution", "__main__"):
+        return False
+    try:
+        return (value == object()) is True
+    except Exception:  # it compares with its own kind alone
+        return False
 
 
 def _unittests(case: Any) -> int:

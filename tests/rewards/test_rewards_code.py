@@ -128,9 +128,18 @@ def test_a_right_program_passes_each_kind_of_test(kind):
     assert passes(["def f(x):\n    return 2"], KINDS[kind], SPEC)
 
 
-def test_an_object_that_equals_everything_is_no_result():
-    source = "class A(int):\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return A(3)"
-    assert not passes([source], CALL, SPEC)
+@pytest.mark.parametrize("test", [CALL, KINDS["assert"], CodeTest("assert [f(1)] == [2] and len([f(1)]) == 1")])
+@pytest.mark.parametrize("base", ["int", "object"])
+def test_an_object_that_equals_everything_is_no_result(test, base):
+    source = f"class A({base}):\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return A()"
+    assert not passes([source], test, SPEC)
+
+
+def test_objects_of_the_program_can_be_compared():
+    source = (
+        "class A(int):\n    def __eq__(self, other):\n        return self + 0 == other + 0\ndef f(x):\n    return A(x)"
+    )
+    assert passes([source], CodeTest("assert f(2) == 2\nassert [f(2)] == [f(2)]\nassert f(2) != f(3)"), SPEC)
 
 
 def test_a_test_whose_checks_do_not_run_is_no_pass():
