@@ -13,7 +13,7 @@ from jsonschema.protocols import Validator
 from rlhfless.records import Prompt
 from rlhfless.records.fields import field_value, find_field
 from rlhfless.rewards.code_blocks import json_blocks_of
-from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
+from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, listed, quote
 from rlhfless.spec import JsonSchemaSpec
 from rlhfless.spec.json_schemas import schema_validator
 
@@ -35,7 +35,8 @@ class JsonSchemaReward:
         field = self._spec.schema_field
         if field is None:
             return []
-        return column_problems(field, prompts, _is_schema) or _schema_problems(field, prompts)
+        needed = "a mapping or its JSON text is needed"
+        return column_problems(field, prompts, _is_schema, needed) or _schema_problems(field, prompts)
 
     def prepare(self) -> None:
         """Nothing to prepare."""
@@ -85,8 +86,8 @@ def _schema_problems(field: str, prompts: Sequence[Prompt]) -> list[str]:
             _validator(text)
         except Unscorable as error:
             faults[text] = str(error)
-    bad = [text for text in texts if text in faults]
-    return [f"the column `{field}`: {faults[bad[0]]} (in {len(bad)} of {len(prompts)} prompts)"] if bad else []
+    bad = [(prompt, faults[text]) for prompt, text in zip(prompts, texts, strict=True) if text in faults]
+    return [listed(f"the column `{field}` holds no schema", bad, len(prompts))] if bad else []
 
 
 @lru_cache(maxsize=_SCHEMA_CACHE)

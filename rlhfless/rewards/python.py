@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from rlhfless.records import Prompt
+from rlhfless.records.fields import dotted_names, find_field
 from rlhfless.rewards.protocol import (
     ARGUMENTS,
     Begin,
@@ -25,6 +26,7 @@ from rlhfless.rewards.protocol import (
     RewardSample,
     Unscorable,
     attempt,
+    column_problems,
     finite,
     pieces,
     quote,
@@ -80,22 +82,29 @@ class PythonReward:
         for prompt in prompts:
             by_columns.setdefault(frozenset(prompt.columns), []).append(prompt)
         problems = []
+        for field in self._spec.fields.values():
+            if field not in ARGUMENTS:
+                problems += column_problems(field, prompts, lambda _: True)
         for columns, affected in by_columns.items():
-            available = [*ARGUMENTS, *sorted(columns), *self._spec.kwargs]
+            available = [*ARGUMENTS, *sorted(columns), *self._spec.kwargs, *self._spec.fields]
+            nested = dotted_names(affected[0].columns)
             for name in self._signature.unknown(available):
+                first = affected[0].where or quote(affected[0].text)
                 problems.append(
                     f"{self._spec.target!r} requires `{name}`, and nothing of that name is given in "
-                    f"{len(affected)} of {len(prompts)} prompts (first: {quote(affected[0].text)}). "
-                    f"{nearest(name, available)}Available: {', '.join(available)}"
+                    f"{len(affected)} of {len(prompts)} prompts (first: {first}). "
+                    f"{nearest(name, available) or _nested_hint(name, nested)}Available: {', '.join(available)}"
                 )
         return problems
 
     def _check_kwargs(self) -> None:
-        for name in self._spec.kwargs:
+        for key, name in [("kwargs", name) for name in self._spec.kwargs] + [("fields", f) for f in self._spec.fields]:
             if name in ARGUMENTS:
-                self._fail(f"`kwargs` has `{name}`, which every sample fills itself; call it something else")
+                self._fail(f"`{key}` has `{name}`, which every sample fills itself; call it something else")
             if not self._signature.takes(name):
-                self._fail(f"`kwargs` has `{name}`, which {self._spec.target!r} does not take")
+                self._fail(f"`{key}` has `{name}`, which {self._spec.target!r} does not take")
+        if both := sorted(set(self._spec.kwargs) & set(self._spec.fields)):
+            self._fail(f"`kwargs` and `fields` both have `{both[0]}`")
 
     def _score_one(self, sample: RewardSample) -> float:
         return self._number_of(self._call(self._arguments([sample], lambda values: values[0])))
@@ -148,6 +157,10 @@ class PythonReward:
         """Keyword arguments: fields of the sample take precedence over `kwargs`, and those over columns."""
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         arguments = {name: pack([sample.columns.get(name) for sample in samples]) for name in names}
+        for name, field in self._spec.fields.items():
+            own = field in ARGUMENTS
+            values = [getattr(sample, field) if own else find_field(sample.columns, field) for sample in samples]
+            arguments[name] = pack(values)
         arguments |= self._spec.kwargs
         for name in ARGUMENTS:
             arguments[name] = pack([getattr(sample, name) for sample in samples])
@@ -188,6 +201,12 @@ class PythonReward:
 
     def _fail(self, what: str) -> NoReturn:
         raise RewardError(self._spec.label, what)
+
+
+def _nested_hint(name: str, nested: Sequence[str]) -> str:
+    """How to name a field inside of a column that has the parameter's name."""
+    inner = next((each for each in nested if each.rpartition(".")[2] == name), None)
+    return f"Write `fields: {{{name}: {inner}}}` to fill it from there. " if inner else ""
 
 
 def _no_number(result: Any) -> str:

@@ -169,6 +169,9 @@ class PythonRewardSpec(RewardPart):
     """Call it once with lists, instead of once per sample."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments for every call."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """Parameters that are filled from a field of another name, nested ones with dots, or from what every sample has:
+    `{solution_str: response, ground_truth: reward_model.ground_truth}`."""
     timeout_s: Duration = 60.0
     """Longest time one call may take."""
 

@@ -295,3 +295,53 @@ def test_kwargs_that_would_do_nothing_are_refused(reward, kwargs, part):
     with pytest.raises(RewardError) as caught:
         reward("def score(response, scale): return 1", kwargs=kwargs)
     assert part in str(caught.value)
+
+
+# -- fields of other names
+
+
+VERL_ROW = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4", "style": "rule"}, "extra_info": {"index": 7}}
+VERL_SCORE = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth and data_source == "gsm8k" and extra_info["index"] == 7)
+"""
+VERL_FIELDS = {"solution_str": "response", "ground_truth": "reward_model.ground_truth"}
+
+
+def test_parameters_are_filled_from_fields_of_other_names(reward):
+    made = reward(VERL_SCORE, fields=VERL_FIELDS)
+    assert made.problems([Prompt("p", (), "", VERL_ROW)]) == []
+    assert outcomes(made, samples_of("4", "5", **VERL_ROW)) == [1.0, 0.0]
+
+
+def test_fields_are_lists_in_a_batch(reward):
+    made = reward("def score(truth): return [float(each) for each in truth]", batch=True, fields={"truth": "a.b"})
+    assert outcomes(made, samples_of("x", "y", a={"b": 3})) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"truth": "a.answr"}, ["the column `a.answr` is missing in 1 of 1 prompts: train.jsonl:1", "`a.answer`?"]),
+        ({}, ["requires `truth`", "(first: train.jsonl:1)", "Write `fields: {truth: x.truth}`"]),
+    ],
+)
+def test_a_field_that_no_row_has_is_found_before_the_run(reward, fields, said):
+    made = reward("def score(truth): return 1", fields=fields)
+    columns = {"a": {"answer": 1}, "x": {"truth": 2}}
+    (problem,) = made.problems([Prompt("p", (), "", columns, where="train.jsonl:1")])
+    for part in said:
+        assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fields": {"response": "a"}}, "`fields` has `response`, which every sample fills itself"),
+        ({"fields": {"other": "a"}}, "`fields` has `other`, which"),
+        ({"fields": {"truth": "a"}, "kwargs": {"truth": 1}}, "`kwargs` and `fields` both have `truth`"),
+    ],
+)
+def test_fields_that_fit_no_parameter_are_refused(reward, options, said):
+    with pytest.raises(RewardError, match=said):
+        reward("def score(response, truth): return 1", **options)
