@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.text import WrittenFloat
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 LEARNED_MARKS = "⟦", "⟧"
 """Around what is learned, where there are no colours."""
+
+_NO_SPANS = {
+    "rlhf": "a run of type rlhf learns its own responses, and nothing of the data",
+    "reward_model": "a reward model learns the score of a whole sequence, and no part of it",
+}
+"""Why a run of a type has no spans of its data to learn."""
 
 _STYLES = {
     (False, False): "",
@@ -65,9 +72,8 @@ def show(
     from rlhfless.spec.load import load_spec
 
     loaded = load_spec(spec, overrides or ())
-    if learned and not loaded.supervised:
-        what = "a run of type rlhf learns its own responses, and nothing of the data"
-        raise InputError("the command line", [Problem("--learned", what, "leave it out to see prompts and rewards")])
+    if learned and (why := _NO_SPANS.get(loaded.type)):
+        raise InputError("the command line", [Problem("--learned", why, "leave it out to see everything")])
     rows = shown_rows(loaded, load_policy(loaded.model), dataset, row)
     for each in rows:
         if as_json:
@@ -177,7 +183,13 @@ def _given(name: str, value: Any) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    """A value as text: as the data has it, with its type where JSON does not have it."""
+    if isinstance(value, WrittenFloat):
+        text = value.text
+    elif value is None or isinstance(value, str | int | float | list | tuple | Mapping):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        text = f"{value} ({type(value).__name__})"
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
 
 

@@ -12,6 +12,7 @@ from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.rewards.answers import answer_of
 from rlhfless.rewards.code_tests import Test, tests_of
+from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import (
     CodeSpec,
@@ -49,6 +50,8 @@ def reward_inputs(spec: RunSpec, prompt: Prompt) -> Iterator[RewardInput]:
         own = [problem.what for problem in problems if problem.where == f"rewards.{index}"]
         try:
             gets = gets_of(reward, prompt)
+            if isinstance(reward, MathSpec):
+                gets = {**gets, "read as": MathReward(reward).read(gets["expected"])}
         except Unscorable as error:
             gets, own = {}, own or [str(error)]
         yield RewardInput(reward.label, reward.type, reward.weight, gets, tuple(own))

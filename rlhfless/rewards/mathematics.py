@@ -98,6 +98,13 @@ class MathReward:
             yield Begin((index,), limit_s)
             yield Done(index, attempt(self._value, sample))
 
+    def read(self, text: str) -> str:
+        """An expected answer as it is compared with responses, for people to see. Raises Unscorable."""
+        from sympy import sstr
+
+        expected = self._gold(text)
+        return expected.words or str(sstr(expected.parsed[0], full_prec=False))
+
     def _value(self, sample: RewardSample) -> float:
         gold = self._gold(answer_of(sample.columns, self._spec))
         try:

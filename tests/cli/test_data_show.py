@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -81,20 +85,24 @@ def test_a_row_is_shown_as_given_as_rendered_and_as_rewards_get_it(folder: Folde
         ({"type": "exact_match", "strip": False}, {"expected": " Two "}),
         ({"type": "regex", "pattern": "(.*)", "answer_field": "answer"}, {"expected": "Two"}),
         ({"type": "regex", "pattern": "x"}, {}),
+        ({"type": "math", "answer_field": "level"}, {"expected": "1.50", "read as": "1.5"}),
+        ({"type": "exact_match", "answer_field": "level"}, {"expected": "1.50"}),
         ({"type": "json_schema", "json_schema": {"type": "object"}}, {"schema": {"type": "object"}}),
         ({"type": "length_penalty", "free_tokens": 1, "max_tokens": 9}, {}),
         (
             {"type": "python", "target": "math:fsum"},
-            {"prompt": RENDERED.format("1 + 1?"), "columns": question("1 + 1?", answer=" Two ")},
+            {"prompt": RENDERED.format("1 + 1?"), "columns": question("1 + 1?", answer=" Two ", level=1.5)},
         ),
     ],
 )
 def test_what_each_kind_of_reward_gets(folder: Folder, reward: Row, gets: Row) -> None:
+    path = folder.rows("one.jsonl", json.dumps(question("1 + 1?", answer=" Two ", level=1)).replace("1}", "1.50}"))
+    spec = {"prompts": {"path": path, "chat_template": True}, "rewards": [reward]}
     if reward["type"] == "python":
-        output = folder.show(rlhf(folder, [reward]), "--json", status=2)  # math.fsum takes no such arguments
+        output = folder.show(spec, "--json", status=2)  # math.fsum takes no such arguments
         (row,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     else:
-        (row,) = folder.objects(rlhf(folder, [reward]))
+        (row,) = folder.objects(spec)
     assert row["rewards"][0]["gets"] == gets
 
 
@@ -138,6 +146,25 @@ def test_learned_spans_are_between_marks_or_alone(folder: Folder) -> None:
     assert (sequence["name"], sequence["tokens"]) == ("response", len(sequence["token_ids"]))
     learned = [token for token, one in zip(sequence["token_ids"], sequence["learned"], strict=True) if one]
     assert make_chat_tokenizer().decode(learned) == sequence["learned_text"]
+
+
+def test_values_are_shown_as_the_data_has_them(folder: Folder) -> None:
+    columns = {"answer": [Decimal("42.50")], "at": [date(2026, 11, 28)], "list": [[1.5, None]], "prompt": ["\x1b[2J?"]}
+    pq.write_table(pa.table(columns), folder.path / "rows.parquet")
+    spec = {"prompts": {"path": "rows.parquet"}, "rewards": [MATCH]}
+    output = folder.show(spec)
+    for line in ("answer: 42.50 (Decimal)", "at: 2026-11-28 (date)", "list: [1.5, null]", "prompt: \\x1b[2J?"):
+        assert f"  {line}\n" in output
+    path = folder.rows("rows.jsonl", '{"prompt": "a", "answer": 1.50, "text": "' + "x" * 5000 + '"}')
+    output = folder.show({"prompts": {"path": path}, "rewards": [MATCH]})
+    assert "  answer: 1.50\n" in output
+    assert "xx… (5,000 characters)\n" in output
+
+
+def test_a_reward_model_has_no_spans_to_show(folder: Folder) -> None:
+    path = folder.rows("pairs.jsonl", {"prompt": "? ", "chosen": "a", "rejected": "b"})
+    spec = {"type": "reward_model", "preferences": {"path": path}}
+    assert "learns the score of a whole sequence" in folder.show(spec, "--learned", status=2)
 
 
 @pytest.mark.parametrize("run_type", ["dpo", "reward_model"])
@@ -202,6 +229,7 @@ def test_a_training_row_that_is_held_out_too_says_so(folder: Folder) -> None:
         (["--row", "3"], "--row: 3, but there are 2 rows"),
         (["--dataset", "trian"], "did you mean `train`?"),
         (["--learned"], "--learned: a run of type rlhf learns its own responses"),
+        (["--dataset", ""], "no data set is named ''"),
         (["--row", "0"], "Invalid value for '--row'"),
     ],
 )
