@@ -76,7 +76,7 @@ def _last(blocks: Sequence[Block], *tags: str) -> str | None:
 
 def _answer(response: str) -> tuple[list[Block], str]:
     """The blocks of the final answer, and its text."""
-    text = response.replace("\r\n", "\n").replace("\r", "\n")
+    text = response.replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
     blocks = blocks_of(text)
     inside = {line for block in blocks for line in range(block.first + 1, block.end)}
     lines = text.split("\n")
@@ -94,6 +94,9 @@ def blocks_of(text: str) -> list[Block]:
             assert token.map is not None
             source = textwrap.dedent(token.content)
             tag = "session" if source.lstrip().startswith(">>>") else _tag(token.info)
+            line, _, rest = source.partition("\n")
+            if not tag and _is_python(line.strip()):  # the tag is on a line of its own
+                tag, source = "python", rest
             blocks.append(Block(tag, source, *token.map))
     return blocks
 

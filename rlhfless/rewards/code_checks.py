@@ -35,6 +35,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _EXITS = frozenset({"exit", "quit", "_exit"})
 _CONTEXTS = frozenset({"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns", "assertLogs"})
+_FILLING = frozenset({"patch", "given"})
+"""Decorators that give a test arguments: of unittest.mock and hypothesis."""
 _BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars", "__import__", "import_module"})
 
 
@@ -303,6 +305,8 @@ def _required(node: _Function) -> list[str]:
 def _require_no_fixture(node: _Function, required: Sequence[str]) -> None:
     """Raise Unscorable for a test that needs a fixture of pytest, or a class that needs arguments."""
     given: set[str] = set()
+    if any(set(ast.unparse(each).split("(")[0].split(".")) & _FILLING for each in node.decorator_list):
+        return
     for each in node.decorator_list:
         if isinstance(each, ast.Call) and _name(each.func) == "parametrize" and each.args:
             names = each.args[0]

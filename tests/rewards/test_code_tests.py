@@ -151,6 +151,7 @@ def test_what_is_no_test_is_refused_before_the_run(column, what):
         "if __name__ == '__main__':\n    assert f(1) == 2",
         "def test(f):\n    assert f(1) == 2\ntest(f)",
         "import unittest as u\nclass A(u.IsolatedAsyncioTestCase):\n    async def test_a(self):\n        assert f(1)",
+        "from unittest.mock import patch\n@patch('solution.g')\ndef test_a(g):\n    assert f(1) == 2",
         "try:\n    import no_such_package\nexcept ImportError:\n    pass\nassert f(1)",
     ],
 )
