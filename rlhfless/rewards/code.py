@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlhfless import processes
 from rlhfless.records import Prompt
-from rlhfless.records.fields import find_field
+from rlhfless.records.fields import MissingField, field_value, find_field
 from rlhfless.rewards.code_blocks import program_of
 from rlhfless.rewards.code_checks import COUNTER, EQUAL, read_test_code
 from rlhfless.rewards.code_output import same_output
 from rlhfless.rewards.code_stub import programs_of
 from rlhfless.rewards.code_tests import CallTest, OutputTest, Test, entry_point, tests_of
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
-from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, listed
+from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, described, listed, quote
 from rlhfless.spec import CodeSpec
+from rlhfless.text import parsed_json
+
+# Rows whose own solutions are run, evenly spread.
+_MOST_SOLUTIONS = 16
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +36,18 @@ class CodeReward:
         self._spec = spec
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Read the tests of every row, without running them."""
+        """Read the tests of every row; run the solutions of some, where there are any."""
         faults = []
         for prompt in prompts:
             try:
                 tests_of(prompt.columns, self._spec)
             except Unscorable as error:
                 faults.append((prompt, str(error)))
-        return [listed("the tests cannot be used", faults, len(prompts))] if faults else []
+        if faults or self._spec.solution_field is None:
+            return [listed("the tests cannot be used", faults, len(prompts))] if faults else []
+        chosen = prompts[:: max(1, -(-len(prompts) // _MOST_SOLUTIONS))]
+        faults = [(prompt, fault) for prompt in chosen if (fault := _solution_fault(prompt, self._spec))]
+        return [listed("the tests fail their own solutions", faults, len(chosen))] if faults else []
 
     def prepare(self) -> None:
         """Makes the worker's memory and environment unreadable for the code that it will start."""
@@ -63,6 +72,27 @@ class CodeReward:
         sources = sources_of(program, sample.columns, self._spec, sample.prompt)
         results = (passes(sources, test, self._spec) for test in tests)
         return float(all(results)) if self._spec.score == "all" else sum(results) / len(tests)
+
+
+def _solution_fault(prompt: Prompt, spec: CodeSpec) -> str:
+    """Run a row's own solution; returns what is wrong, empty if it passes."""
+    assert spec.solution_field is not None
+    try:
+        value = field_value(prompt.columns, spec.solution_field)
+    except MissingField as error:
+        return f"there is no column `{spec.solution_field}` (solution_field): {error.what}"
+    if isinstance(value, str) and value.lstrip().startswith("["):  # APPS has a list of texts as JSON
+        with suppress(ValueError):
+            value = parsed_json(value)
+    value = value[0] if isinstance(value, list) and value else value
+    program = program_of(value) if isinstance(value, str) else None
+    if program is None:
+        return f"the column `{spec.solution_field}` holds {described(value)}, which is no program"
+    sources = sources_of(program, prompt.columns, spec, prompt.text)
+    for number, test in enumerate(tests_of(prompt.columns, spec)[: spec.max_tests], 1):
+        if not passes(sources, test, spec):
+            return f"the program in the column `{spec.solution_field}` fails test {number}, {quote(str(test))}"
+    return ""
 
 
 def sources_of(program: str, columns: Mapping[str, Any], spec: CodeSpec, prompt: str) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def tests_of(columns: Mapping[str, Any], spec: CodeSpec) -> tuple[Test, ...]:
         except MissingField as error:
             hint = error.hint or "name the column with the tests as `tests_field`"
             raise Unscorable(f"there is no column `{field}`: {error.what}; {hint}".rstrip("; .")) from error
-        if len(fields) > 1 and (value is None or value in ("", [], "[]", ())):
+        if len(fields) > 1 and _is_blank(value):
             continue
         try:
             tests += reader.tests(value)
@@ -98,6 +98,13 @@ def entry_point(columns: Mapping[str, Any], spec: CodeSpec) -> str:
         if name := _function_of(value, f"the column `{field}`"):
             return name
     return ""
+
+
+def _is_blank(value: Any) -> bool:
+    """Whether one of several columns has no test: null, empty, or lists of inputs and outputs that are empty."""
+    if isinstance(value, Mapping):
+        return not any(value.values())
+    return value is None or value in ("", [], (), "[]", "{}")
 
 
 def _names(fields: str | Sequence[str]) -> tuple[str, ...]:

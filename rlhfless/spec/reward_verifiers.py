@@ -64,6 +64,9 @@ class CodeSpec(RewardPart):
     """Column with the text that a response completes, as in HumanEval. If no row has it, the prompt is used."""
     setup_field: Columns = ("test_imports", "test_setup_code")
     """Columns with code that runs between the program and test code, where a row has them."""
+    solution_field: str | None = None
+    """Column with a right program, or a list of them, such as `canonical_solution`. If given, `rlhfless validate` runs
+    that of up to 16 rows, and refuses data whose tests fail their own solutions."""
     float_tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-6
     """Largest difference, absolute or relative, of a decimal number in an output or a result from the expected one.
     Whole numbers and texts must be the same. 0: decimal numbers, too."""

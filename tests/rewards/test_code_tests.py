@@ -185,6 +185,15 @@ def test_a_column_may_be_empty_where_another_has_tests():
         code_tests.tests_of({**row, "test_list": []}, both)
 
 
+def test_the_empty_sets_of_code_contests_are_passed_over():
+    sets = {name: {"input": [], "output": []} for name in ("public_tests", "private_tests")}
+    both = spec(tests_field=tuple(sets))
+    one = {**sets, "private_tests": {"input": ["1"], "output": ["2"]}}
+    assert code_tests.tests_of(one, both) == (OutputTest("1", "2"),)
+    with pytest.raises(Unscorable, match="there is no test in"):
+        code_tests.tests_of(sets, both)
+
+
 def test_a_column_that_the_spec_names_must_be_there():
     row = {"tests": FUNCTION, "entry": "f"}
     assert code_tests.tests_of(row, spec(entry_point_field="entry")) == (CodeTest(FUNCTION, "f"),)

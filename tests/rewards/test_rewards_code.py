@@ -6,7 +6,8 @@ import time
 import pytest
 
 from fakes.code_rewards import value
-from rlhfless.rewards.code import passes
+from rlhfless.records import Prompt
+from rlhfless.rewards.code import CodeReward, passes
 from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest
 from rlhfless.rewards.confinement import CodeTask, protection, run_confined
 from rlhfless.spec import CodeSpec
@@ -140,6 +141,27 @@ def test_objects_of_the_program_can_be_compared():
         "class A(int):\n    def __eq__(self, other):\n        return self + 0 == other + 0\ndef f(x):\n    return A(x)"
     )
     assert passes([source], CodeTest("assert f(2) == 2\nassert [f(2)] == [f(2)]\nassert f(2) != f(3)"), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("solution", "fault"),
+    [
+        ("def f(x):\n    return 2 * x", ""),
+        (["def f(x):\n    return 2 * x", "no Python"], ""),
+        ('["def f(x):\\n    return 2 * x"]', ""),
+        (
+            "def f(x):\n    return x",
+            "b.jsonl:4: the program in the column `code` fails test 2, \"CodeTest(source='assert f(1)",
+        ),
+        (None, "the column `code` holds null, which is no program"),
+    ],
+)
+def test_a_row_s_own_solution_is_tried_before_the_run(solution, fault):
+    row = {"tests": ["assert f(0) == 0", "assert f(1) == 2"], "code": solution}
+    prompt = Prompt("p", (1,), "text", row, where="b.jsonl:4")
+    problems = CodeReward(CodeSpec(type="code", solution_field="code")).problems([prompt])
+    assert bool(problems) == bool(fault)
+    assert fault in "".join(problems)
 
 
 def test_a_test_whose_checks_do_not_run_is_no_pass():

@@ -241,6 +241,14 @@ def test_what_started_its_own_session_is_ended_where_there_is_no_filter(namespac
     assert processes_in(str(tmp_path)) == []
 
 
+@pytest.mark.parametrize("filters", [True, False])
+def test_how_the_program_ended_is_known(filters):
+    measures = Measures(filters=filters)
+    assert run_confined(CodeTask("exit(3)"), SPEC, measures).exit_code == 3
+    assert run_confined(CodeTask("print(1)"), SPEC, measures).exit_code == 0
+    assert run_confined(CodeTask("import os; os.abort()"), SPEC, measures).exit_code != 0
+
+
 def test_a_change_of_user_does_not_let_a_test_outlive_its_worker(request):
     source = (
         "import sys\nfrom rlhfless.rewards.confinement import *\n"
