@@ -31,9 +31,9 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.known_models import BUILT_IN
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import Scenario
-from rlhfless.sim.scenarios.model import BUILT_IN
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
 
 SPREAD = 0.6

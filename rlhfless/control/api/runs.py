@@ -38,12 +38,18 @@ router = APIRouter(tags=["runs"])
 KEY_CHARACTERS = 255
 
 EXAMPLE = {
-    "name": "demo",
-    "model": {"path": "Qwen/Qwen3-0.6B"},
-    "prompts": {"path": "prompts.jsonl"},
-    "rewards": [{"type": "exact_match"}],
+    "name": "math",
+    "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
+    "prompts": {
+        "path": "agentica-org/DeepScaleR-Preview-Dataset",
+        "prompt_field": "problem",
+        "chat_template": True,
+        "held_out": {"fraction": 0.01},
+    },
+    "rewards": [{"type": "math"}],
     "steps": 100,
 }
+"""A spec that can be planned anywhere: the sizes of its model are built in. The page begins with the same."""
 
 
 AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": RunObject, "description": "The run of an earlier request."}}

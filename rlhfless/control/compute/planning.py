@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from rlhfless.control.compute.scatter import Scatter
 from rlhfless.control.compute.schedules import NO_SCHEDULES, Predict, schedules_of
 from rlhfless.control.compute.sensitivity import costs_usd
 from rlhfless.control.compute.written import written, written_lengths
-from rlhfless.prepare.memory.assumed import config_file, question_of
+from rlhfless.prepare.memory.assumed import model_config, question_of
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.question import Question
 from rlhfless.prepare.memory.settled import plan_problems
@@ -63,9 +62,8 @@ class Planner:
     def config(self) -> dict[str, Any] | None:
         """The model's config.json; None if it cannot be read."""
         try:
-            path = config_file(self.spec.model.path)
-            return json.loads(path.read_text("utf-8")) if path.is_file() else None
-        except OSError:
+            return dict(model_config(self.spec.model.path))
+        except (OSError, ValueError):
             return None
 
     @cached_property

@@ -8,19 +8,25 @@ import { bytes, duration, number, percent, usd } from "./format.js";
 
 const PLAN_MS = 130_000, COMPARE_MS = 250_000; // a comparison of all devices of the price book takes up to a minute
 
-const EXAMPLE = `name: demo
+// As EXAMPLE of control/api/runs.py. Paths are absolute, on the service's machine; other names are the hub's.
+const EXAMPLE = `name: math
 model:
-  path: Qwen/Qwen3-0.6B
+  path: Qwen/Qwen2.5-0.5B-Instruct
 prompts:
-  path: prompts.jsonl
+  path: agentica-org/DeepScaleR-Preview-Dataset
+  prompt_field: problem
+  chat_template: true
+  held_out:
+    fraction: 0.01
 rewards:
-  - type: exact_match
+  - type: math
 steps: 100
 `;
 
 export function newView(root) {
   document.title = "New run · rlhfless";
-  const text = h("textarea", { id: "spec", rows: 18, spellcheck: "false", placeholder: EXAMPLE, oninput: () => edited() });
+  const text = h("textarea", { id: "spec", rows: 18, spellcheck: "false", oninput: () => edited() });
+  text.value = EXAMPLE;
   const earlier = h("select", { id: "earlier" }, h("option", { value: "" }, "none: lengths are assumed"));
   const plan = h("button", { class: "primary" }, "Plan");
   const start = h("button", { type: "button", disabled: true, onclick: () => begin().catch(refused) }, "Start the run");

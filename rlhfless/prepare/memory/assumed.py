@@ -19,6 +19,7 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of, publisher_of
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
+from rlhfless.scaling.latency.known_models import known_config
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
@@ -268,8 +269,20 @@ def draft_shape(spec: RunSpec) -> ModelShape | None:
 
 def _config(model: str) -> Mapping[str, Any]:
     """The configuration of a model's text model. Raises ValueError and OSError."""
-    config = _mapping(parsed_json(config_file(model).read_bytes()))
+    config = model_config(model)
     return _mapping(config.get("text_config", config))
+
+
+def model_config(model: str) -> Mapping[str, Any]:
+    """The values of a model's config.json; of a model of the hub that cannot be reached, the sizes that are built in.
+    Raises ValueError and OSError."""
+    try:
+        return _mapping(parsed_json(config_file(model).read_bytes()))
+    except OSError:
+        if (known := known_config(model)) is None:
+            raise
+        log.info("%s: its config.json cannot be read; planned with the sizes that are built in", model)
+        return known
 
 
 def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:

@@ -11,13 +11,14 @@ import yaml
 
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario, values
+from rlhfless.scaling.latency.known_models import BUILT_IN
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import load_scenario, timing
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.load import resolved_yaml
-from rlhfless.sim.scenarios.model import BUILT_IN, ScenarioModelSpec
+from rlhfless.sim.scenarios.model import ScenarioModelSpec
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.spec.errors import InputError
 
