@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from rlhfless.client import Client
     from rlhfless.control.objects.runs import RunObject
 
-Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the service; by default RLHFLESS_URL.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Of the service; else RLHFLESS_URL, else the one of ./rlhfless-data, else http://127.0.0.1:8080.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LengthsOf = Annotated[
     str | None, typer.Option(metavar="RUN", help="Take response lengths and latencies of this earlier run.")

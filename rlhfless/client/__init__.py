@@ -1,9 +1,14 @@
 """The Python client of the control API.
 
-with rlhfless.Client() as client:
-    run = client.create_run(spec)
-    for event in client.watch(run.id):
-        print(event.message)
+    import rlhfless
+
+    with rlhfless.Client() as client:  # or Client("http://there:8080", key="...")
+        run = client.create_run(spec)
+        for event in client.watch(run.id):
+            print(event.message)
+
+Without a URL it is RLHFLESS_URL, else the service of ./rlhfless-data, else http://127.0.0.1:8080; the key is
+RLHFLESS_API_KEY.
 """
 
 from rlhfless.client.clients import AsyncClient, Client
