@@ -18,7 +18,7 @@ def pack_examples(examples: Sequence[Example]) -> PackedBatch:
     """The batch of some examples, in their order. Its `response_mask` is of the tokens that are learned, and its
     rollout logprobs are 0: no engine drew them."""
     sequences = [tokens for example in examples for tokens in example.sequences]
-    firsts = np.array([first for example in examples for first in example.learned_from])
+    learned = [example.learned(index) for example in examples for index in range(len(example.sequences))]
     lengths = np.array([len(tokens) for tokens in sequences])
     sizes = np.array([len(example.sequences) for example in examples])
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -28,7 +28,7 @@ def pack_examples(examples: Sequence[Example]) -> PackedBatch:
             positions=positions,
             sequence_id=np.repeat(np.arange(len(sequences)), lengths),
             group_id=np.repeat(np.repeat(np.arange(len(examples)), sizes), lengths),
-            response_mask=positions >= np.repeat(firsts, lengths),
+            response_mask=np.concatenate([np.array(mask, dtype=bool) for mask in learned]),
             denominators=NO_DENOMINATORS,
             rollout_logprobs=np.zeros(len(positions), dtype=np.float32),
         )

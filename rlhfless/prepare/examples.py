@@ -8,14 +8,19 @@ score; its score is computed from the last token of that, which here is followed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any, cast
 
+from rlhfless.chat.encoding import Encoder
+from rlhfless.chat.messages import ASSISTANT, DataFault, Message, conversation, role_of, tools_of
+from rlhfless.chat.template import ChatTemplate
+from rlhfless.chat.turns import Learned, learned_of_texts, learned_turns
 from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.faults import Faults
 from rlhfless.prepare.model import PolicyModel, load_policy
-from rlhfless.prepare.prompts import Faults, PromptSets, load_prompts
+from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
 from rlhfless.records.fields import dotted_names, field_value, find_field
@@ -33,24 +38,26 @@ RESPONSE = "response"
 def load_examples(spec: RunSpec, policy: PolicyModel, every: int = 1) -> PromptSets:
     """The examples of a run that learns from written responses, for training and held out; of each `every` rows one.
     Raises InputError with the problems of all rows."""
-    data, context = spec.data, policy.context_tokens
-    whole = isinstance(data, DemonstrationsSpec) and data.response_field is None
+    data = spec.data
     sets = load_prompts(
         data,
         policy.tokenizer,
-        max_context_tokens=context,
+        max_context_tokens=policy.context_tokens,
         seed=spec.seed,
         sizes=spec.sizes,
         read=frozenset(fields_of(data)),
         every=every,
-        edit=partial(_split, field=data.prompt_field) if whole else lambda row: row,
+        edit=partial(_edited, data=data),
+        end_token_ids=policy.end_token_ids,
+        answered=spec.type == "reward_model",
     )
-    faults = Faults(f"{data.section}.path", len(sets.train) + len(sets.held_out))
-    rows = _Rows(data, policy, faults, _scored if spec.type == "reward_model" else _drawn)
+    total = len(sets.train) + len(sets.held_out)
+    faults, notes = Faults(f"{data.section}.path", total), Faults(f"{data.section}.path", total)
+    rows = _Rows(data, policy, faults, notes, scored=spec.type == "reward_model")
     train, held_out = (tuple(filter(None, map(rows.example, part))) for part in (sets.train, sets.held_out))
     if problems := faults.problems():
         raise InputError(data.section, problems)
-    return PromptSets(train, held_out, sets.warnings)
+    return PromptSets(train, held_out, (*sets.warnings, *notes.warnings()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,106 +89,169 @@ def fields_of(data: DataSpec) -> tuple[str, ...]:
     return ((data.response_field or RESPONSE) if isinstance(data, DemonstrationsSpec) else RESPONSE,)
 
 
+def _edited(row: Row, data: DataSpec) -> Row:
+    """The row with prompt and responses in fields of their own, where it has whole conversations. Raises DataFault."""
+    if data.chat_template and isinstance(data, DemonstrationsSpec) and data.response_field is None:
+        return _split(row, data.prompt_field)
+    return _pair(row, data) if isinstance(data, PreferencesSpec) else row
+
+
 def _split(row: Row, field: str) -> Row:
     """A conversation without its last message, and that message as the response."""
     messages = find_field(row.values, field)
-    if not isinstance(messages, list) or len(messages) < 2:
+    if not isinstance(messages, list) or not messages:
         return row
+    if role_of(messages[-1]) != ASSISTANT or len(messages) < 2:
+        what = f"it has {len(messages)} messages, the last from {role_of(messages[-1])!r}: {shown(messages[-1])}"
+        hint = "remove these rows, or what follows the last answer"
+        raise DataFault(f"the conversation in `{field}` is not one that the assistant ends", what, hint)
+    conversation(messages, field)  # so that faults count the messages as the data does
     return dataclasses.replace(row, values={**row.values, field: messages[:-1], RESPONSE: messages[-1:]})
 
 
-def _drawn(policy: PolicyModel, prompt: Prompt, response: str, *, templated: bool) -> tuple[list[int], int]:
-    """The sequence that the policy is to draw, and where the response begins: up to the first end-of-sequence token of
-    a rendered response, or with one at its end."""
-    ids: list[int] = policy.tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
-    end = policy.tokenizer_info.eos_token_id
-    if templated and end in ids:
-        ids = ids[: ids.index(end)]
-    return [*prompt.token_ids, *ids, end], len(prompt.token_ids)
+def _pair(row: Row, data: PreferencesSpec) -> Row:
+    """Two whole conversations as the messages that they share, and how each goes on."""
+    pair = [find_field(row.values, field) for field in fields_of(data)]
+    chosen, rejected = pair
+    whole = [isinstance(value, list) and bool(value) and role_of(value[0]) not in (ASSISTANT, "") for value in pair]
+    if not all(whole):
+        return row
+    if not data.chat_template:
+        hint = f"set {data.section}.chat_template: true"
+        raise DataFault(f"`{data.chosen_field}` is a list of chat messages", f"got {shown(chosen)}", hint)
+    prompt, names = find_field(row.values, data.prompt_field), f"`{data.chosen_field}` and `{data.rejected_field}`"
+    most = min(len(chosen), len(rejected)) - 1
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    if isinstance(prompt, list):
+        shared = len(prompt)
+        if not prompt == chosen[:shared] == rejected[:shared]:
+            hint = "correct the prompt, or remove its column: it is found from both"
+            raise DataFault(f"{names} do not begin with `{data.prompt_field}`", f"got {shown(prompt)}", hint)
+    elif isinstance(prompt, str) and not any(_says(message, prompt) for message in chosen[:shared]):
+        hint = f"set {data.section}.prompt_field to a field that the rows do not have, or correct the conversations"
+        raise DataFault(f"`{data.prompt_field}` is no message that {names} share", f"got {shown(prompt)}", hint)
+    tails = {data.chosen_field: chosen[shared:], data.rejected_field: rejected[shared:]}
+    if not all(tail and role_of(tail[0]) == ASSISTANT for tail in tails.values()):
+        hint = "both must share all messages before an answer of the assistant"
+        after = " and ".join(shown(tail[:1]) for tail in tails.values())
+        what = f"they share {shared} messages, then come {after}"
+        raise DataFault(f"{names} differ before the assistant answers", what, hint)
+    return dataclasses.replace(row, values={**row.values, data.prompt_field: chosen[:shared], **tails})
 
 
-def _scored(policy: PolicyModel, prompt: Prompt, response: str, *, templated: bool) -> tuple[list[int], int]:
-    """The sequence that a reward model scores, with the token that stands for its score."""
-    text = prompt.text + response
-    ids: list[int] = policy.tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"]
-    return [*ids, policy.tokenizer_info.pad_token_id], len(ids)
+def _says(message: Any, text: str) -> bool:
+    return isinstance(message, Mapping) and text.strip() in (
+        str(message.get(key)).strip() for key in ("content", "value")
+    )
 
 
 class _Rows:
-    """Makes examples of prompts whose columns have the responses."""
+    """Makes examples of prompts whose columns have the responses. `scored`: for a reward model."""
 
-    def __init__(self, data: DataSpec, policy: PolicyModel, faults: Faults, sequence: Callable[..., Any]) -> None:
+    def __init__(self, data: DataSpec, policy: PolicyModel, faults: Faults, notes: Faults, *, scored: bool) -> None:
         self._data = data
         self._policy = policy
         self._faults = faults
-        self._sequence = sequence
+        self._notes = notes
+        self._scored = scored
+        self._encoder = Encoder(policy.tokenizer, policy.end_token_ids, templated=data.chat_template)
+        key = f"{data.section}.chat_template"
+        self._template = (
+            ChatTemplate(policy.tokenizer, data.chat_template_kwargs, policy.end_token_ids, key)
+            if data.chat_template
+            else None
+        )
 
     def example(self, prompt: Prompt) -> Example | None:
         """None, with a fault, if the row has no usable response."""
         row = Row(prompt.place, prompt.columns)
-        responses = [self._response(row, prompt, field) for field in fields_of(self._data)]
-        made = [self._made(row, prompt, response) for response in responses if response is not None]
-        if len(made) < len(responses):
+        try:
+            made = [self._learned(row, prompt, field) for field in fields_of(self._data)]
+        except DataFault as fault:
+            self._faults.add(fault.kind, row, fault.detail, fault.hint)
             return None
-        if len({tokens for tokens, _ in made}) < len(made):
+        if len({each.token_ids for each in made}) < len(made):
             self._faults.add("both responses are the same", row, "nothing is preferred", "remove these rows")
-        sequences, firsts = zip(*made, strict=True)
+        for each in made:
+            self._check(row, each)
         return Example(
             prompt.prompt_id,
             prompt.token_ids,
             prompt.text,
-            sequences=sequences,
-            learned_from=firsts,
+            sequences=tuple(each.token_ids for each in made),
+            learned_from=tuple(each.spans[0][0] for each in made),
+            spans=tuple(each.spans for each in made),
             where=prompt.where,
         )
 
-    def _response(self, row: Row, prompt: Prompt, field: str) -> str | None:
-        """The response as text, in the form in which it follows the prompt's."""
+    def _learned(self, row: Row, prompt: Prompt, field: str) -> Learned:
+        response = self._response(row, field)
+        if self._template is None:
+            if self._scored:
+                return self._scoring(prompt.text + _text_of(response, field, self._data.section))
+            text = _text_of(response, field, self._data.section)
+            return learned_of_texts(self._encoder, prompt.token_ids, prompt.text, text, self._ends)
+        written = conversation(field_value(row.values, self._data.prompt_field), self._data.prompt_field, row.values)
+        if not self._scored:  # a reward model scores what policies write, special tokens included
+            self._template.require_no_control(response, field, is_text=False)
+        data = self._data
+        whole = isinstance(data, DemonstrationsSpec) and data.response_field is None and data.learned_turns == "all"
+        first = 1 if whole else len(written)
+        if self._scored:
+            return self._scoring(self._template.scored([*written, *response], tools_of(row.values)).text)
+        if whole and written[0].role == ASSISTANT:
+            hint = "it is not learned: nothing comes before it"
+            self._notes.add("the assistant begins the conversation", row, shown(written[0].text), hint)
+        turns = learned_turns(self._template, written, response, first, row.values, prompt.text)
+        if not turns.ended:
+            what = f"it ends an answer with {shown(turns.text[-20:])}"
+            hint = (
+                "an end-of-sequence token is learned after it; set eos_token_id in the model's generation_config.json"
+            )
+            self._notes.add("the chat template ends an answer with no end-of-sequence token", row, what, hint)
+        return turns.encoded(self._encoder, prompt.token_ids, prompt.text, self._policy.tokenizer_info.eos_token_id)
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return self._policy.tokenizer_info.eos_token_id, *self._policy.end_token_ids
+
+    def _scoring(self, text: str) -> Learned:
+        """The sequence that a reward model scores, with the token that stands for its score."""
+        ids = self._encoder.scored(text)
+        return Learned((*ids, self._policy.tokenizer_info.pad_token_id), ((len(ids), len(ids) + 1),))
+
+    def _response(self, row: Row, field: str) -> list[Message]:
+        """The messages of the response. Raises DataFault."""
         value = find_field(row.values, field)
         if value is None:
             fields = ", ".join(row.values) or "none"
             near = nearest(field, dotted_names(row.values))
             hint = f"{near}Name the field in {self._data.section}, or remove these rows"
-            self._faults.add(f"no response in `{field}`", row, f"its other fields are {fields}", hint)
-            return None
-        text = value if isinstance(value, str) else _said(value)
-        if text is None or not text.strip():
-            hint = "a response is a string, or a list of one message of the assistant"
-            self._faults.add(f"`{field}` is no response", row, f"got {shown(value)}", hint)
-            return None
-        return self._rendered(row, prompt, text) if self._data.chat_template else text
+            raise DataFault(f"no response in `{field}`", f"its other fields are {fields}", hint)
+        hint = "a response is a string, or a list of messages that the assistant begins and ends"
+        if isinstance(value, str):
+            messages = [Message(ASSISTANT, (value,))]
+        elif isinstance(value, list | Mapping):
+            messages = conversation(value if isinstance(value, list) else [value], field)
+        else:
+            raise DataFault(f"`{field}` is no response", f"got {shown(value)}", hint)
+        ends = {messages[0].role, messages[-1].role}
+        last = messages[-1]
+        if ends != {ASSISTANT} or not (last.text.strip() or last.calls or last.thought.strip()):
+            raise DataFault(f"`{field}` is no response", f"got {shown(value)}", hint)
+        return messages
 
-    def _rendered(self, row: Row, prompt: Prompt, text: str) -> str | None:
-        """What the chat template writes after the prompt."""
-        written = field_value(row.values, self._data.prompt_field)
-        messages = [{"role": "user", "content": written}] if isinstance(written, str) else [*written]
-        messages.append({"role": "assistant", "content": text})
-        try:
-            whole = str(self._policy.tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception as error:  # a template is a program by the model's author, and may raise any error
-            hint = f"correct the messages, or leave {self._data.section}.chat_template out"
-            self._faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", hint)
-            return None
-        if not whole.startswith(prompt.text):
-            hint = "give prompt and response as the model is to read them, without chat_template"
-            what = "the chat template writes the prompt otherwise once it is answered"
-            self._faults.add(what, row, f"got {shown(whole)}", hint)
-            return None
-        return whole.removeprefix(prompt.text)
-
-    def _made(self, row: Row, prompt: Prompt, response: str) -> tuple[tuple[int, ...], int]:
-        tokens, first = self._sequence(self._policy, prompt, response, templated=self._data.chat_template)
-        most = self._policy.context_tokens
-        if most is not None and len(tokens) > most:
+    def _check(self, row: Row, learned: Learned) -> None:
+        most, tokens = self._policy.context_tokens, len(learned.token_ids)
+        if most is not None and tokens > most:
             hint = f"shorten or remove them, or raise model.max_context_tokens (now {most})"
-            self._faults.add(f"prompt and response have more than {most} tokens", row, f"{len(tokens)} tokens", hint)
-        return tuple(tokens), first
+            self._faults.add(f"prompt and response have more than {most} tokens", row, f"{tokens} tokens", hint)
 
 
-def _said(value: Any) -> str | None:
-    """The text of a list of one message of the assistant."""
-    if isinstance(value, Sequence) and len(value) == 1 and isinstance(value[0], Mapping):
-        message = value[0]
-        if message.get("role") == "assistant" and isinstance(message.get("content"), str):
-            return str(message["content"])
-    return None
+def _text_of(messages: Sequence[Message], field: str, section: str) -> str:
+    """The text of a response that no chat template renders. Raises DataFault if it is more than a text."""
+    message = messages[0]
+    if len(messages) > 1 or message.calls or message.thought.strip():
+        hint = f"set {section}.chat_template: true"
+        raise DataFault(f"`{field}` has more than a text", "only a chat template writes thoughts and calls", hint)
+    return message.text

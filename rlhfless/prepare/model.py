@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -48,6 +49,8 @@ class PolicyModel:
     shape: ModelShape | None
     """The sizes from which its speed is estimated; None if its config does not have them."""
     warnings: tuple[str, ...]
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside the tokenizer's: those of the generation config, at which engines stop."""
 
 
 def load_policy(spec: ModelSpec) -> PolicyModel:
@@ -65,7 +68,24 @@ def load_policy(spec: ModelSpec) -> PolicyModel:
         problems.append(Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out"))
     if problems:
         raise InputError("model", problems)
-    return PolicyModel(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
+    ends = end_token_ids(spec.path)
+    return PolicyModel(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings, ends)
+
+
+def end_token_ids(path: str) -> tuple[int, ...]:
+    """The `eos_token_id` in a model's generation_config.json, or else in its config.json."""
+    from transformers.utils import cached_file
+
+    for name in ("generation_config.json", "config.json"):
+        try:
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            values = json.loads(Path(file).read_text("utf-8")) if file else {}
+        except (OSError, ValueError):  # a hub that does not answer; a broken file is for its own reader to refuse
+            continue
+        ends = values.get("eos_token_id") if isinstance(values, dict) else None
+        if ends is not None:
+            return tuple(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int))
+    return ()
 
 
 def check_folder(path: str, field: str) -> None:

@@ -147,6 +147,7 @@ def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
         sizes=spec.sizes,
         read=columns_read(spec.rewards),
         named_sets=spec.evaluation.sets,
+        end_token_ids=policy.end_token_ids,
     )
 
 

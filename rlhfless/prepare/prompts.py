@@ -8,7 +8,7 @@ resumed run sees what an uninterrupted one would have seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, islice
@@ -16,7 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.chat.messages import DataFault
+from rlhfless.chat.template import kwargs_problems
 from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.faults import Faults
+from rlhfless.prepare.prompt_text import PromptReader
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
 from rlhfless.records.fields import dotted_names, find_field
@@ -52,12 +56,15 @@ def load_prompts(
     named_sets: Sequence[NamedSetSpec] = (),
     edit: Callable[[Row], Row] = lambda row: row,
     every: int = 1,
+    end_token_ids: Sequence[int] = (),
+    answered: bool = False,
 ) -> PromptSets:
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
     `named_sets`: further held-out prompts. `read`: the columns that rewards read, None for all; NaN in one of them
-    gives a warning. `edit` is applied to each row first. `every`: of so many rows one is taken. Raises InputError with
-    the problems of all sets.
+    gives a warning. `edit` is applied to each row first, and may raise DataFault. `every`: of so many rows one is
+    taken. `end_token_ids`: further tokens that end a response. `answered`: no policy draws from the prompts, so they
+    need not open its turn. Raises InputError with the problems of all sets.
     """
     wanted = spec.held_out
     sources: dict[str, _Source] = {
@@ -73,11 +80,12 @@ def load_prompts(
         f"evaluation.sets.{i}.path": _Source(each.name, each.path, each.split, spec)
         for i, each in enumerate(named_sets)
     }
-    problems: list[Problem] = []
+    problems = kwargs_problems(f"{spec.section}.chat_template_kwargs", tokenizer, spec.chat_template_kwargs)
     warnings: list[str] = []
     sets: dict[str, list[Prompt]] = {}
     for field, source in sources.items():
-        rows, prompts = _load(field, source, sizes, tokenizer, max_context_tokens, edit, every, problems)
+        reader = PromptReader(source.spec, tokenizer, end_token_ids, answered=answered)
+        rows, prompts = _load(field, source, sizes, reader, max_context_tokens, edit, every, problems, warnings)
         sets[field] = [source.named(prompt) for prompt in prompts]
         if not problems:
             warnings += prompt_warnings(field, rows, sets[field], tokenizer, read)
@@ -169,101 +177,46 @@ class PromptOrder:
         return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))
 
 
-class Faults:
-    """Faulty rows by kind: the first is named and the others are counted, however many there are."""
-
-    def __init__(self, field: str, total: int) -> None:
-        self._field, self._total = field, total
-        self._by_kind: dict[str, list[tuple[str, str]]] = {}
-
-    def add(self, kind: str, row: Row, detail: str, hint: str) -> None:
-        self._by_kind.setdefault(kind, []).append((f"first at {row.where}: {detail}", hint))
-
-    def problems(self) -> list[Problem]:
-        return [
-            Problem(self._field, f"{kind} in {len(places)} of {self._total} rows, {places[0][0]}", places[0][1])
-            for kind, places in self._by_kind.items()
-        ]
-
-
 def _load(
     field: str,
     source: _Source,
     sizes: SizesSpec,
-    tokenizer: Any,
+    reader: PromptReader,
     max_context_tokens: int | None,
     edit: Callable[[Row], Row],
     every: int,
     problems: list[Problem],
+    warnings: list[str],
 ) -> tuple[list[Row], list[Prompt]]:
     """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
     spec = source.spec
     try:
-        rows = [edit(row) for row in read_rows(field, source.path, source.split, sizes)[::every]]
+        given = read_rows(field, source.path, source.split, sizes)[::every]
     except InputError as error:
         problems += error.problems
         return [], []
-    faults = Faults(field, len(rows))
-    texts = [_text(row, spec, tokenizer, faults) for row in rows]
+    faults, notes = Faults(field, len(given)), Faults(field, len(given))
+    rows, texts = list[Row](), list[str | None]()
+    for row in given:
+        try:
+            edited = edit(row)
+        except DataFault as error:
+            faults.add(error.kind, row, error.detail, error.hint)
+        else:
+            rows.append(edited)
+            texts.append(reader.text(edited, faults, notes))
     ids = _ids(rows, texts, spec, faults)
-    tokens = _tokenize([text or "" for text in texts], spec, tokenizer)
+    tokens = reader.tokens([text or "" for text in texts])
     for row, text, token_ids in zip(rows, texts, tokens, strict=True):
         if text is not None:
             _check_length(row, len(token_ids), max_context_tokens, faults)
+            reader.check_tokens(row, token_ids, faults, notes)
     problems += faults.problems()
+    warnings += notes.warnings()
     return rows, [
         Prompt(prompt_id, tuple(token_ids), text or "", _other_columns(row, spec), where=row.where)
         for row, text, prompt_id, token_ids in zip(rows, texts, ids, tokens, strict=True)
     ]
-
-
-def _text(row: Row, spec: DataSpec, tokenizer: Any, faults: Faults) -> str | None:
-    """The prompt as the policy sees it; None, with a fault, if the row has no usable one."""
-    name = spec.prompt_field
-    value = find_field(row.values, name)
-    if value is None:
-        fields = ", ".join(row.values) or "none"
-        hint = f"{nearest(name, dotted_names(row.values))}Set {spec.section}.prompt_field to the field with the prompt"
-        faults.add(f"no field `{name}`", row, f"its fields are {fields}", hint)
-    elif not isinstance(value, str | list):
-        hint = "a prompt is a string, or a list of chat messages"
-        faults.add(f"`{name}` is not a string", row, f"got {shown(value)}", hint)
-    elif not (value.strip() if isinstance(value, str) else value):
-        faults.add(f"`{name}` is empty", row, f"got {shown(value)}", "remove these rows, or fill them in")
-    elif spec.chat_template:
-        return _unicode(row, _rendered(row, value, spec, tokenizer, faults), spec, faults)
-    elif isinstance(value, str):
-        return _unicode(row, value, spec, faults)
-    else:
-        hint = f"set {spec.section}.chat_template: true, or give the prompt as a string"
-        faults.add(f"`{name}` is a list of chat messages", row, f"got {shown(value)}", hint)
-    return None
-
-
-def _unicode(row: Row, text: str | None, spec: DataSpec, faults: Faults) -> str | None:
-    """Refuse half of a surrogate pair, as in cut-off JSON escapes: a tokenizer cannot encode it."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError as error:
-        hint = "remove the character, or write it in full"
-        faults.add(f"`{spec.prompt_field}` is not valid Unicode", row, str(error), hint)
-        return None
-    return text
-
-
-def _rendered(row: Row, value: str | list[Any], spec: DataSpec, tokenizer: Any, faults: Faults) -> str | None:
-    name = spec.prompt_field
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        hint = "write each message as {role: user, content: ...}"
-        faults.add(f"`{name}` is not a list of chat messages", row, f"got {shown(value)}", hint)
-        return None
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program by the model's author, and may raise any error
-        hint = f"correct the messages, or leave {spec.section}.chat_template out if the model has no template"
-        faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", hint)
-        return None
 
 
 def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: DataSpec, faults: Faults) -> list[str]:
@@ -290,13 +243,6 @@ def _hash_id(text: str, seen: dict[str, int]) -> str:
     digest = hashlib.blake2b(text.encode(), digest_size=_ID_BYTES).hexdigest()
     seen[digest] = seen.get(digest, 0) + 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-
-
-def _tokenize(texts: list[str], spec: DataSpec, tokenizer: Any) -> list[list[int]]:
-    # A chat template writes the special tokens itself. `verbose=False`: prompts that are too long get our own message.
-    encoded = tokenizer(texts, add_special_tokens=not spec.chat_template, return_attention_mask=False, verbose=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
 
 
 def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults: Faults) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.prepare.data_rows import Row, read_rows
-from rlhfless.prepare.model import load_policy
+from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.prompts import load_prompts
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.records import FinishReason, Prompt, Score
@@ -72,7 +72,11 @@ class _Reader:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load_policy(self._spec.model).tokenizer
+        return self._policy.tokenizer
+
+    @cached_property
+    def _policy(self) -> PolicyModel:
+        return load_policy(self._spec.model)
 
     @cached_property
     def _prompts(self) -> Mapping[str, Prompt]:
@@ -83,6 +87,7 @@ class _Reader:
             seed=self._spec.seed,
             sizes=self._spec.sizes,
             named_sets=self._spec.evaluation.sets,
+            end_token_ids=self._policy.end_token_ids,
         )
         return {prompt.prompt_id: prompt for prompt in (*sets.train, *sets.held_out)}
 

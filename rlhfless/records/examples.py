@@ -14,4 +14,12 @@ class Example(Prompt):
     sequences: tuple[tuple[int, ...], ...] = ()
     """The token ids of prompt and response, for each response."""
     learned_from: tuple[int, ...] = ()
-    """The position in each sequence from which on its tokens are learned."""
+    """The position in each sequence of the first token that is learned."""
+    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """The positions [start, end) in each sequence that are learned; all from `learned_from` on if this is empty."""
+
+    def learned(self, index: int) -> list[bool]:
+        """Which tokens of a sequence are learned."""
+        length = len(self.sequences[index])
+        spans = self.spans[index] if self.spans else ((self.learned_from[index], length),)
+        return [any(start <= position < end for start, end in spans) for position in range(length)]

@@ -7,8 +7,8 @@ under a name of the hub; so such a name is refused, and is only ever asked of th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -57,6 +57,33 @@ class HeldOutSpec(SpecModel):
         if (self.path is None) == (self.fraction is None):
             raise ValueError("give exactly one of `path` and `fraction`")
         return self
+
+
+RESERVED_KWARGS = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+)
+"""Arguments of transformers' `apply_chat_template` that are not the user's to give; nor is `return_...` or
+`..._token`."""
+
+
+def require_template_kwargs(chat_template: bool, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments without a chat template, and for those that the run gives itself."""
+    if kwargs and not chat_template:
+        raise ValueError("`chat_template_kwargs` needs `chat_template: true`")
+    for name in kwargs:
+        if name in RESERVED_KWARGS or name.startswith("return_") or name.endswith("_token"):
+            raise ValueError(f"`chat_template_kwargs` has {name!r}, which the run itself gives; leave it out")
 
 
 SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,38}$")]
@@ -137,11 +164,19 @@ class DataSpec(SpecModel):
     chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
 
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, such as `{enable_thinking: false}`; each must be read by it."""
+
     held_out: HeldOutSpec | None = None
     """Prompts for evaluation."""
 
     shuffle: bool = True
     """A new order for every epoch, drawn from the run's seed."""
+
+    @model_validator(mode="after")
+    def _arguments_have_a_template(self) -> DataSpec:
+        require_template_kwargs(self.chat_template, self.chat_template_kwargs)
+        return self
 
     @property
     def mixed(self) -> tuple[MixtureSetSpec, ...]:

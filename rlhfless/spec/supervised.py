@@ -21,8 +21,11 @@ class DemonstrationsSpec(WrittenSpec):
     section: ClassVar[str] = "demonstrations"
 
     response_field: str | None = "response"
-    """Field with the response: a string, or a list of one chat message of the assistant. `null`: `prompt_field` has a
-    whole conversation, whose last message is the response; that needs `chat_template`."""
+    """Field with the response: a string, or a list of chat messages that the assistant begins and ends. `null`:
+    `prompt_field` has a whole conversation, which the assistant ends; that needs `chat_template`."""
+
+    learned_turns: Literal["all", "last"] = "all"
+    """Of a whole conversation (`response_field: null`), learn each message of the assistant or the last one."""
 
 
 class PreferencesSpec(WrittenSpec):
@@ -32,7 +35,8 @@ class PreferencesSpec(WrittenSpec):
     section: ClassVar[str] = "preferences"
 
     chosen_field: str = "chosen"
-    """Field with the better response: a string, or a list of one chat message of the assistant."""
+    """Field with the better response: a string, a list of chat messages that the assistant begins and ends, or a whole
+    conversation that begins as the rejected one does, which needs no `prompt_field`."""
 
     rejected_field: str = "rejected"
     """Field with the other response, written alike."""
