@@ -20,6 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from rlhfless.chat.encoding import Encoder
+from rlhfless.chat.messages import ASSISTANT, Message, conversation, tools_of
+from rlhfless.chat.template import ChatTemplate, kwargs_problems
 from rlhfless.functions import sharding
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
@@ -64,6 +67,10 @@ class RewardModel:
             raise self._error(f"has {model.config.num_labels} labels; a reward model has one, its score")
         if spec.chat_template and not self._tokenizer.chat_template:
             raise self._error("has no chat template; leave `chat_template` out")
+        if problems := kwargs_problems("chat_template_kwargs", self._tokenizer, spec.chat_template_kwargs):
+            raise self._error("; ".join(f"{problem.where}: {problem.what}. {problem.hint}" for problem in problems))
+        self._template = ChatTemplate(self._tokenizer, spec.chat_template_kwargs)
+        self._encoder = Encoder(self._tokenizer, (), templated=spec.chat_template)
         self._model: Any = model.eval().to(self._device)
         self._configs = (model.config, model.config.get_text_config())
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -132,17 +139,14 @@ class RewardModel:
         field = self._spec.prompt_field
         prompt = sample.prompt if field is None else field_value(sample.columns, field)
         if self._spec.chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            messages.append({"role": "assistant", "content": sample.response})
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            messages = conversation(prompt, field or "prompt", sample.columns)
+            answer = Message(ASSISTANT, (sample.response,))
+            text = self._template.scored([*messages, answer], tools_of(sample.columns)).text
         elif isinstance(prompt, str):
             text = prompt + sample.response
         else:
             raise TypeError("the prompt is no text; set `chat_template: true` for messages")
-        # A chat template writes the special tokens itself.
-        ids: list[int] = self._tokenizer(text, add_special_tokens=not self._spec.chat_template, verbose=False)[
-            "input_ids"
-        ]
+        ids = self._encoder.scored(text)
         if not ids:
             raise ValueError("the tokenizer makes no token of it")
         ids = ids[-self._spec.max_tokens :]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, Tokens, without_user
-from rlhfless.spec.data import DType
+from rlhfless.spec.data import DType, require_template_kwargs
 from rlhfless.spec.imports import IMPORT_PATH
 from rlhfless.spec.locations import HubPath
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec, Pattern
@@ -63,6 +63,8 @@ class RewardModelSpec(RewardPart):
     """Number format of weights and products. bfloat16, as reward models are published; float32 is exact but slower."""
     chat_template: bool = False
     """Score the conversation as the reward model's own template renders it, rather than prompt + response."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """As `prompts.chat_template_kwargs`, for this template."""
     prompt_field: str | None = None
     """Column with the prompt for this model, as text or chat messages. When left out it is the prompt as the
     policy saw it; a policy with a chat template of its own keeps the raw prompt under `prompts.prompt_field`."""
@@ -72,6 +74,11 @@ class RewardModelSpec(RewardPart):
     """Padded tokens per forward pass; bounds the memory."""
     trust_remote_code: bool = False
     """Run model code that comes with the path."""
+
+    @model_validator(mode="after")
+    def _arguments_have_a_template(self) -> RewardModelSpec:
+        require_template_kwargs(self.chat_template, self.chat_template_kwargs)
+        return self
 
 
 class ExactMatchSpec(RewardPart):
