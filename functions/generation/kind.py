@@ -55,7 +55,7 @@ def _engine(
         spec.model.dtype,
         engine.devices_per_actor,
         engine.max_batch_tokens,
-        min(engine.max_sequences * (1 + spec.generation.speculation.most), engine.max_batch_tokens),
+        min(engine.sequence_limit * (1 + spec.generation.speculation.most), engine.max_batch_tokens),
         graphs=on_gpu and not engine.eager,
         eight_bits=spec.generation.quantization != "off",
     )

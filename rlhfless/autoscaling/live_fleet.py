@@ -246,6 +246,6 @@ class LiveFleet:
         return EngineLimits(
             model=self._speeds.model(kind),
             # Until an engine has reported the size of its KV cache, only its limit of sequences is known.
-            kv_capacity_tokens=max(reported, default=0) or limits.max_sequences * self._max_model_len,
-            max_sequences=limits.max_sequences,
+            kv_capacity_tokens=max(reported, default=0) or limits.sequence_limit * self._max_model_len,
+            max_sequences=limits.sequence_limit,
         )

@@ -118,7 +118,7 @@ def scaler_of(
     the run's responses. `earlier`: the trace of its earlier attempts."""
     limits = spec.generation.engine
     shape = None if prepared.shape is None else prepared.shape.up_to(prepared.max_model_len)
-    speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.max_sequences)
+    speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.sequence_limit)
     if earlier is not None:
         speeds.learn_trace(earlier)
     moves = PrefixMoves(_kv_token_s(spec, shape), speeds)

@@ -242,7 +242,7 @@ def speed(subject: Subject) -> Measured:
     engines, spec = running(subject), subject.spec.generation.engine
     engines.draw(_request(subject, 0))  # whatever is compiled at the first request is not counted
     points: list[tuple[float, float]] = []
-    for number in sorted({min(batch, spec.max_sequences) for batch in BATCHES}):
+    for number in sorted({min(batch, spec.sequence_limit) for batch in BATCHES}):
         began_s = time.perf_counter()
         lengths = [len(tokens) for tokens in engines.draw(*(_request(subject, index) for index in range(number)))]
         elapsed_s = time.perf_counter() - began_s

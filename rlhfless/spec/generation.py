@@ -43,6 +43,10 @@ EngineType = Annotated[str, AfterValidator(_engine)]
 KvConnector = Literal["folder", "nixl"]
 
 
+USUAL_SEQUENCES = 256
+"""`max_sequences` where nothing calls for more: vLLM's own default for small devices."""
+
+
 class EngineSpec(SpecModel):
     """Settings of one engine. Fields that are left out are chosen for the device."""
 
@@ -60,8 +64,9 @@ class EngineSpec(SpecModel):
     """Devices per actor. `auto`: 1 on CPU cores; on GPUs the smallest of 1, 2, 4 and 8 with which the memory plan fits
     and the KV cache holds a batch of sequences."""
 
-    max_sequences: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 256
-    """Most sequences decoded at the same time."""
+    max_sequences: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | Literal["auto"] = "auto"
+    """Most sequences decoded at the same time. `auto`: 256; on GPUs up to 1,024 where a step has that many samples for
+    each actor and the KV cache holds half of them at their longest."""
 
     max_batch_tokens: Tokens = 8192
     """Most tokens in one iteration of the engine, prefill included."""
@@ -81,6 +86,11 @@ class EngineSpec(SpecModel):
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
+
+    @property
+    def sequence_limit(self) -> int:
+        """`max_sequences`; 256 until `auto` is decided."""
+        return USUAL_SEQUENCES if self.max_sequences == "auto" else self.max_sequences
 
     @property
     def devices_per_actor(self) -> int:

@@ -30,6 +30,7 @@ from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LearnerFit,
 from rlhfless.sim.replay.learner import learned_by_size
 from rlhfless.sim.replay.measured import helper_cores, means_s, outside_s
 from rlhfless.sim.replay.what_if import model_shape
+from rlhfless.spec.generation import USUAL_SEQUENCES
 
 MOST_PAIRS = 200
 """Most calls whose pairwise slopes are computed; of more calls, this many, evenly spread."""
@@ -174,7 +175,8 @@ def device_kind(trace: Trace) -> str:
 def max_sequences(trace: Trace) -> int:
     """Most sequences that an engine of the run had at once. Raises TraceError if its spec does not say."""
     try:
-        return int(trace.meta.spec["generation"]["engine"]["max_sequences"])
+        most = trace.meta.spec["generation"]["engine"]["max_sequences"]
+        return USUAL_SEQUENCES if most == "auto" else int(most)
     except (KeyError, TypeError) as error:
         raise TraceError(
             f"the spec in the trace of {trace.meta.run_id} has no generation.engine.max_sequences; "

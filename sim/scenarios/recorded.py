@@ -24,7 +24,8 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
         raise TraceError(f"{folder} has no step with rollouts; name the trace of a run that has drawn some")
     first = drawn[0]
     generation, engine = spec.get("generation", {}), spec.get("generation", {}).get("engine", {})
-    size = engine.get("tensor_parallel_size")
+    # A spec that no devices have settled leaves keys at `auto`: the scenario has its own defaults for these.
+    engine = {key: value for key, value in engine.items() if value != "auto"}
     longest = max(int(batch.response_tokens.max()) for batch in drawn)
     recorded = {
         "prompts_per_step": first.groups,
@@ -35,7 +36,7 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
         "engine": {
             "max_sequences": engine.get("max_sequences"),
             "max_batch_tokens": engine.get("max_batch_tokens"),
-            "tensor_parallel": None if size == "auto" else size,
+            "tensor_parallel": engine.get("tensor_parallel_size"),
         },
         "learner": {
             "mini_batches": spec.get("mini_batches"),

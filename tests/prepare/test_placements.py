@@ -129,3 +129,14 @@ def test_a_plan_fills_no_more_than_the_driver_reports_less_two_percent() -> None
     """An L4 of 24 GB reports some 22.0 GiB, and 24e9 bytes are 22.35; an H100 of 80 GB reports 79.2 for 74.5."""
     assert device_of("l40s").usable_bytes == int(0.98 * 48e9)
     assert device_of("h100").usable_bytes == 80_000_000_000
+
+
+def test_small_models_generate_all_samples_of_a_step_at_once() -> None:
+    """1,024 samples of 0.6B on one H100 were four waves of 256."""
+    engine = _asked("0.6B", "h100", 2).spec.generation.engine
+    assert (engine.max_sequences, engine.max_batch_tokens) == (512, 16_384)
+    assert _asked("1.5B", "h100", 1).spec.generation.engine.max_sequences == 1024
+    # 14B on eight devices has KV for 38 of the longest sequences per actor, and 256 samples.
+    assert _asked("14B", "h100", 8).spec.generation.engine.max_sequences == 256
+    chosen = _asked("0.6B", "h100", 2, generation={"engine": {"max_sequences": 64}}).spec.generation.engine
+    assert (chosen.max_sequences, chosen.max_batch_tokens) == (64, 8192)

@@ -88,7 +88,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if spec.devices_per_actor == 1 else "mp",
         # First come, first served, but for the probe: behind all requests that wait it would wait for most of a step.
         "scheduling_policy": "priority",
-        "max_num_seqs": spec.max_sequences,
+        "max_num_seqs": spec.sequence_limit,
         "max_num_batched_tokens": spec.max_batch_tokens,
         "enforce_eager": is_eager(settings),
         "disable_log_stats": True,

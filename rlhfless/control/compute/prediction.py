@@ -375,7 +375,7 @@ def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
     engine = asked.spec.generation.engine
     return rollouts.settings(asked.spec, asked.sheet.kind) | {
         "tensor_parallel": engine.devices_per_actor,
-        "max_sequences": engine.max_sequences,
+        "max_sequences": engine.sequence_limit,
         "memory_fraction": engine.gpu_memory_fraction,
         "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),
     }

@@ -52,7 +52,7 @@ def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None
     engines = AlikeEngines(
         model or _expected(asked),
         count,
-        engine.max_sequences,
+        engine.sequence_limit,
         kv_token_s(asked.shape, engine.devices_per_actor, KV_BYTES_PER_S[connector].value),
         CALLS_S,
     )

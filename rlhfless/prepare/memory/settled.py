@@ -40,6 +40,12 @@ MOST = "scaling.generation.max_actors"
 TENSOR_PARALLEL = "generation.engine.tensor_parallel_size"
 FRACTION = "generation.engine.gpu_memory_fraction"
 TURNS = "placement.turns"
+MAX_SEQUENCES = "generation.engine.max_sequences"
+BATCH_TOKENS = "generation.engine.max_batch_tokens"
+
+LARGE_BATCHES = (1024, 512)
+GPU_BATCH_TOKENS = 16_384
+"""vLLM's own default for servers of large GPUs (vllm/engine/arg_utils.py, `get_batch_defaults`)."""
 
 BATCH_SEQUENCES = 32
 """Sequences that the KV cache of an actor should hold: with fewer an engine reads its weights for few tokens at a time,
@@ -51,7 +57,8 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
     if kind == CPU_KIND:
-        spec = edited(spec, {TENSOR_PARALLEL: spec.generation.engine.devices_per_actor})
+        engine = spec.generation.engine
+        spec = edited(spec, {TENSOR_PARALLEL: engine.devices_per_actor, MAX_SEQUENCES: engine.sequence_limit})
     for name in spec.trained if learning != CPU_KIND else ():
         wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
     spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
@@ -149,7 +156,22 @@ def placed(asked: Question) -> RunSpec:
     that fits at all. 8-bit moments round the optimiser's state, so they are tried when nothing else fits. Then states
     are split inside of nodes where that fits, too, and the blocks of logits are enlarged.
     """
-    return _with_large_logits(asked, _inside_nodes(asked, _with_all_ranks(asked)))
+    return _with_large_logits(asked, _inside_nodes(asked, _with_large_batches(asked, _with_all_ranks(asked))))
+
+
+def _with_large_batches(asked: Question, spec: RunSpec) -> RunSpec:
+    """The spec with `max_sequences: auto` and an open `max_batch_tokens` decided on GPUs: as many sequences as an actor
+    has samples in a step, in powers of two, as long as the KV cache holds half of them at their longest."""
+    engine = spec.generation.engine
+    if spec.supervised or engine.max_sequences != "auto" or asked.sheet.kind == CPU_KIND:
+        return spec
+    samples = math.ceil(spec.prompts_per_step * spec.sequences_per_prompt / spec.scaling.generation.most_actors)
+    batch = {} if is_set(spec, BATCH_TOKENS) else {BATCH_TOKENS: GPU_BATCH_TOKENS}
+    for sequences in (size for size in LARGE_BATCHES if size < 2 * samples):
+        changed = edited(spec, {MAX_SEQUENCES: sequences} | batch)
+        if _fits(asked, changed) and _holds(asked, changed, sequences // 2):
+            return changed
+    return edited(spec, {MAX_SEQUENCES: engine.sequence_limit})
 
 
 def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
@@ -183,7 +205,7 @@ def _with_all_ranks(asked: Question) -> RunSpec:
         fitting = None
         for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
             changed = _with_others(asked, candidate)
-            if changed is not None and _holds_a_batch(asked, changed):
+            if changed is not None and _holds(asked, changed, BATCH_SEQUENCES):
                 return changed
             fitting = fitting or changed
         if fitting is not None:
@@ -202,9 +224,10 @@ def _with_moments(asked: Question) -> Iterator[Question]:
         yield replace(asked, spec=edited(asked.spec, dict.fromkeys(open_keys, 8)))
 
 
-def _holds_a_batch(asked: Question, spec: RunSpec) -> bool:
+def _holds(asked: Question, spec: RunSpec, sequences: int) -> bool:
+    """Whether the KV cache of an actor holds this many of the longest sequences."""
     plan = replace(asked, spec=spec).plan()
-    return plan.kv_tokens is None or plan.kv_tokens >= BATCH_SEQUENCES * plan.sequence_tokens
+    return plan.kv_tokens is None or plan.kv_tokens >= sequences * plan.sequence_tokens
 
 
 def _open_actors(spec: RunSpec) -> bool:
@@ -368,7 +391,7 @@ def timed(asked: Question) -> RunSpec:
     flops_per_s = SLOWEST_SHARE * asked.learner_sheet.flops_per_s.value * ranks
     learning_s = 8 * shape.active * learned_tokens / flops_per_s
     engine = spec.generation.engine
-    waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))
+    waves = math.ceil(samples / (engine.sequence_limit * spec.scaling.generation.min_actors))
     bandwidth = SLOWEST_SHARE * sheet.memory_bytes_per_s.value * engine.devices_per_actor
     token_s = version_bytes(shape, spec.model.dtype) / bandwidth
     more_s = {
