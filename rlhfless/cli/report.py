@@ -42,6 +42,7 @@ def run_report(title: str, outcome: Outcome, folder: Path) -> RenderableType:
         },
         outcome.recovered.replicas_lost,
         outcome.recovered.steps_again,
+        outcome.attempts,
     )
 
 

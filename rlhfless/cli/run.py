@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,11 +71,10 @@ def run(
     prepared = preflight(loaded)
     private(folder)
     changed = hold_inputs(loaded, folder, allowed)
-    prepared = replace(prepared, warnings=(*prepared.warnings, *changed))
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
     if folders := folders_in_use():
         (folder / IMPORTS_FILE).write_text("\n".join(folders), "utf-8")
-    _run(loaded, prepared, folder)
+    _run(loaded, prepared, folder, changed)
 
 
 def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
@@ -141,7 +139,7 @@ def resumed(
     return loaded, folder
 
 
-def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
+def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     from rlhfless.cli.report import run_report
     from rlhfless.fleet import private_ray
     from rlhfless.loop.driver import execute
@@ -169,7 +167,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
 
     stop = OrderlyStop(spec.timeouts.stop_s, say, remove_files)
     try:
-        for warning in prepared.warnings:
+        for warning in (*prepared.warnings, *changed):
             console.show(f"warning: {warning}")
         outcome = stop.run(execute(Session(spec, prepared, run_id, folder, console, sinks)))
     except Interrupted as interrupted:

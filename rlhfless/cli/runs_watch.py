@@ -111,4 +111,5 @@ def _report(client: Client, run: RunObject, before: dict[str, float]) -> Rendera
             "best by": best_by(run.best_checkpoint) if run.best_checkpoint is not None else "",
             "page": f"{client.url}/#/runs/{run.id}",
         },
+        attempts=run.attempt,
     )

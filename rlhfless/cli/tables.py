@@ -64,14 +64,17 @@ def final_report(
     files: Mapping[str, Path | str],
     replicas_lost: int = 0,
     steps_again: int = 0,
+    attempts: int = 1,
 ) -> RenderableType:
     """The report at the end of a run: did it learn, what did it cost and for what, where are the files.
 
     `title`: such as `run demo-7f3a succeeded`; `before`, `after`: evaluations on held-out prompts; `replicas_lost`,
-    `steps_again`: replicas that were lost, and steps that were done again after a fault.
+    `steps_again`: replicas that were lost, and steps that were done again after a fault. Time and cost are of all
+    `attempts`.
     """
     cost = money(sum(usage.cost_usd for _, usage in usages))
-    heading = Text.assemble((title, "bold"), f"  {count(steps)} steps in {clock(wall_s)} for {cost}")
+    made = f", in {attempts} attempts" if attempts > 1 else ""
+    heading = Text.assemble((title, "bold"), f"  {count(steps)} steps in {clock(wall_s)} for {cost}{made}")
     parts: list[RenderableType] = ["", heading, ""]
     recovered = [f"{count(replicas_lost)} replica{'s' * (replicas_lost != 1)} lost"] if replicas_lost else []
     recovered += [f"{count(steps_again)} step{'s' * (steps_again != 1)} done again"] if steps_again else []

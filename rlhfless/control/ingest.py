@@ -158,6 +158,12 @@ def _take_metrics(session: Session, run: RunRow, item: Item) -> None:
     }, at=item.at)  # fmt: skip
 
 
+def _take_resumed(_: Session, run: RunRow, item: Item) -> None:
+    """Go back to the step of the checkpoint: steps after it are done again."""
+    if item.attempt == run.attempt:
+        run.step = item.data["step"]
+
+
 def _take_usage(session: Session, run: RunRow, item: Item) -> None:
     """Replace the run's usage: each item has the whole usage so far."""
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
@@ -244,6 +250,7 @@ TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
     "status": _take_status,
     "message": _take_message,
     "metrics": _take_metrics,
+    "resumed": _take_resumed,
     "usage": _take_usage,
     "resolved": _take_resolved,
     "checkpoints": _take_checkpoints,

@@ -37,7 +37,8 @@ class Outcome:
     after: Mapping[str, float]
     steps: int
     wall_s: float
-    """Duration of this attempt."""
+    """Duration of this attempt, and the time in which earlier ones held devices: what the cost is of."""
+    attempts: int
     checkpoint: str
     """Where the last checkpoint is."""
     best_checkpoint: str
@@ -61,8 +62,10 @@ async def execute(session: Session) -> Outcome:
     after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
     best = run.checkpoints.best(run.checkpoints.all())
     best_by, last = run.checkpoints.best_by(best), run.checkpoints.location(steps)
-    wall_s = time.time() - began_s
-    return Outcome(run.before, after, steps, wall_s, last, best.location if best else last, best_by, recovered)
+    wall_s = run.ledger.earlier_held_s + time.time() - began_s
+    return Outcome(
+        run.before, after, steps, wall_s, run.attempt, last, best.location if best else last, best_by, recovered
+    )
 
 
 async def drive_steps(session: Session, run: TrainedRun, first: int) -> Recovered:

@@ -40,6 +40,11 @@ NOTHING = Trace(TraceMeta("", 0, {}, {}, {}))
 """The trace of earlier attempts of a run that has none."""
 
 
+def held_s(trace: Trace) -> float:
+    """Time in which the attempts of a trace held devices."""
+    return length(union((holding.start_s, holding.end_s) for holding in trace.holdings))
+
+
 class Ledger:
     """Collects records; `write` puts them on disk, periodically and at the end."""
 
@@ -65,7 +70,8 @@ class Ledger:
         self._invocations = list(earlier.invocations)
         self._starts = [holding for holding in earlier.holdings if holding.state is ReplicaState.STARTING]
         self._earlier_device_s = sum(holding.device_s for holding in earlier.holdings if prices.occupies(holding))
-        self._earlier_held_s = length(union((holding.start_s, holding.end_s) for holding in earlier.holdings))
+        self.earlier_held_s = held_s(earlier)
+        """Time in which earlier attempts held devices."""
         self._device_s = 0.0
         self._since_s: float | None = None
         """When the first holding of this attempt began."""
@@ -156,7 +162,7 @@ class Ledger:
     def spent(self, pools: Collection[ReplicaPool]) -> Spent:
         """What all attempts of the run have spent up to now."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
-        held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
+        held_s = self.earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
         return Spent(self.cost_usd(pools), device_s, held_s)
 
     def records(self) -> tuple[list[Holding], list[Invocation]]:

@@ -40,7 +40,7 @@ def hold_inputs(spec: RunSpec, folder: Path, allowed: Collection[str] = ()) -> l
     """
     now, file = inputs_of(spec), folder / INPUTS_FILE
     warnings = []
-    if _has_begun(spec, folder):
+    if has_begun(spec, folder):
         try:
             before = from_json(file.read_text("utf-8"))
         except (OSError, ValueError, TypeError):
@@ -61,7 +61,7 @@ def _hint(kind: str) -> str:
     )
 
 
-def _has_begun(spec: RunSpec, folder: Path) -> bool:
+def has_begun(spec: RunSpec, folder: Path) -> bool:
     """Whether the run has drawn or learned anything."""
     if has_rollouts(folder / JOURNAL_FILE):
         return True

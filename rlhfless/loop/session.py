@@ -26,7 +26,7 @@ from rlhfless.loop.host import Host
 from rlhfless.loop.janitor import janitor
 from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
 from rlhfless.loop.learner_size import size_of
-from rlhfless.loop.ledger import NOTHING, Ledger
+from rlhfless.loop.ledger import NOTHING, Ledger, held_s
 from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
@@ -90,6 +90,9 @@ async def open_session(session: Session) -> AsyncIterator[tuple[TrainedRun, int]
         joined = bool(session.spec.placement.ray_address)
         code = gather_modules(session.spec, session.folder) if joined else None
         prices = load_price_book(session.spec.scaling.prices)
+        if attempt > 1:
+            newest = session.checkpoints.newest()
+            session.console.resumed(newest.notes.step if newest else 0, attempt, held_s(earlier) if earlier else 0.0)
         with session.console.waiting("starting Ray"):
             cluster = await Cluster.start(session.spec.placement, session.folder, prices.kinds, code)
         try:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -67,11 +68,15 @@ class RunInput:
 
 def inputs_of(spec: RunSpec) -> list[RunInput]:
     """The inputs of a checked spec that can be digested."""
-    found = [
-        *(_data(field, path) for field, path in _data_paths(spec)),
-        *(RunInput(field, "model", path, _model(path)) for field, path in _model_paths(spec)),
-        *(RunInput(field, "code", target, code_files(target)) for field, target in fields_of_targets(spec).items()),
+    makers = [
+        *(partial(_data, field, path) for field, path in _data_paths(spec)),
+        *(partial(_model, field, path) for field, path in _model_paths(spec)),
+        *(partial(_code, field, target) for field, target in fields_of_targets(spec).items()),
     ]
+    found: list[RunInput] = []
+    for make in makers:
+        with suppress(FileNotFoundError):  # the checks of a run name what is missing
+            found.append(make())
     return [each for each in found if each.files]
 
 
@@ -121,12 +126,16 @@ def _data(field: str, path: str) -> RunInput:
     return RunInput(field, "data", path, {file.name: _digest(file)}, _row_digests(file))
 
 
-def _model(path: str) -> Mapping[str, str]:
+def _model(field: str, path: str) -> RunInput:
     if not is_path(path):
-        return _revision(_model_commit(path))
-    folder = Path(path)
-    files = sorted(each for each in folder.iterdir() if each.is_file() and each.suffix in MODEL_FILES)
-    return {each.name: _digest(each, sampled=each.suffix in WEIGHTS) for each in files}
+        return RunInput(field, "model", path, _revision(_model_commit(path)))
+    files = sorted(each for each in Path(path).iterdir() if each.is_file() and each.suffix in MODEL_FILES)
+    digests = {each.name: _digest(each, sampled=each.suffix in WEIGHTS) for each in files}
+    return RunInput(field, "model", path, digests)
+
+
+def _code(field: str, target: str) -> RunInput:
+    return RunInput(field, "code", target, code_files(target))
 
 
 def _revision(commit: str) -> Mapping[str, str]:

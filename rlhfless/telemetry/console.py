@@ -74,6 +74,7 @@ class Console:
         self._lock = threading.Lock()
         self._recent: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_RECENT_STEPS)
         self._began = now()
+        self._resumed_after = 0
         self._evaluation: dict[str, tuple[float, float]] = {}  # first and latest
         self._waiting: list[_Wait] = []
         self._live: Live | None = None
@@ -85,8 +86,8 @@ class Console:
 
     @property
     def done(self) -> int:
-        """The number of the last step that was emitted."""
-        return self._recent[-1][0] if self._recent else 0
+        """The number of the last step that was emitted, or the one that the run goes on after."""
+        return self._recent[-1][0] if self._recent else self._resumed_after
 
     @property
     def closed_by_reader(self) -> bool:
@@ -109,6 +110,14 @@ class Console:
         """Like `waiting`, for a stage of a step: shown while it lasts, without a line of its own."""
         with self._stage(what, self._now()):
             yield
+
+    def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
+        """Count the steps and the time of earlier attempts, too."""
+        self._resumed_after = step
+        self._began -= earlier_s
+        if self._live is None:
+            earlier = f"earlier ones took {clock(earlier_s)}"
+            self._print(f"step {step:>{len(str(self._steps))}}/{self._steps}  goes on, attempt {attempt}; {earlier}")
 
     def set_activity(self, what: str) -> None:
         """Shows what a run on another machine does or waits for, until the next call."""

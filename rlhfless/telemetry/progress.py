@@ -18,5 +18,8 @@ class RunProgress(Protocol):
     def stage(self, what: str) -> AbstractContextManager[None]:
         """Like `waiting`, for a stage of a step."""
 
+    def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
+        """Tells, before anything is started, that the run goes on after a step; earlier attempts took `earlier_s`."""
+
     def show(self, content: str) -> None:
         """Shows a line."""

@@ -37,3 +37,11 @@ def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
     assert ["total", "1,861.5", "819.6", "77.0", "2,758.1", "67", "1,224", "4", "$12.50"] in lines
     assert f"checkpoint  {files['checkpoint']}" in text.splitlines(), "a path is never broken"
     assert max(len(line) for line in text.splitlines() if "very-long" not in line) <= 80
+
+
+def test_time_and_cost_of_a_resumed_run_are_of_all_its_attempts() -> None:
+    terminal = Terminal(width=80, record=True, file=io.StringIO())
+    terminal.print(
+        final_report("run demo succeeded", 20, 912.3, [usage("generation", 4, 2, 1, 0, 1, 0.5)], {}, {}, {}, attempts=3)
+    )
+    assert "20 steps in 15:12 for $0.5000, in 3 attempts" in terminal.export_text()

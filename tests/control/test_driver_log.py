@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import write_order
 from rlhfless.control.run_files import allow_changed, allowed_in
 from rlhfless.loop.host import RunPaused, StopCause
+from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
 from rlhfless.spec.errors import InputError, Problem
 
 
@@ -48,6 +50,24 @@ def test_the_end_of_a_run_in_its_log(
     assert undelivered(tmp_path, 0)[-1].data["status"] == status
     assert text.count(" ERROR ") == errors
     assert ("Traceback" in text) == has_traceback
+
+
+def test_a_fault_that_a_user_can_correct_pauses_a_run_that_has_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause its journal is empty."""
+
+    def refuses(*_: object) -> None:
+        raise InputError("the run cannot resume", [Problem("prompts.path", "it has changed")])
+
+    path = Path(Checkpoints(tmp_path / "checkpoints", 1).location(3))
+    path.mkdir(parents=True)
+    (path / NOTES_FILE).write_text(json.dumps(CheckpointNotes("run-1", 1, 3, "ab", None, {}).as_json()))
+    monkeypatch.setattr("rlhfless.control.driver.main.preflight", refuses)
+    monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
+    write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
+    drive(tmp_path)
+    assert undelivered(tmp_path, 0)[-1].data["status"] == "paused"
 
 
 def test_a_driver_names_what_has_changed_and_takes_what_was_allowed(

@@ -208,3 +208,11 @@ def test_health(client: httpx.Client) -> None:
     assert client.get("/healthz").json() == {"status": "ok"}
     ready = client.get("/readyz")
     assert (ready.status_code, ready.json()["devices"]) == (200, {"cpu-core": 2})
+
+
+def test_a_resumed_run_shows_the_step_of_its_checkpoint_at_once(client: httpx.Client, drivers: NoDrivers) -> None:
+    run, push = begun_run(client, drivers)
+    push(*(("metrics", {"step": step, "kind": "step", "values": STEP}) for step in (1, 2, 3)))
+    assert client.get(f"/v1/runs/{run}").json()["step"] == 3
+    push(("resumed", {"step": 2}))
+    assert client.get(f"/v1/runs/{run}").json()["step"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 from fakes.ledgers import ledger_in
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import ReplicaInfo
-from rlhfless.loop.ledger import Ledger
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.loop.ledger import NOTHING, Ledger, held_s
+from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 
@@ -56,3 +57,12 @@ def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:
     replica = Replica("r", FunctionName.SCORING, allocation, ledger, lambda: next(clock))
     replica.mark_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     return SimpleNamespace(replicas=lambda: (replica,))
+
+
+def test_the_time_of_earlier_attempts_is_that_in_which_they_held_devices() -> None:
+    def holding(start_s: float, end_s: float) -> Holding:
+        return Holding("g", "g-0", "g-0-1", "cpu-0", CPU_KIND, 1.0, ReplicaState.SERVING, start_s, end_s)
+
+    spans = (holding(10.0, 20.0), holding(15.0, 30.0), holding(100.0, 101.0))
+    assert held_s(replace(NOTHING, holdings=spans)) == 21.0
+    assert held_s(NOTHING) == 0.0

@@ -154,3 +154,19 @@ def test_numbers_as_people_read_them() -> None:
     assert [money(usd) for usd in (None, 0.01234, 1.005, 1234.5)] == ["-", "$0.0123", "$1.00", "$1,234.50"]
     assert (count(1234.4), count(None)) == ("1,234", "-")
     assert (decimal(0.4125), decimal(12.34, 1), decimal(None)) == ("0.412", "12.3", "-")
+
+
+def test_a_resumed_run_shows_the_step_and_the_time_of_all_its_attempts_at_once() -> None:
+    out, now = io.StringIO(), Clock()
+    console = Console("lines", "run demo", 20, stream=out, now=now)
+    assert console.done == 0
+    console.resumed(12, 3, 3600.0)
+    assert console.done == 12
+    assert out.getvalue().splitlines() == ["run demo", "step 12/20  goes on, attempt 3; earlier ones took 1:00:00"]
+    now.now_s += 60
+    frame = text_of(console._frame())
+    assert "step 12/20" in frame
+    assert "1:01:00 so far" in frame
+    console.emit(13, values(0.5))
+    assert console.done == 13
+    assert "step 13/20" in out.getvalue()

@@ -30,12 +30,10 @@ from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.loop.driver import execute
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.loop.host import RunPaused, StopCause
-from rlhfless.loop.resuming import hold_inputs
-from rlhfless.loop.session import JOURNAL_FILE, Session
+from rlhfless.loop.resuming import has_begun, hold_inputs
+from rlhfless.loop.session import Session
 from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.prepare.preflight import Prepared, preflight
-from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
-from rlhfless.records.journal import has_rollouts
 from rlhfless.signals import Interrupted, OrderlyStop
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, SpecError, UserError
@@ -202,7 +200,7 @@ class _Attempt:
             return _paused(error, spec)
         except Exception as error:
             expected = isinstance(error, UserError)  # its message says what to do
-            log.error("the run has stopped: %s", error, exc_info=None if expected else error)
+            log.error("the run has stopped: %s: %s", type(error).__name__, error, exc_info=None if expected else error)
             return self._ended_by(error, spec)
         finally:
             if sinks is not None:
@@ -222,18 +220,10 @@ class _Attempt:
         what = failure(code, text, param, named)
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
-        if ending.resume and self._keeps_work(spec):
+        if ending.resume and has_begun(spec, self._folder):
             kept = "what was drawn and learned is kept; once that is corrected, resume"
             return DeliveryEnding(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
         return DeliveryEnding(status=Status.FAILED, reason=text, error=what)
-
-    def _keeps_work(self, spec: RunSpec) -> bool:
-        """Whether a resumed run would not begin anew."""
-        if has_rollouts(self._folder / JOURNAL_FILE):
-            return True
-        with contextlib.suppress(CheckpointError):
-            return spec.supervised and checkpoints_of(self._folder, spec.checkpoint).newest() is not None
-        return True
 
 
 IN_LOGS = "The traceback is in the run's logs."

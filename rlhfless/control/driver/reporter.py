@@ -230,6 +230,10 @@ class Reporter(Host):
             else:  # its text has changed meanwhile
                 del self._waits[place:]
 
+    def resumed(self, step: int, attempt: int, earlier_s: float) -> None:
+        self._console.resumed(step, attempt, earlier_s)
+        self.put("resumed", step=step)
+
     def show(self, content: str) -> None:
         self._console.show(content)
         self.put("message", level="info", message=content)
