@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from rlhfless.control.run_files import allow_changed, allowed_in
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
 from rlhfless.spec.errors import InputError, Problem
+
+
+PREPARED = SimpleNamespace(warnings=(), tokenizer=SimpleNamespace(special_tokens=()))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_the_end_of_a_run_in_its_log(
     async def ends(_: object) -> Any:
         raise error
 
-    monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: type("Prepared", (), {"warnings": ()})())
+    monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: PREPARED)
     monkeypatch.setattr("rlhfless.control.driver.main.execute", ends)
     monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
     write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
@@ -84,7 +88,7 @@ def test_a_driver_names_what_has_changed_and_takes_what_was_allowed(
     async def pauses(_: object) -> Any:
         raise RunPaused(StopCause.PAUSE, "stopped after step 3")
 
-    monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: type("Prepared", (), {"warnings": ()})())
+    monkeypatch.setattr("rlhfless.control.driver.main.preflight", lambda _: PREPARED)
     monkeypatch.setattr("rlhfless.control.driver.main.hold_inputs", hold)
     monkeypatch.setattr("rlhfless.control.driver.main.execute", pauses)
     monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
