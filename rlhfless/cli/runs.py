@@ -75,6 +75,7 @@ def register(app: typer.Typer) -> None:
         usage,
         events,
         checkpoints,
+        samples,
     ):
         runs.command()(command)
     runs.command("list")(list_runs)
@@ -299,6 +300,32 @@ def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
     for checkpoint in page.data:
         score = "-" if checkpoint.score is None else f"{checkpoint.metric} {checkpoint.score:.4g}".strip()
         typer.echo(f"{checkpoint.id}  {'best' if checkpoint.best else '':4}  {score}  {checkpoint.location}")
+
+
+def samples(
+    run: RunId,
+    step: Annotated[int | None, typer.Option("--step", help="Only samples of this step.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", metavar="NAME", help="`train`, `held_out`, or the name of a set.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="ID", help="Only samples of this prompt.")] = None,
+    search: Annotated[str | None, typer.Option("--search", metavar="TEXT", help="Only samples with this text.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only samples with a failed reward.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="Print at most this many samples.")] = 10,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Print a few samples of the newest steps and evaluations, with what was expected and each reward."""
+    from rlhfless.cli.trace_samples import print_samples
+
+    filters = {"data_set": dataset, "prompt_id": prompt, "search": search, "result": "failed" if failed else None}
+    given = {name: value for name, value in filters.items() if value is not None}
+    with _client(url) as client:
+        page = client.rollouts(_id(client, run), step, limit, **given)
+    if as_json:
+        _print_json(page)
+    else:
+        print_samples([sample.model_dump() for sample in page.data])
 
 
 def _client(url: str | None) -> Client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,11 +54,12 @@ def samples(
         raise TraceError(f"{where} has no text of responses; record it with logging.record_tokens: true")
     found = list(selected(trace, SamplesWanted(step, prompt, search, failed)))
     prompts = {each.prompt_id: each for each in trace.prompts}
+    shown = [as_object(rollout, prompts.get(rollout.prompt_id)) for rollout in found[:limit]]
     if as_json:
-        for rollout in found[:limit]:
-            typer.echo(json.dumps(as_object(rollout, prompts.get(rollout.prompt_id)), ensure_ascii=False))
+        for sample in shown:
+            typer.echo(json.dumps(sample, ensure_ascii=False))
     else:
-        _show(found[:limit], prompts)
+        print_samples(shown)
         typer.echo(f"{min(limit, len(found)):,} of {len(found):,} samples", err=True)
 
 
@@ -95,23 +96,27 @@ def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, 
     }
 
 
-def _show(rollouts: list[TracedRollout], prompts: dict[str, TracedPrompt]) -> None:
+def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Print samples, objects as of `as_object`, for people; each prompt once for its samples of a step."""
     from rlhfless.telemetry.numbers import decimal
     from rlhfless.text import legible
 
     before = None
-    for rollout in rollouts:
-        if (rollout.step, rollout.prompt_id) != before:
-            before = (rollout.step, rollout.prompt_id)
-            typer.secho(legible(f"step {rollout.step}, prompt {rollout.prompt_id}"), bold=True)
-            prompt = prompts.get(rollout.prompt_id)
-            typer.echo(legible(prompt.text) if prompt else "(the prompt was not recorded)")
+    for sample in samples:
+        if (where := (sample["step"], sample.get("split", "train"), sample["prompt_id"])) != before:
+            before = where
+            held_out = ", held out" if where[1] == "held_out" else ""
+            typer.secho(legible(f"step {where[0]}{held_out}, prompt {where[2]}"), bold=True)
+            typer.echo(legible("(the prompt was not recorded)" if sample["prompt"] is None else sample["prompt"]))
+            for name, value in sample.get("expected", {}).items():
+                typer.echo(legible(f"{name} expects: {value}"))
             typer.echo("")
-        parts = [f"{name} {decimal(value)}" for name, value in rollout.reward_parts.items()]
-        head = f"sample {rollout.sample_index}: reward {decimal(rollout.reward)} ({', '.join(parts) or 'no part'}), "
-        end = "cut off" if rollout.finish_reason == "length" else str(rollout.finish_reason)
-        typer.secho(legible(f"{head}{rollout.response_tokens} tokens, {end}"), dim=True)
-        for name, cause in rollout.reward_failures.items():
+        parts = [f"{name} {decimal(value)}" for name, value in sample["rewards"].items()]
+        drawn = "greedy" if sample.get("greedy") else f"sample {sample['sample_index']}"
+        end = "cut off" if sample["finish_reason"] == "length" else sample["finish_reason"]
+        head = f"{drawn}: reward {decimal(sample['reward'])} ({', '.join(parts) or 'no part'})"
+        typer.secho(legible(f"{head}, {sample['response_tokens']} tokens, {end}"), dim=True)
+        for name, cause in sample["failures"].items():
             typer.secho(legible(f"{name} failed: {cause}"), fg="red")
-        typer.echo(legible(rollout.text or ""))
+        typer.echo(legible(sample["response"] or ""))
         typer.echo("")

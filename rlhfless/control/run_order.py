@@ -26,6 +26,8 @@ class RunOrder(StrEnum):
     """The share of the steps that is done."""
     REWARD = "reward"
     """Mean reward of the last step."""
+    HELD_OUT = "held_out"
+    """Mean reward of the last evaluation on held-out prompts."""
     COST = "cost"
     TIME_LEFT = "time_left"
 
@@ -37,11 +39,12 @@ _COLUMNS: Mapping[RunOrder, ColumnElement[Any]] = {
     RunOrder.STATUS: RunRow.status.expression,
     RunOrder.PROGRESS: cast(RunRow.step, Double) / RunRow.steps,
     RunOrder.REWARD: RunRow.latest["reward_mean"].as_float(),
+    RunOrder.HELD_OUT: RunRow.latest["eval/reward_mean"].as_float(),
     RunOrder.COST: RunRow.cost_usd.expression,
     RunOrder.TIME_LEFT: RunRow.left_s.expression,
 }
 
-_MISSING = {RunOrder.REWARD, RunOrder.TIME_LEFT}
+_MISSING = {RunOrder.REWARD, RunOrder.HELD_OUT, RunOrder.TIME_LEFT}
 """Keys that some runs lack; these runs come last in both directions."""
 
 

@@ -13,7 +13,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, until
 from rlhfless.cli.main import app
 from rlhfless.client import calls
 
@@ -77,6 +77,28 @@ def test_a_run_is_made_shown_steered_and_deleted(cli: Cli, spec: str, client: ht
     assert parsed(cli("logs", run["id"], "--json")) == {"run_id": run["id"], "lines": []}
     assert parsed(cli("delete", run["id"], "--json")) == {"id": run["id"], "deleted": True}
     assert "no run" in cli("show", run["id"], code=2).stderr
+
+
+def test_samples_are_printed_and_filtered(cli: Cli, spec: str, client: httpx.Client, drivers: NoDrivers) -> None:
+    run = parsed(cli("create", spec, "--json"))["id"]
+    until(lambda: drivers.orders)
+    push = Pushes(client, drivers.orders[-1])
+    failed = SAMPLE | {"failures": {"judge": "no answer in 30 s"}, "response": "<think>\x1b[2J</think>"}
+    push(("rollouts", {"step": 1, "samples": [SAMPLE | {"expected": {"math": "205"}}, failed]}))
+    push(("held_out_rollouts", {"step": 1, "samples": [SAMPLE | {"split": "held_out", "greedy": True}]}))
+    output = cli("samples", run).stdout
+    for line in ("step 1, prompt p", "math expects: 205", "judge failed: no answer in 30 s", "<think>\\x1b[2J</think>"):
+        assert f"{line}\n" in output
+    assert "step 1, held out, prompt p" in output
+    assert "greedy: reward" in output
+    for options, count in {
+        "--failed": 1,
+        "--dataset held_out": 1,
+        "--search <THINK": 1,
+        "--step 2": 0,
+        "--limit 2": 2,
+    }.items():
+        assert len(parsed(cli("samples", run, *options.split(), "--json"))["data"]) == count, options
 
 
 @pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 3), ("cancelled", 5), ("paused", 5)])

@@ -156,7 +156,9 @@ def test_replicas_of_runs_at_work(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-@pytest.mark.parametrize("sort", ["created", "started", "name", "status", "progress", "reward", "cost", "time_left"])
+@pytest.mark.parametrize(
+    "sort", ["created", "started", "name", "status", "progress", "reward", "held_out", "cost", "time_left"]
+)
 def test_runs_in_an_order_page_by_page(api: httpx.Client, sort: str, order: str) -> None:
     params = {"sort": sort, "order": order, "limit": 3}
     page = api.get("/v1/runs", params=params).json()
@@ -177,6 +179,7 @@ def _value(run: dict[str, Any], sort: str) -> Any:
         "started": run["started_at"] or run["created_at"],
         "progress": run["step"] / run["steps"],
         "reward": run["latest"].get("reward_mean"),
+        "held_out": run["latest"].get("eval/reward_mean"),
         "cost": run["cost_usd"],
         "time_left": run["left_s"],
     }

@@ -217,7 +217,7 @@ def fill_run(session: Session, folder: Path, steps: int = 231, of: int = 400, ru
     shift = now - 12 - rows[-1][1]
     rows = [(step, at + shift, values) for step, at, values in rows]
     steps_only = [row for row in rows if row[0] > 0]
-    last = steps_only[-1][2] | {"eval/math": 0.61, "eval/math_greedy": 0.66}
+    last = steps_only[-1][2] | {"eval/math": 0.61, "eval/math_greedy": 0.66, "eval/reward_mean": 0.587}
     run = run_row(
         folder,
         run_id,
@@ -520,8 +520,8 @@ def fill_others(session: Session, folder: Path) -> None:
                 cost_usd=25.01, device_s=9_220.0),
         run_row(folder, EARLIER_ID, Status.SUCCEEDED,
                 "all 400 steps are done; the model is in checkpoints/step-000400", created_at=now - 86_000,
-                steps=400, step=400, latest={"reward_mean": 0.764, "reward_std": 0.31}, cost_usd=41.22,
-                device_s=42_400.0, finished_at=now - 66_000),
+                steps=400, step=400, latest={"reward_mean": 0.764, "reward_std": 0.31, "eval/reward_mean": 0.702},
+                cost_usd=41.22, device_s=42_400.0, finished_at=now - 66_000),
         run_row(folder, "gsm-typo-20261121-120000-00c0ffee", Status.FAILED, failure["message"], error=failure,
                 created_at=now - 170_000, finished_at=now - 169_980),
         run_row(folder, "lr-sweep-20261121-083000-5eed5eed", Status.CANCELLED, "cancelled", created_at=now - 190_000,

@@ -67,11 +67,11 @@ export function compareView(root, ids) {
       const { run } = one, others = [...runs.keys()].filter((id) => id !== run.id).map(encodeURIComponent).join(",");
       return h("tr", { role: "row" },
         cell("Run", { class: "name" }, h("span", { class: `key ${one.dash ?? ""} c-${one.tone}`, "aria-hidden": "true" }), h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, label(one))),
-        cell("Status", {}, pill(run.status)), figureCell("Steps", run.step, String), figureCell("Reward", run.latest.reward_mean ?? null, number),
+        cell("Status", {}, pill(run.status)), figureCell("Steps", run.step, String), figureCell("Reward", run.latest.reward_mean ?? null, number), figureCell("Held out", run.latest["eval/reward_mean"] ?? null, number),
         figureCell("Cost", run.cost_usd, (value) => (value ? usd(value) : DASH)),
         cell("", { class: "buttons" }, runs.size > 1 ? h("a", { href: `#/compare/${others}`, "aria-label": `Leave out ${label(one)}` }, "Leave out") : null));
     });
-    const figures = ["Steps", "Reward", "Cost"].map((title) => ({ title, class: "num", sort: "descending" }));
+    const figures = ["Steps", "Reward", "Held out", "Cost"].map((title) => ({ title, class: "num", sort: "descending" }));
     const columns = [{ title: "Run", sort: "ascending" }, { title: "Status", sort: "ascending" }, ...figures, { title: "Actions", class: "buttons" }];
     return panel("Runs", { class: "flush" }, table("Runs compared", columns, rows, { class: "cards" }));
   }

@@ -14,7 +14,7 @@ const GROUPS = {
 /** `sort`: what the service calls it, and which order comes first. */
 const COLUMNS = [
   { title: "Run", sort: ["name", "asc"] }, { title: "Status", sort: ["status", "asc"] }, { title: "Progress", sort: ["progress", "desc"] },
-  { title: "Reward", class: "num", sort: ["reward", "desc"] }, { title: "Cost", class: "num", sort: ["cost", "desc"] },
+  { title: "Reward", class: "num", sort: ["reward", "desc"] }, { title: "Held out", class: "num", sort: ["held_out", "desc"] }, { title: "Cost", class: "num", sort: ["cost", "desc"] },
   { title: "Time left", class: "num", sort: ["time_left", "asc"] }, { title: "Started", class: "num", sort: ["started", "desc"] },
 ];
 const MOST_COMPARED = 8;
@@ -183,7 +183,7 @@ export function runsView(root) {
 }
 
 function rowOf(run, chosen, pick) {
-  const { reward_mean: reward, reward_std: spread } = run.latest;
+  const { reward_mean: reward, "eval/reward_mean": heldOut, "eval/loss": loss } = run.latest;
   const unix = run.started_at ?? run.created_at;
   const label = Object.entries(run.metadata).map(([name, value]) => h("span", { class: "label" }, `${name}=${value}`));
   const box = h("input", { type: "checkbox", "aria-label": `Compare ${run.name} ${run.id.slice(run.name.length + 1)}`, onchange: () => { box.checked = pick(run.id, box.checked); } });
@@ -193,7 +193,8 @@ function rowOf(run, chosen, pick) {
     cell("Run", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, run.name), h("span", { class: "id" }, run.id.slice(run.name.length + 1)), label),
     cell("Status", { class: "status" }, pill(run.status), h("span", { class: "reason", title: run.status_reason }, run.status_reason)),
     cell("Progress", { class: "progress" }, progress(run)),
-    cell("Reward", { class: "num" }, number(reward ?? NaN), Number.isFinite(spread) ? h("span", { class: "muted" }, ` ± ${number(spread)}`) : null),
+    cell("Reward", { class: "num" }, number(reward ?? NaN)),
+    cell("Held out", { class: "num" }, heldOut === undefined && loss !== undefined ? [h("span", { class: "muted" }, "loss "), number(loss ?? NaN)] : number(heldOut ?? NaN)),
     cell("Cost", { class: "num" }, run.cost_usd ? usd(run.cost_usd) : DASH),
     cell("Time left", { class: "num" }, run.left_s === null ? DASH : duration(run.left_s)),
     cell("Started", { class: "num" }, h("time", { "data-unix": unix, datetime: new Date(1000 * unix).toISOString(), title: dateTime(unix) }, ago(unix))));

@@ -11,8 +11,8 @@ export function tiles(run, usage) {
   const ends = (s) => `ends ${new Date(Date.now() + 1000 * s).toLocaleString("en-GB", { weekday: "short", hour: "2-digit", minute: "2-digit" })}`;
   return [
     !has("reward_mean") && has("loss")
-      ? ["Loss", number(last.loss), has("preference_accuracy") ? `${percent(last.preference_accuracy)} of pairs right` : ""]
-      : ["Reward", has("reward_mean") ? number(last.reward_mean) : null, has("reward_std") ? `± ${number(last.reward_std)}` : ""],
+      ? ["Loss", number(last.loss), has("preference_accuracy") ? `${percent(last.preference_accuracy)} of pairs right` : has("eval/loss") ? `held out ${number(last["eval/loss"])}` : ""]
+      : ["Reward", has("reward_mean") ? number(last.reward_mean) : null, has("eval/reward_mean") ? `held out ${number(last["eval/reward_mean"])}` : ""],
     ["Step time", has("step_s") ? duration(last.step_s) : null, has("generation_s") ? `${percent(last.generation_s / last.step_s)} generation` : ""],
     ["Throughput", has("generation_tokens_per_s") ? number(last.generation_tokens_per_s) : null, "tokens/s generated"],
     ["Response", has("response_tokens_mean") ? number(last.response_tokens_mean) : null, has("truncated") ? `tokens · ${percent(last.truncated)} cut off` : "tokens"],
