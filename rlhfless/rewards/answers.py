@@ -74,5 +74,13 @@ def answer_faults(spec: AnswerSpec, prompts: Sequence[Prompt]) -> list[str]:
             answer_of(prompt.columns, spec)
         except Unscorable:
             faults.append((prompt, quote(answer_text(find_field(prompt.columns, spec.answer_field)) or "")))
-    what = f"answer_pattern {spec.answer_pattern!r} is not found in the column `{spec.answer_field}`"
-    return [listed(what, faults, len(prompts))] if faults else []
+    if faults:
+        what = f"answer_pattern {spec.answer_pattern!r} is not found in the column `{spec.answer_field}`"
+        return [listed(what, faults, len(prompts))]
+    empty = [
+        (prompt, "it would be right to say nothing")
+        for prompt in prompts
+        if not answer_of(prompt.columns, spec).strip()
+    ]
+    what = f"the expected answer in `{spec.answer_field}` is empty"
+    return [listed(what, empty, len(prompts), "fill it in, or remove these rows")] if empty else []

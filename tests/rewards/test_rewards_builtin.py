@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import RewardError, Rewards, RewardSample, checker
-from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, RegexSpec, ScoringSpec
+from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, MathSpec, RegexSpec, ScoringSpec
 from rlhfless.text import parsed_json
 
 
@@ -163,6 +163,15 @@ def test_a_value_that_is_no_answer_is_named_with_its_type_and_place(value, said)
     (problem,) = checker(ExactMatchSpec(type="exact_match"), None).problems(prompts)
     assert "the column `answer` cannot be used in 1 of 2 prompts: train.jsonl:2: it holds" in problem
     assert said in problem
+
+
+@pytest.mark.parametrize("value", ["", " \n"])
+@pytest.mark.parametrize("kind", ["exact_match", "math"])
+def test_an_empty_answer_is_refused(kind, value):
+    prompts = [prompt(answer="1"), Prompt("q", (), "", {"answer": value}, where="train.jsonl:2")]
+    spec = MathSpec(type="math") if kind == "math" else ExactMatchSpec(type="exact_match")
+    (problem,) = checker(spec, None).problems(prompts)
+    assert "the expected answer in `answer` is empty in 1 of 2 prompts: train.jsonl:2" in problem
 
 
 GSM8K = "She has 3 + 15 = <<3+15=18>>18 left.\n#### 1,018"
