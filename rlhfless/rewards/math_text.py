@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ", "0123456789+-()nix")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()")
@@ -53,6 +54,8 @@ _KNOWN = frozenset(
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _ZEROS = 400
 """The most digits that an exponent of ten is written out to."""
+_CACHED = 64
+"""Texts that are asked for again at once, as long as an answer is looked at."""
 
 _WORDS = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*\.?")
 _UNITS = (
@@ -83,6 +86,7 @@ _MISREAD = [
 ]
 
 
+@lru_cache(maxsize=_CACHED)
 def as_latex(text: str) -> str:
     """Rewrite an answer into LaTeX without delimiters: Unicode, currency, units, and the ways to write numbers."""
     text = _without_delimiters(_from_unicode(text))
@@ -95,6 +99,7 @@ def as_latex(text: str) -> str:
     return _without_units(text).strip()
 
 
+@lru_cache(maxsize=_CACHED)
 def as_words(text: str) -> str | None:
     """The words of an answer that is no mathematics (`\\text{east}`, `No solution.`), in one form; None if it is not
     made of words."""
@@ -136,6 +141,8 @@ def unreadable(latex: str) -> str:
 
 
 def _from_unicode(text: str) -> str:
+    if text.isascii():
+        return text
     text = re.sub("[⁰¹²³⁴-⁾ⁿⁱˣ]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
     text = re.sub("[₀-₎]+", lambda found: "_{" + found[0].translate(_SUBSCRIPTS) + "}", text)
     parts = []

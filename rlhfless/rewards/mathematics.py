@@ -36,8 +36,9 @@ _WALL_PER_CPU = 6
 _GOLD_CACHE = 4096
 # Longest answer that is parsed, in characters: longer ones are no answer, and take a parser seconds.
 _MOST_CHARS = 1000
-# Distinct expected answers that are parsed before a run, at some 10 ms each; of more, as many evenly spread.
-_MOST_CHECKED = 3000
+# Distinct expected answers that are parsed before a run, at some 10 ms each. Of more, these are evenly spread, and the
+# others are only looked through for what a parser drops.
+_MOST_PARSED = 1000
 # Decimal places to which math-verify compares decimals, and digits to which it compares expressions.
 _PLACES, _DIGITS = 6, 15
 _PLAIN_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
@@ -76,13 +77,14 @@ class MathReward:
         places: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             places.setdefault(answer_of(prompt.columns, self._spec), []).append(prompt)
-        step = math.ceil(len(places) / _MOST_CHECKED)
+        slow = [text for text in places if not _is_quick(text)]
+        skipped = {text for i, text in enumerate(slow) if i % math.ceil(len(slow) / _MOST_PARSED)}
         faults = []
-        for text in list(places)[:: step or 1]:
+        for text, those in places.items():
             try:
-                self._gold(text)
+                (_readable if text in skipped else self._gold)(text)
             except Unscorable as error:
-                faults += [(prompt, str(error)) for prompt in places[text]]
+                faults += [(prompt, str(error)) for prompt in those]
         what = f"the expected answers in `{self._spec.answer_field}` cannot be read as mathematics"
         hint = "write them as a number, LaTeX or words, or remove these rows"
         return [listed(what, faults, len(prompts), hint)] if faults else []
@@ -120,22 +122,43 @@ class MathReward:
 
     def _expected(self, text: str) -> Expected:
         """Parse an expected answer. Raises Unscorable if it cannot be read, or not as a whole."""
-        written = text.rpartition(_GSM8K_MARK)[2].strip()
-        box = boxed_answer(written)
-        if box is not None:
-            written = box.joined or box.text
-        if words := as_words(written):
+        candidates = _readable(text)
+        if words := _words(candidates[0]):
             return Expected(words=words)
         try:
             with _cpu_limit(self._spec.cpu_s):
-                for candidate in (written, *stated_answers(written)):
-                    if not (why := _fault(candidate)) and (parsed := _parsed(candidate)):
+                for candidate in candidates:
+                    if parsed := _parsed(candidate):
                         return _expected(parsed)
         except (_OutOfTime, RecursionError):
-            raise Unscorable(f"{quote(written)} takes longer than cpu_s ({self._spec.cpu_s:g} s) to parse") from None
-        why = _fault(written)
-        reason = f", because of {why}" if why else ""
-        raise Unscorable(f"math-verify does not read {quote(written)} as a whole{reason}")
+            what = f"takes longer than cpu_s ({self._spec.cpu_s:g} s) to parse"
+            raise Unscorable(f"{quote(candidates[0])} {what}") from None
+        raise Unscorable(f"math-verify does not read {quote(candidates[0])} as a whole")
+
+
+def _written(text: str) -> str:
+    """The answer in the text of a row, which may be a solution that ends in one."""
+    written = text.rpartition(_GSM8K_MARK)[2].strip()
+    box = boxed_answer(written)
+    return written if box is None else box.joined or box.text
+
+
+def _words(text: str) -> str:
+    return (as_words(text) or "") if len(text) <= _MOST_CHARS else ""
+
+
+def _is_quick(text: str) -> bool:
+    """Whether an expected answer is words or a plain number, which need no parser."""
+    written = _written(text)
+    return bool(_words(written) or (len(written) <= _MOST_CHARS and _PLAIN_NUMBER.fullmatch(as_latex(written))))
+
+
+def _readable(text: str) -> list[str]:
+    """What may be the expected answer in a text, the most likely first. Raises Unscorable if none can be read."""
+    written = _written(text)
+    if readable := [each for each in (written, *stated_answers(written)) if _words(each) or not _fault(each)]:
+        return readable
+    raise Unscorable(f"math-verify does not read {quote(written)} as a whole, because of {_fault(written)}")
 
 
 def _fault(text: str) -> str:
