@@ -20,7 +20,6 @@ from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
 from rlhfless.spec.errors import InputError, Problem
 
-
 PREPARED = SimpleNamespace(warnings=(), tokenizer=SimpleNamespace(special_tokens=()))
 
 
