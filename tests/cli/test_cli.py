@@ -98,7 +98,8 @@ def test_a_mistyped_key_is_one_message_and_exit_code_2(spec):
     assert result.stderr == (
         f"{spec}: 1 problem\n"
         "- rewards.0.wieght (--set rewards.0.wieght=2): unknown key\n"
-        "    did you mean `weight`? Valid keys here: name, weight, sets, type, answer_field, answer_pattern, strip, ignore_case\n"
+        "    did you mean `weight`? Valid keys here: name, weight, sets, type, answer_field, answer_pattern, strip, "
+        "ignore_case\n"
     )
 
 
