@@ -103,10 +103,10 @@ class _Reader:
             if not _skipped(node):
                 self._collect(node, named=node.name in called or namings[node.name] > own)
         for function in self.functions:
-            _require_no_fixture(function, _required(function))
+            _require_no_fixture(function, _required(function), function.decorator_list)
         for node in self.classes:
             for method in _tests_of_class(node) if node.name not in self._cases else ():
-                _require_no_fixture(method, _required(method)[1:])
+                _require_no_fixture(method, _required(method)[1:], [*method.decorator_list, *node.decorator_list])
         self.imports = list(self._imports())
         self._free = _free_names(source)
         self.candidate = self.check or "candidate" in self._free
@@ -227,8 +227,13 @@ def _is_check(node: ast.stmt) -> bool:
         return any(_name(call.func) in _CONTEXTS for call in calls)
     if isinstance(node, ast.If | ast.Try | ast.For | ast.While):
         parts = [*node.body, *node.orelse]
-        return any(isinstance(part, ast.Raise) or _exits(part) for part in parts)
+        return any(isinstance(part, ast.Raise) or _never_holds(part) or _exits(part) for part in parts)
     return isinstance(node, ast.Raise)
+
+
+def _never_holds(node: ast.stmt) -> bool:
+    """Whether it is `assert False`, which says what must not be reached."""
+    return isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
 
 
 def _exits(node: ast.stmt) -> bool:
@@ -302,18 +307,19 @@ def _required(node: _Function) -> list[str]:
     return [arg.arg for arg in first] + [arg.arg for arg, default in pairs if default is None]
 
 
-def _require_no_fixture(node: _Function, required: Sequence[str]) -> None:
-    """Raise Unscorable for a test that needs a fixture of pytest, or a class that needs arguments."""
+def _require_no_fixture(node: _Function, required: Sequence[str], decorators: Sequence[ast.expr]) -> None:
+    """Raise Unscorable for a test that needs a fixture of pytest, or has no parameters."""
     given: set[str] = set()
-    if any(set(ast.unparse(each).split("(")[0].split(".")) & _FILLING for each in node.decorator_list):
-        return
-    for each in node.decorator_list:
-        if isinstance(each, ast.Call) and _name(each.func) == "parametrize" and each.args:
-            names = each.args[0]
-            if len(each.args) > 1 and isinstance(each.args[1], ast.List | ast.Tuple) and not each.args[1].elts:
+    for each in decorators:
+        if set(ast.unparse(each).split("(")[0].split(".")) & _FILLING:
+            return
+        if isinstance(each, ast.Call) and _name(each.func) == "parametrize":
+            arguments = dict(zip(("argnames", "argvalues"), each.args, strict=False))
+            arguments |= {keyword.arg: keyword.value for keyword in each.keywords if keyword.arg}
+            values, names = arguments.get("argvalues"), arguments.get("argnames")
+            if isinstance(values, ast.List | ast.Tuple) and not values.elts:
                 raise Unscorable(f"the test `{node.name}` has no parameters: there is nothing to run")
-            texts = names.elts if isinstance(names, ast.Tuple | ast.List) else [names]
-            for text in texts:
+            for text in names.elts if isinstance(names, ast.Tuple | ast.List) else [names]:
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
                     given |= {part.strip() for part in text.value.split(",")}
     missing = [name for name in required if name not in given]

@@ -239,20 +239,24 @@ def _methods(case: Any) -> None:
     """Run a class of pytest."""
     _set_up(getattr(case, "setup_class", None))
     for name in [name for name in vars(case) if name.startswith("test")]:
-        for arguments in _arguments(getattr(case, name)):
+        for arguments in _arguments(getattr(case, name), case):
             instance = case()
             _set_up(getattr(instance, "setup_method", None))
             _finish(getattr(instance, name)(**arguments))
 
 
-def _arguments(function: Any) -> Iterator[dict[str, Any]]:
-    """The arguments of each call of a test: its marks `parametrize`, multiplied. None if it is skipped."""
-    marks = {mark.name: mark for mark in getattr(function, "pytestmark", [])}
+def _arguments(function: Any, case: Any = None) -> Iterator[dict[str, Any]]:
+    """The arguments of each call of a test: its marks `parametrize` and its class's, multiplied. None if it is
+    skipped."""
+    both = [*getattr(function, "pytestmark", []), *getattr(case, "pytestmark", [])]
+    marks = {mark.name: mark for mark in both}
     skipped = "skip" in marks or "xfail" in marks or ("skipif" in marks and any(marks["skipif"].args[:1]))
     sets: list[dict[str, Any]] = [] if skipped else [{}]
-    for mark in getattr(function, "pytestmark", []):
+    for mark in both:
         if mark.name == "parametrize":
-            sets = [{**one, **more} for one in sets for more in _parameters(*mark.args[:2])]
+            given = dict(zip(("argnames", "argvalues"), mark.args)) | mark.kwargs  # noqa: B905
+            pairs = list(_parameters(given["argnames"], given["argvalues"]))
+            sets = [{**one, **more} for one in sets for more in pairs]
     yield from sets
 
 

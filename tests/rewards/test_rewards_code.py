@@ -90,6 +90,15 @@ KINDS = {
     "isclose": CodeTest("import math\nassert math.isclose(f(1), 2)"),
     "numpy": CodeTest("import numpy as np\nnp.testing.assert_allclose(f(1), 2)"),
     "unittest": CodeTest(UNITTEST),
+    "parametrize": CodeTest("""
+import pytest
+@pytest.mark.parametrize("x", [1])
+class TestA:
+    @pytest.mark.parametrize(argnames="y", argvalues=[2, pytest.param(2)])
+    def test_a(self, x, y):
+        assert f(x) == y
+"""),
+    "assert False": CodeTest("try:\n    assert f(1) == 2\n    f(1)[0]\n    assert False\nexcept TypeError:\n    pass"),
     "a runner of unittest": CodeTest(f"{UNITTEST}\nunittest.TextTestRunner().run(unittest.makeSuite(A))"),
     "an assert that is caught": CodeTest("try:\n    assert f(1) == 2\nexcept AssertionError:\n    print('wrong')"),
     "tests that are caught": CodeTest(
