@@ -28,8 +28,8 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
     if as_json:
         for event in client.watch(run.id):
             typer.echo(json.dumps(event.model_dump(mode="json")))
-            if _rests(event):
-                break
+            if (ended := _at_rest(client, event)) is not None:
+                return ended
         return client.get_run(run.id)
     console = Console(
         "live" if sys.stdout.isatty() else "lines", f"run {run.id}  {client.url}/#/runs/{run.id}", run.steps
@@ -43,7 +43,7 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
             _show(console, event, before)
             if console.closed_by_reader:
                 raise BrokenPipeError
-            if _rests(event):
+            if _at_rest(client, event) is not None:
                 break
     except KeyboardInterrupt:
         console.close()
@@ -68,8 +68,12 @@ def exit_code_of(run: RunObject) -> int:
     return {Status.SUCCEEDED: 0, Status.FAILED: 3}.get(run.status, 5)
 
 
-def _rests(event: EventObject) -> bool:
-    return event.type == "status" and event.data.get("status") in AT_REST
+def _at_rest(client: Client, event: EventObject) -> RunObject | None:
+    """The run if the event is that of its rest; None for a pause after which it was resumed."""
+    if event.type != "status" or event.data.get("status") not in AT_REST:
+        return None
+    run = client.get_run(event.run_id)
+    return run if run.status in AT_REST and event.created_at >= run.status_since else None
 
 
 def _show_reasons(url: str, run_id: str, console: Console, over: threading.Event) -> None:

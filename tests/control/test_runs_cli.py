@@ -115,6 +115,24 @@ def test_watching_ends_with_what_became_of_the_run(
         assert "step 1/5" in shown
 
 
+def test_watching_a_resumed_run_goes_on_after_its_pause(
+    cli: Cli, spec: str, client: httpx.Client, drivers: NoDrivers
+) -> None:
+    cli("create", spec)
+    run = end(client, drivers, "paused", ERROR)
+    assert parsed(cli("show", run, "--json"))["error"]["code"] == ERROR["code"]
+    cli("resume", run)
+    assert parsed(cli("show", run, "--json"))["error"] is None
+    until(lambda: len(drivers.orders) == 2)
+    push = Pushes(client, drivers.orders[-1])
+    push.seq = 2
+    push(("metrics", {"step": 2, "kind": "step", "values": {"step_s": 1.0, "reward_mean": 0.5}}))
+    push(("ended", {"status": "paused", "reason": "paused again", "error": None, "retry": False}))
+    shown = cli("watch", run, code=5).stdout
+    assert "step 1/5" in shown
+    assert "step 2/5" in shown
+
+
 def test_a_run_is_named_by_a_part_of_its_id_or_its_name(cli: Cli, spec: str) -> None:
     first, second = (parsed(cli("create", spec, "--set", f"name={name}", "--json"))["id"] for name in ("ab", "abc"))
     same = [parsed(cli("create", spec, "--set", "name=twin", "--json"))["id"] for _ in range(2)]

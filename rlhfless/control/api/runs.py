@@ -282,6 +282,8 @@ async def _request_state(
                 Status.QUEUED: "waiting for its turn again",
                 Status.CANCELLING: "cancelled; its driver stops in order, and gives its devices back",
             }
+            if status is Status.QUEUED:
+                row.error = None  # of the attempt before
             store.set_status(session, row, status, reason.get(status, words[desired]))
         return run_object(row)
 
