@@ -80,8 +80,8 @@ def _answer(response: str) -> tuple[list[Block], str]:
     blocks = blocks_of(text)
     inside = {line for block in blocks for line in range(block.first + 1, block.end)}
     lines = text.split("\n")
-    start = _start_of_answer(lines, inside)
-    return [block for block in blocks if block.first >= start], _after_marks("\n".join(lines[start:]))
+    start, end = _bounds_of_answer(lines, inside)
+    return [block for block in blocks if start <= block.first < end], _after_marks("\n".join(lines[start:]))
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -193,12 +193,16 @@ def _is_python(word: str) -> bool:
     return match is not None and not any(session in (match["more"] or "").lower() for session in _SESSIONS)
 
 
-def _start_of_answer(lines: Sequence[str], inside: set[int]) -> int:
-    """The line at which the final answer starts: after the last thought, and in `<answer>` if there is one."""
+def _bounds_of_answer(lines: Sequence[str], inside: set[int]) -> tuple[int, int]:
+    """The first line of the final answer, and the line after its last: after the last thought, and in the last
+    `<answer>` if there is one. `inside`: lines of blocks, which are not looked at."""
     outside = [number for number in range(len(lines)) if number not in inside]
     thought = max((number for number in outside if "</think>" in lines[number]), default=0)
     answers = [number for number in outside if number >= thought and lines[number].lstrip().startswith("<answer>")]
-    return max(answers, default=thought)
+    if not answers:
+        return thought, len(lines)
+    ends = (number for number in outside if number > answers[-1] and "</answer>" in lines[number])
+    return answers[-1], next(ends, len(lines))
 
 
 def _after_marks(text: str) -> str:

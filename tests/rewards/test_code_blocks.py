@@ -40,6 +40,7 @@ SHAPES = {
     "thoughts with a block": f"<think>\n{F}python\nprint(2)\n{F}\n</think>\n{F}\n{PROGRAM}{F}",
     "thoughts with an open block": f"<think>\n{F}python\nprint(2)\n</think>\n{F}python\n{PROGRAM}{F}",
     "answer tags": f"<think>{F}</think>\n<answer>\n{F}python\n{PROGRAM}{F}\n</answer>",
+    "a block after the answer": f"<answer>\n{F}python\n{PROGRAM}{F}\n</answer>\nUse:\n{F}python\nf(1)\n{F}",
     "answer tags without a block": f"<think>\n{F}python\nprint(2)\n{F}\n</think>\n<answer>print(1)\n</answer>",
     "after text": f"Solution: {F}python\n{PROGRAM}{F}\nok",
     "closed after code": f"{F}python\nprint(1){F}\nok",
