@@ -15,14 +15,16 @@ be noise.
 
 Deliberately not here: encoder-decoders, bidirectional attention, and heads that are more than a linear
 layer with a scale or a soft cap. `load_policy` compares its own logits with the model's and refuses what
-differs.
+differs. Where torch's fused attention ignores a part of the model's (a soft cap, sinks), the model's own `eager`
+attention is used, without packing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
+from rlhfless.functions.attention_form import ignored_by_sdpa, is_fused, load_fused
 from rlhfless.functions.attention_kernels import gradient_difference, runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.head import OutputHead, head_logprobs, output_head
@@ -56,6 +59,13 @@ log = logging.getLogger(__name__)
 
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
+
+EAGER_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+"""Difference of hidden states between two kinds of attention that rounding explains. Those of few digits are rounded
+anew in each layer; their forms are compared in float32 (rlhfless.functions.attention_form)."""
+
+SMALL_WINDOW = 128
+"""Sliding windows of so many tokens are crossed when attentions are compared; others would take a long pass."""
 
 SHARING_CHECK_TOKENS = LEAST_SAVED_TOKENS + 8
 """Enough that the prefix of two sequences is shared."""
@@ -190,22 +200,25 @@ def load_policy(
     split: Callable[[Any], None] | None = None
     if mesh is not None:
         split = partial(sharding.shard, mesh=mesh, compute_dtype=compute, offload=offload, exact_head=exact_head)
-    model = load_whole(
-        form.auto,
-        spec.path,
-        form.key,
-        prepare=split,
-        offload=offload,
-        new_head=form.new_head,
-        config=config,
-        dtype=TORCH_DTYPES[parameter_dtype],
-        attn_implementation="sdpa",
-        trust_remote_code=spec.trust_remote_code,
+    model = load_fused(
+        lambda attention: load_whole(
+            form.auto,
+            spec.path,
+            form.key,
+            prepare=split,
+            offload=offload,
+            new_head=form.new_head,
+            config=config,
+            dtype=TORCH_DTYPES[parameter_dtype],
+            attn_implementation=attention,
+            trust_remote_code=spec.trust_remote_code,
+        )
     )
     _place(model, device, offload=offload)
     policy = policy_of(model, device, compute, mesh, logits_elements, form.head)
+    _choose_attention(policy, spec.path)
     _check_against_model(policy, spec.path)
-    if share_prefixes and _can_share(policy, spec.path):
+    if share_prefixes and is_fused(model) and _can_share(policy, spec.path):
         policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
         policy = dataclasses.replace(policy, side_by_side=_can_lie_side_by_side(policy, spec.path))
     if gradient_checkpointing:
@@ -365,13 +378,47 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 
 
 @torch.no_grad()
+def _choose_attention(policy: PolicyNetwork, path: str) -> None:
+    """Use the model's own `eager` attention where torch's fused one ignores a part of its form, or gives other logits.
+    *Collective.*"""
+    model, tokens = policy.model, _check_tokens(policy)
+    reason = ignored_by_sdpa(model, lambda: policy.inside(policy.hidden_states, tokens))
+    policy.settle()
+    if not reason and is_fused(model) and model.is_backend_compatible():
+        fused = policy.inside(policy.hidden_states, tokens).float()
+        model.set_attn_implementation("eager")
+        expected = policy.inside(policy.hidden_states, tokens).float()
+        policy.settle()
+        model.set_attn_implementation("sdpa")
+        difference = float((fused - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if not difference <= EAGER_TOLERANCE[policy.compute_dtype]:
+            reason = f"its outputs differ by {difference:.2g} of the largest"
+    if policy.most(bool(reason)):
+        model.set_attn_implementation("eager")
+    if not is_fused(model):
+        log.warning(
+            "model %r is computed with its own eager attention, whose memory grows with the square of a sequence's "
+            "length, and prefixes are computed for each sequence. torch's fused attention does not have its form: %s",
+            path, reason or "transformers says so",
+        )  # fmt: skip
+
+
+def _check_tokens(policy: PolicyNetwork) -> torch.Tensor:
+    """A few tokens `[1, tokens]`; more than a sliding window, if that is a small one."""
+    config = policy.model.config.get_text_config()
+    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    count = max([8, *(window + 4 for window in windows if window <= SMALL_WINDOW)])
+    return torch.arange(1, count + 1, device=policy.device).remainder(policy.vocabulary)[None]
+
+
+@torch.no_grad()
 def _check_against_model(policy: PolicyNetwork, path: str) -> None:
     """The model's own outputs for a few tokens against ours, ours with padding on the right: of all positions, or of
     the last one alone for a model that scores sequences."""
-    last = 8 + (policy.model.config.get_text_config().pad_token_id == 8)  # a score is of the last that is no padding
-    tokens = torch.arange(last - 7, last + 1, device=policy.device).remainder(policy.vocabulary)[None]
+    tokens = _check_tokens(policy)
     padded = torch.nn.functional.pad(tokens, (0, 4))
-    expected = policy.model(input_ids=tokens, use_cache=False).logits.flatten(0, -2).float()
+    with _without_padding_token(policy.model.config):
+        expected = policy.model(input_ids=tokens, use_cache=False).logits.flatten(0, -2).float()
     ours = policy.inside(lambda: policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])).float()
     policy.settle()
     difference = float((ours[-len(expected) :] - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
@@ -382,6 +429,20 @@ def _check_against_model(policy: PolicyNetwork, path: str) -> None:
             f"model {path!r} ({kind}) is not supported: its logits differ from those "
             f"of a causal decoder with a linear head by {difference:.2g} of the largest (limit {limit:g})"
         )
+
+
+@contextmanager
+def _without_padding_token(config: Any) -> Iterator[None]:
+    """Within the block a model that scores one sequence scores its last token, even if that is one that pads."""
+    configs = {id(each): each for each in (config, config.get_text_config())}.values()
+    kept = [(each, each.pad_token_id) for each in configs]
+    try:
+        for each in configs:
+            each.pad_token_id = None
+        yield
+    finally:
+        for each, token in kept:
+            each.pad_token_id = token
 
 
 def both_passes(

@@ -24,6 +24,7 @@ from rlhfless.chat.encoding import Encoder
 from rlhfless.chat.messages import ASSISTANT, Message, conversation, tools_of
 from rlhfless.chat.template import ChatTemplate, kwargs_problems
 from rlhfless.functions import sharding
+from rlhfless.functions.attention_form import ignored_by_sdpa, load_fused
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.parking import kept_by
@@ -52,13 +53,16 @@ class RewardModel:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
         dtype = TORCH_DTYPES[spec.dtype]
         try:
-            model = load_whole(
-                AutoModelForSequenceClassification,
-                spec.path,
-                "path",
-                prepare=None if mesh is None else partial(sharding.shard, mesh=mesh, compute_dtype=dtype),
-                dtype=dtype,
-                trust_remote_code=spec.trust_remote_code,
+            model = load_fused(
+                lambda attention: load_whole(
+                    AutoModelForSequenceClassification,
+                    spec.path,
+                    "path",
+                    prepare=None if mesh is None else partial(sharding.shard, mesh=mesh, compute_dtype=dtype),
+                    dtype=dtype,
+                    attn_implementation=attention,
+                    trust_remote_code=spec.trust_remote_code,
+                )
             )
         except InputError as error:
             what = "; ".join(problem.what for problem in error.problems)
@@ -78,6 +82,9 @@ class RewardModel:
                   and _POSITIONS.search(name))  # fmt: skip
         self._positions = min((table.num_embeddings for table in tables), default=math.inf)
         """Tokens that it can take, where it has learned a table of them."""
+        if reason := ignored_by_sdpa(self._model, lambda: self._forward([[0] * 8])):
+            log.warning("reward model %r is computed with eager attention, because sdpa has no %s", spec.path, reason)
+            self._model.set_attn_implementation("eager")
         self._pads = self._scores_padded_sequences()
 
     def _scores_padded_sequences(self) -> bool:

@@ -18,7 +18,7 @@ QUANTISED = f"{VLLM}/quantised_layers.py"
 PASSES = f"{VLLM}/passes.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
-ATTENTION = "functions/prefix_attention.py"
+ATTENTION, FORM = "functions/prefix_attention.py", "functions/attention_form.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
 CLUSTER, SESSION, LEAVING = "rlhfless/fleet/cluster.py", "rlhfless/fleet/ray_session.py", "rlhfless/fleet/leaving.py"
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
@@ -284,12 +284,13 @@ TRANSFORMERS_NAMES = (
                 "a model's own code goes into its checkpoints", takes=("obj", "folder", "config")),
     PrivateName("transformers.integrations.sdpa_attention.repeat_kv", (ATTENTION,), "KV heads",
                 takes=("hidden_states", "n_rep")),
-    PrivateName("transformers.integrations.sdpa_attention.sdpa_attention_forward", (ATTENTION,),
+    PrivateName("transformers.integrations.sdpa_attention.sdpa_attention_forward", (ATTENTION, FORM),
                 "attention of rows without shared prefixes",
                 takes=("module", "query", "key", "value", "attention_mask")),
-    PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION,), "its mask"),
-    PrivateName("transformers.PreTrainedConfig", ("functions/training/model_files.py",), "whether its code is its own",
-                has=("_auto_class",)),
+    PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION, FORM), "its mask"),
+    PrivateName("torch.nn.Module", (FORM,), "a module with its own numbers", has=("_parameters",)),
+    PrivateName("transformers.PreTrainedConfig", ("functions/training/model_files.py", FORM),
+                "whether its code is its own; the attention of a model", has=("_auto_class", "_attn_implementation")),
     PrivateName("transformers.PreTrainedModel", ("functions/sharding.py",), "the layers of a model",
                 has=("_no_split_modules",)),
 )  # fmt: skip
@@ -351,6 +352,8 @@ TEXTS = (
     SourceText('default_prefix="plasma_store"', "ray/_private/node.py", (RAY_FOLDER,), "the same"),
     SourceText("automatic conversion of the weights", "transformers/utils/loading_report.py", (LOADING,),
                "tell weights that cannot be converted from other errors of a load"),
+    SourceText("does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention",
+               "transformers/modeling_utils.py", (FORM,), "tell a model without `sdpa`, which gets `eager`"),
     SourceText("`trust_remote_code=True` to allow custom code", "transformers/dynamic_module_utils.py",
                ("rlhfless/prepare/model.py",), "tell a model that needs code of its own"),
     SourceText('getattr(model, "_weight_conversions", None)', "transformers/core_model_loading.py", (LOADING,),

@@ -25,7 +25,7 @@ def test_logprobs_are_the_models_own(family, gradient_checkpointing, batch, tmp_
         compute_dtype="float32",
         gradient_checkpointing=gradient_checkpointing,  # puts the model in training mode: dropout must stay off
     )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     ours = token_logprobs(policy, batch, 1.0, 200)
     for start, length in zip(batch.starts, batch.lengths, strict=True):
         tokens = torch.tensor(batch.tokens[start : start + length])

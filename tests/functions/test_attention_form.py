@@ -1,0 +1,168 @@
+"""What torch's fused attention ignores of a model is found, and computed by the model's own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    PreTrainedConfig,
+    VaultGemmaConfig,
+)
+
+from fakes.families import FAMILIES, SHAPE, save
+from fakes.tiny_learner import make_rank
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.attention_form import ignored_by_sdpa
+from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
+from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.records import FinishReason
+from rlhfless.rewards import RewardSample
+from rlhfless.spec import ModelSpec, RewardModelSpec
+
+GEMMA2 = {**SHAPE, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None, "sliding_window": 6}
+FORMS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "cap 1": lambda: Gemma2Config(**GEMMA2, attn_logit_softcapping=1.0),
+    "cap 50": lambda: Gemma2Config(**GEMMA2, attn_logit_softcapping=50.0),
+    "cap 50, weights near 0": lambda: Gemma2Config(
+        **GEMMA2 | {"initializer_range": 0.001}, attn_logit_softcapping=50.0
+    ),
+    "cap 30, final cap": lambda: Gemma2Config(
+        **GEMMA2 | {"final_logit_softcapping": 2.0}, attn_logit_softcapping=30.0
+    ),
+    "vaultgemma": lambda: VaultGemmaConfig(**GEMMA2, attn_logit_softcapping=2.0),
+    "sinks": lambda: GptOssConfig(
+        **SHAPE, head_dim=8, sliding_window=6, num_local_experts=4, num_experts_per_tok=2
+    ),
+}  # fmt: skip
+FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma2 without a cap": lambda: Gemma2Config(**GEMMA2, attn_logit_softcapping=None),
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6),
+    **{name: (lambda name=name: FAMILIES[name]) for name in ("llama", "qwen2", "qwen2_sliding", "granite", "cohere")},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loaded(path: str, **options: Any) -> PolicyNetwork:
+    return load_policy(ModelSpec(path=path), parameter_dtype="float32", compute_dtype="float32", **options)
+
+
+def saved(config: PreTrainedConfig, folder: Path) -> str:
+    path = save(config, folder)
+    if isinstance(config, GptOssConfig):  # its sinks are 0 or random when it is made; here they count
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks.copy_(torch.linspace(-1, 3, 4))
+        model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logprobs_and_gradients_are_those_of_eager(form: str, shared_batch: PackedBatch, tmp_path: Path) -> None:
+    path = saved(FORMS[form](), tmp_path)
+    policy = loaded(path)
+    assert policy.model.config._attn_implementation == "eager"
+    assert policy.packs_below == 0, "prefixes are shared by a kernel that has no caps and no sinks"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    batch, mask = shared_batch, shared_batch.response_mask
+    logprobs, *_ = response_outputs(policy, batch, logprob_outputs(policy, 1.0))
+    expected = []
+    for start, length in zip(batch.starts, batch.lengths, strict=True):
+        tokens = torch.tensor(batch.tokens[start : start + length])
+        everything = model(input_ids=tokens[None]).logits[0].log_softmax(-1)[:-1]
+        chosen = everything.gather(1, tokens[1:, None]).squeeze(1)
+        expected.append(chosen[torch.from_numpy(mask[start + 1 : start + length])])
+    theirs = torch.cat(expected)
+    torch.testing.assert_close(logprobs, theirs, atol=1e-5, rtol=0)
+    logprobs.mean().backward()
+    theirs.mean().backward()
+    ours = dict(policy.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient, other = ours[name].grad, parameter.grad
+        assert (gradient is None) == (other is None), name
+        if other is not None:
+            torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("form", FUSED)
+def test_models_that_the_fused_attention_computes_keep_it(form: str, tmp_path: Path) -> None:
+    policy = loaded(save(FUSED[form](), tmp_path), share_prefixes=False)
+    assert policy.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("cap 1", "softcap of Gemma2Attention (outputs differ by"),
+        ("cap 50", "softcap of Gemma2Attention (outputs differ by"),
+        ("cap 50, weights near 0", "softcap of Gemma2Attention (outputs differ by"),
+        ("vaultgemma", "softcap of VaultGemmaAttention (outputs differ by"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_ignored_is_named_whatever_the_weights_are(form: str, words: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FORMS[form](), attn_implementation="sdpa").to(dtype)
+    assert words in ignored_by_sdpa(model, lambda: model(input_ids=torch.arange(8)[None]))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_nothing_is_said_of_a_plain_model() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"], attn_implementation="sdpa")
+    assert ignored_by_sdpa(model, lambda: model(input_ids=torch.arange(8)[None])) == ""
+
+
+@pytest.mark.parametrize("form", ["cap 1", "vaultgemma"])
+def test_bfloat16_is_no_excuse(form: str, batch: PackedBatch, tmp_path: Path) -> None:
+    """It passed, with logprobs up to .93 apart."""
+    path = save(FORMS[form](), tmp_path)
+    policy = load_policy(ModelSpec(path=path), parameter_dtype="bfloat16", compute_dtype="bfloat16")
+    assert policy.model.config._attn_implementation == "eager"
+    exact = token_logprobs(loaded(path), batch, 1.0, 200)
+    assert np.abs(token_logprobs(policy, batch, 1.0, 200) - exact).max() < 0.3
+
+
+def test_a_learner_trains_with_the_cap(batch: PackedBatch, tmp_path: Path) -> None:
+    """Split over a rank: the same choice, by the same numbers."""
+    path = save(FORMS["cap 1"](), tmp_path / "model")
+    rank = make_rank(path, tmp_path / "rendezvous", temperature=1.0)
+    try:
+        assert rank._policy.model.config._attn_implementation == "eager"
+        np.testing.assert_allclose(rank.evaluate(batch), token_logprobs(loaded(path), batch, 1.0, 200), atol=1e-5)
+    finally:
+        rank.close()
+
+
+@pytest.mark.parametrize("cap", [1.0, None])
+def test_a_reward_model_scores_with_the_cap(cap: float | None, tmp_path: Path, tiny_model: str) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**GEMMA2, attn_logit_softcapping=cap, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    model = RewardModel(RewardModelSpec(type="reward_model", path=str(tmp_path), dtype="float32"), threads=1)
+    assert model._model.config._attn_implementation == ("sdpa" if cap is None else "eager")
+    eager = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    eager.config.pad_token_id = None
+    sequence = [5, 9, 3, 22, 17, 8, 30, 2, 11]
+    model._tokens = lambda _: sequence  # type: ignore[method-assign]
+    with torch.inference_mode():
+        expected = float(eager(input_ids=torch.tensor([sequence])).logits[0, 0])
+    assert model.score([RewardSample("", "", 1, FinishReason.STOP)]) == pytest.approx([expected], abs=1e-5)
