@@ -21,8 +21,8 @@ _BETWEEN = re.compile(
 )
 _JOINS = re.compile(r"[,;&]|\b(?:and|or)\b")
 _THOUGHT_ENDS = "</think>"
-# What stands before an answer: `the answer is`, `Answer:`.
-_STATED = re.compile(r"(?i:answer)(?:\s+(?:is|are|equals|would be|=)|\*{0,2}\s*[:=])\*{0,2}:?[ \t]*\n?")
+# What stands before an answer: `the answer is`, `Answer:`, the mark of GSM8K.
+_STATED = re.compile(r"(?i:answer)(?:\s+(?:is|are|equals|would be|=)|\*{0,2}\s*[:=])\*{0,2}:?[ \t]*\n?|####[ \t]*")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 

@@ -296,3 +296,27 @@ def test_many_faulty_answers_are_counted_and_the_first_are_named(reward):
     assert "train.jsonl:5" in problem
     assert "train.jsonl:6" not in problem
     assert "and 3 more" in problem
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "expected"),
+    [
+        ("1234", "3*400=1200\n#### 1,234", 1.0),
+        ("1234", "#### 1,234\nI used 3 steps", 1.0),
+        ("3", "#### 1,234\nI used 3 steps", 0.0),
+        ("2√3", "so\n#### 2√3", 1.0),
+        ("2", "so\n#### 2√3", 0.0),
+        ("5", "**Final Answer**\n\n5", 1.0),
+        ("5", "The final answer is: $\\boxed{5}$. I hope it is correct.", 1.0),
+        ("north", "**Answer:** North", 1.0),
+        ("5", "The answer is 5, not 6.", 1.0),
+        ("6", "The answer is 5, not 6.", 0.0),
+        ("5", "The answer is 5.5", 0.0),
+        ("5", "The answer is -5", 0.0),
+        ("5", "The answer is 5 or 6", 0.0),
+        ("5, 6", "The answer is 5 or 6", 1.0),
+    ],
+)
+def test_an_answer_without_a_box_is_what_is_said_last(reward, answer, response, expected):
+    (event,) = [event for event in reward.run(samples_of(response, answer=answer)) if isinstance(event, Done)]
+    assert event.outcome == expected
