@@ -75,7 +75,7 @@ def read_test_code(source: str) -> TestCode:
         raise Unscorable(f"the test code is not Python: {error or 'it is nested too deeply'}") from error
     tree.body = list(_without_runners(tree.body))
     if not tree.body:
-        raise Unscorable("the test code has no statement: there is nothing to run")
+        raise Unscorable("the test code has no statement: there is nothing to run; remove the row, or fill it in")
     reader = _Reader(source, tree)
     checks = reader.checks()
     reader.require_program()
@@ -134,8 +134,10 @@ class _Reader:
             what = f"its check in line {all_checks[0].lineno} is in a function or class that nothing calls"
             raise Unscorable(f"the test code checks nothing: {what}; call it, or name it `test_...`")
         if any(isinstance(node, ast.Assert) for node in ast.walk(self._tree)):
-            raise Unscorable("the test code checks nothing: what it asserts is constant")
-        raise Unscorable("the test code checks nothing: it has no assert, so every program would pass")
+            raise Unscorable(
+                "the test code checks nothing: what it asserts is constant; assert what the program returns"
+            )
+        raise Unscorable("the test code checks nothing: it has no assert, so every program would pass; add one")
 
     def require_program(self) -> None:
         """Raise Unscorable if the code never uses the response's program, or imports what is not installed."""
@@ -149,7 +151,8 @@ class _Reader:
         imported = any(module.split(".")[0] in PROGRAM_MODULES for module in _imported(nodes))
         stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
         if not imported and not stars and not self._free and not _names(nodes) & _BY_NAME:
-            raise Unscorable("the test code uses nothing of the response's program, so every program would pass")
+            what = "the test code uses nothing of the response's program, so every program would pass"
+            raise Unscorable(f"{what}; call its function, or import `solution`")
 
     def _reached(self) -> list[ast.stmt]:
         """The statements that run: those of the module, of tests, and of what these name."""
@@ -217,7 +220,9 @@ def _is_check(node: ast.stmt) -> bool:
     """Whether a statement can fail the test. Raises Unscorable for an assert that never fails by mistake."""
     if isinstance(node, ast.Assert):
         if isinstance(node.test, ast.Tuple) and node.test.elts:
-            raise Unscorable(f"line {node.lineno} of the test code asserts a tuple, which is always true")
+            raise Unscorable(
+                f"line {node.lineno} of the test code asserts a tuple, which is always true; remove the parentheses"
+            )
         return any(isinstance(part, ast.Name | ast.Call | ast.Attribute) for part in ast.walk(node.test))
     if isinstance(node, ast.Expr):
         call = node.value.value if isinstance(node.value, ast.Await) else node.value

@@ -82,7 +82,8 @@ def tests_of(columns: Mapping[str, Any], spec: CodeSpec) -> tuple[Test, ...]:
         raise Unscorable(f"there is no test in {' and '.join(f'`{field}`' for field in fields)}")
     outputs = [test for test in tests if isinstance(test, OutputTest)]
     if len(outputs) == len(tests) and not any(test.output.strip() for test in outputs):
-        raise Unscorable(f"all expected outputs in `{fields[0]}` are empty: a program that does nothing would pass")
+        what = f"all expected outputs in `{fields[0]}` are empty: a program that does nothing would pass"
+        raise Unscorable(f"{what}; remove the row, or fill them in")
     return tuple(tests)
 
 
@@ -142,7 +143,7 @@ class _Reader:
             yield from self._of_mapping(value)
         elif isinstance(value, list | tuple):
             if not value:
-                raise Unscorable("the list is empty: there is nothing to run")
+                raise Unscorable("the list is empty: there is nothing to run; remove the row, or fill it in")
             for number, item in enumerate(value):
                 try:
                     yield from self.tests(item)
@@ -154,7 +155,7 @@ class _Reader:
     def _of_text(self, text: str) -> Iterator[Test]:
         text = _unpacked(text)
         if not text.strip():
-            raise Unscorable("the text is empty: there is nothing to run")
+            raise Unscorable("the text is empty: there is nothing to run; remove the row, or fill it in")
         if text.lstrip()[:1] in ("[", "{"):
             try:
                 decoded = parsed_json(text)
@@ -241,7 +242,7 @@ class _Reader:
         if len(inputs) != len(outputs):
             raise Unscorable(f"{names} must have equal length; they have {len(inputs)} and {len(outputs)}")
         if not inputs:
-            raise Unscorable(f"{names} are empty: there is nothing to run")
+            raise Unscorable(f"{names} are empty: there is nothing to run; remove the row, or fill it in")
         for number, (given_in, expected) in enumerate(zip(inputs, outputs, strict=True)):
             try:
                 yield self._of_pair(given, given_in, expected)
