@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rlhfless.cli.tables import table
 from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
 from rlhfless.telemetry.numbers import clock, decimal, money
-from rlhfless.telemetry.terminal import Prose
+from rlhfless.telemetry.terminal import Prose, whole
+from rlhfless.text import legible
 
 MOST_REASONS = 8
 """Reasons why devices do not hold a run that are shown; `--json` has all."""
@@ -35,7 +36,8 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
             f"{busiest} {share:.0%}",
             style="bold" if row.on_front else "",
         )
-    return Group(made, "", *map(Prose, _notes(compared, named)))
+    lengths = whole(f"response lengths: {legible(compared.lengths)}")
+    return Group(made, "", *map(Prose, _notes(compared, named)), lengths)
 
 
 def _devices(row: ComparedDevices, named: bool) -> str:
@@ -57,7 +59,6 @@ def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
             "contract; --limit shows more, --devices names others"
         )
     yield "* no other is both faster and cheaper; kWh of a step, at most"
-    yield f"response lengths: {compared.lengths}"
     if any(row.no_engine for row in compared.rows):
         yield "(plan only) no run can be started so; --json says why, and what each engine's times were taken from"
     for each in compared.sensitivity:

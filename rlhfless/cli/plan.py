@@ -240,7 +240,8 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
     from rlhfless.cli.runs_tables import devices_lines, schedules_lines, sizes_lines
     from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule
     from rlhfless.telemetry.numbers import money
-    from rlhfless.telemetry.terminal import Prose, Terminal
+    from rlhfless.telemetry.terminal import Prose, Terminal, whole
+    from rlhfless.text import legible
 
     console = Terminal()
     console.print()
@@ -254,4 +255,4 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
     for source, usd in row["costs_usd"].items():
         text = "no price was read" if usd is None else money(usd)
         console.print(Prose(f"the run at the price of the table, {source}: {text}"))
-    console.print(Prose(f"response lengths: {lengths}{hint}"))
+    console.print(whole(f"response lengths: {legible(lengths)}{hint}"))

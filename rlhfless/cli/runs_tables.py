@@ -20,6 +20,10 @@ REASONS_FROM = 110
 """Columns of a terminal that is wide enough for the reasons of runs' statuses."""
 
 
+SHORT_S = 10.0
+"""Runs that take less are shown with a digit after the point."""
+
+
 def runs_table(runs: Sequence[RunObject], width: int | None) -> Table:
     """One line per run, with the reason of its status where there is room. `width`: None if lines have no end."""
     made = table("run", "status", "step", "reward", "cost", "left", texts=2)
@@ -73,7 +77,7 @@ def plan_lines(plan: PlanObject) -> RenderableType:
     parts: list[RenderableType] = [devices_lines([plan.chosen])]
     parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
     parts += [Text(""), sizes_lines(plan.learner_sizes, plan.learner_reason)] if plan.learner_sizes else []
-    parts += ["", Prose(f"response lengths: {plan.lengths}")]
+    parts += ["", whole(f"response lengths: {legible(plan.lengths)}")]
     return Group(*parts, *(Prose(f"missing: {text}") for text in plan.missing))
 
 
@@ -117,8 +121,11 @@ def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:
             made.add_row(*cells, "-")
             notes.append(f"{cells[0]}: {why if row.fits else f'does not fit; {why}'}")
             continue
-        cells += [f"{decimal(predicted.step_s, 2)} s", clock(predicted.wall_s)]
-        cells += [f"{clock(predicted.wall_low_s)} to {clock(predicted.wall_high_s)}", money(predicted.cost_usd)]
+        wall, low, high = (
+            clock(s) if predicted.wall_s >= SHORT_S else f"{decimal(s, 1)} s"
+            for s in (predicted.wall_s, predicted.wall_low_s, predicted.wall_high_s)
+        )
+        cells += [f"{decimal(predicted.step_s, 2)} s", wall, f"{low} to {high}", money(predicted.cost_usd)]
         made.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
         notes += [f"band: {predicted.band}"] if predicted.band else []
     return Group(made, *map(Prose, notes))

@@ -70,15 +70,12 @@ def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:
 def beside_table(beside: Beside) -> RenderableType:
     """Mean seconds of a step by stage and the cost, of both replays and as measured; the steps; and one sentence."""
     other, base = beside.other, beside.base
-    stages = {error.stage: error for error in base.errors}
-    again = {error.stage: error for error in other.errors}
-    means = table("seconds per step", *stages, "cost")
-    for row, found, usd in (
-        (f"{beside.label}, simulated", {stage: each.predicted_s for stage, each in again.items()}, other.predicted_usd),
-        ("as recorded, simulated", {stage: each.predicted_s for stage, each in stages.items()}, base.predicted_usd),
-        ("as recorded, measured", {stage: each.measured_s for stage, each in stages.items()}, base.measured_usd),
-    ):
-        means.add_row(row, *(decimal(found.get(stage)) for stage in stages), money(usd))
+    again = {error.stage: error.predicted_s for error in other.errors}
+    means = table("seconds per step", f"{beside.label}\nsimulated", "as recorded\nsimulated", "as recorded\nmeasured")
+    for stage in base.errors:
+        figures = again.get(stage.stage), stage.predicted_s, stage.measured_s
+        means.add_row(stage.stage, *(decimal(seconds) for seconds in figures))
+    means.add_row("cost of all", *(money(usd) for usd in (other.predicted_usd, base.predicted_usd, base.measured_usd)))
     steps = table("step", "simulated", "as recorded, simulated", "measured", texts=0)
     for one, two in zip(other.steps, base.steps, strict=True):
         steps.add_row(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from rlhfless.text import legible
@@ -27,18 +28,24 @@ class Terminal(Console):
         super().print(*objects, **{"crop": False, **options})
 
 
+_QUOTED_PATH = re.compile(r"'[^'\n]*/[^'\n]*'")
+_NO_BREAK = "\xa0"
+"""No white space of textwrap's: stands for the spaces of a path while lines are made."""
+
+
 class Prose:
-    """Text that wraps between words at the width of a terminal. A word, such as a path, is never broken."""
+    """Text that wraps between words at the width of a terminal. A word, and a path in quotes, is never broken."""
 
     def __init__(self, text: str, style: str = "") -> None:
-        self._lines, self._style = legible(text).splitlines(), style
+        kept = _QUOTED_PATH.sub(lambda path: path[0].replace(" ", _NO_BREAK), legible(text))
+        self._lines, self._style = kept.splitlines(), style
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wrap = textwrap.TextWrapper(options.max_width, break_long_words=False, break_on_hyphens=False)
         for line in self._lines:
-            yield whole(wrap.fill(line), self._style)
+            yield whole(wrap.fill(line).replace(_NO_BREAK, " "), self._style)
 
 
-def whole(text: str, style: str = "") -> Text:
-    """Text that is printed as it is, whatever the width."""
-    return Text(text, style, no_wrap=True, overflow="ignore")
+def whole(text: str, style: str = "") -> Group:
+    """Text that is printed as it is, whatever the width. A group, because rich joins texts, and forgets how to wrap."""
+    return Group(Text(text, style, no_wrap=True, overflow="ignore"))

@@ -166,9 +166,11 @@ def test_a_run_is_calibrated_and_replayed(run: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "extrapolated to 3 actors, not measured" in " ".join(result.stdout.split())
     lines = result.stdout.splitlines()
-    (row,) = [line for line in lines if line.startswith("as recorded, simulated")]
-    assert row.split()[-1].startswith("$")
-    assert any(line.startswith("as recorded, measured") for line in lines), "a row of its own"
+    heads = [line.split() for line in lines if "as recorded" in line or "simulated" in line]
+    assert ["static", "on", "3", "actors", "as", "recorded", "as", "recorded"] in heads
+    assert ["seconds", "per", "step", "simulated", "simulated", "measured"] in heads, "what is measured stands apart"
+    (row,) = [line.split() for line in lines if line.startswith("cost of all")]
+    assert [cell[0] for cell in row[3:]] == ["$"] * 3
     assert lines[-1].startswith("static on 3 actors would take ")
     assert "of the run as recorded, both simulated; both plan the same in " in lines[-1]
     written = json.loads((tmp_path / "replay.json").read_text())

@@ -24,7 +24,9 @@ def printed(content: object, *, terminal: bool, columns: int = 80) -> str:
 @pytest.mark.parametrize("columns", [20, 80, 200])
 @pytest.mark.parametrize("path", [PATH, SPACED])
 def test_a_path_is_one_line_of_a_terminal_of_any_width(path: str, columns: int) -> None:
-    assert printed(Group(whole(f"trace  {path}")), terminal=True, columns=columns) == f"trace  {path}\n"
+    line = whole(f"trace  {path}")
+    for content in (line, Group(line), Group("", Group(line))):
+        assert printed(content, terminal=True, columns=columns).lstrip("\n") == f"trace  {path}\n"
 
 
 @pytest.mark.parametrize("columns", [20, 80])
@@ -46,6 +48,12 @@ def test_nothing_is_broken_or_cut_in_a_pipe(monkeypatch: pytest.MonkeyPatch, col
     Terminal(file=stream).print(Group(rows, Prose("word " * 100 + SPACED), whole(SPACED)))
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert lines[1:] == [f"{PATH}  {('word ' * 100).strip()}", "word " * 100 + SPACED, SPACED]
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_path_in_quotes_keeps_its_spaces(columns: int) -> None:
+    lines = printed(Prose(f"refused: {SPACED!r}: no such file"), terminal=True, columns=columns).splitlines()
+    assert any(repr(SPACED) in line for line in lines)
 
 
 def test_markup_of_a_path_is_text() -> None:

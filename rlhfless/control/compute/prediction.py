@@ -215,8 +215,9 @@ def sheet_factor(kind: str) -> float:
 
 def band_text(lengths: Lengths, factor: float) -> str:
     """What the band of `banded` covers."""
-    of_lengths = "the spread of the simulated runs" if lengths.known else "half and twice the assumed lengths"
-    return of_lengths if factor == 1 else f"{of_lengths}, times {factor:g} for what was not measured"
+    of_lengths = "" if lengths.known else "half and twice the assumed lengths, and "
+    rests_on = "measured latencies" if factor == MEASURED_FACTOR else "data sheets"
+    return f"{of_lengths}a factor of {factor:g} either way for {rests_on}"
 
 
 def banded(

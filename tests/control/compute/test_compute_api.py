@@ -15,6 +15,7 @@ import pytest
 from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
+from rlhfless.scaling.prices import PriceBook, load_price_book
 
 
 @pytest.fixture
@@ -285,3 +286,30 @@ def test_a_model_that_no_hub_can_have_is_refused_by_a_plan(
 def test_a_kind_of_workload_that_is_no_text_is_refused(client: httpx.Client, kind: Any) -> None:
     answer = client.post("/v1/simulations", json={"scenario": {"workload": {"type": kind}}}, timeout=60)
     assert answer.status_code == 422, answer.text
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1001, 2.5, "many", True])
+def test_a_limit_that_is_none_is_refused(shared_client: httpx.Client, spec: dict[str, Any], limit: object) -> None:
+    answer = shared_client.post("/v1/runs:compare", json={"spec": spec, "limit": limit}, timeout=60)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"] == "limit"
+
+
+def test_without_devices_those_that_are_there_and_the_best_are_compared(
+    shared_client: httpx.Client, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    book = load_price_book(None)
+    prices = PriceBook.model_validate({"devices": [book.device(kind) for kind in ("cpu-core", "h100", "l40s")]})
+    (tmp_path / "prices.json").write_text(prices.model_dump_json())
+    asked = {"spec": spec | {"scaling": {"prices": str(tmp_path / "prices.json")}}, "limit": 8}
+    found = shared_client.post("/v1/runs:compare", json=asked, timeout=240).json()
+    assert len(found["rows"]) == 8
+    assert found["left_out"] == found["tried"] - 8 > 0
+    assert {(row["kind"], row["count"]) for row in found["rows"]} <= {
+        ("cpu-core", 2),
+        ("h100", 1),
+        ("h100", 8),
+        ("l40s", 1),
+        ("l40s", 8),
+    }
+    assert found["rows"][0]["on_front"]
