@@ -197,14 +197,13 @@ def _heading(spec: RunSpec, sequence: ShownSequence, marks: tuple[str, str]) -> 
     from rich.text import Text
 
     count, learned = len(sequence.token_ids), sum(sequence.learned)
+    between = ", between {} and {}".format(*marks) if marks[0] else ""
     if not spec.supervised:
         what = f"{count:,} tokens; the run learns what it generates after them"
     elif spec.type == "reward_model":
-        what = f"{count - learned:,} tokens, and one that stands for the score"
+        what = f"{count - learned:,} tokens, and one that stands for the score{between}"
     else:
-        what = f"{count:,} tokens, {learned:,} of them learned" + (
-            ": between {} and {}".format(*marks) if marks[0] else ""
-        )
+        what = f"{count:,} tokens, {learned:,} of them learned{between}"
     return Text.assemble((f"\n{sequence.name}", "bold"), f" ({what})")
 
 

@@ -169,6 +169,26 @@ def spec_of(name: str, steps: int) -> dict[str, Any]:
     return spec.model_dump(mode="json")
 
 
+OLD = {
+    "prompt_id": "old", "sample_index": 0, "prompt": "1+1", "response": "", "finish_reason": "stop", "weights": "v3",
+    "response_tokens": 0, "rewards": {"math": None}, "reward": None, "failures": {},
+}  # fmt: skip
+"""A sample as an earlier driver told it."""
+
+HOSTILE = OLD | {
+    "prompt_id": "<b>x</b>",
+    "prompt": "[.*] <img src=x onerror=alert(1)> a|b (c",
+    "response": "$& </s></s> " + "long " * 3_000 + "\u202eesrever" + "w" * 500,
+    "special_tokens": ["</s>", "[.*]", "a|b", "(", "</"],
+    "columns": {"<i>": ["<script>alert(1)</script>", {"a": None}], "empty": "", "none": None},
+    "expected": {"<u>": "<script>alert(1)</script>"},
+    "rewards": {"constructor": 0.0, "__proto__": 1.0},
+    "failures": {"<u>": "<script>alert(1)</script>"},
+    "reward": -1e9,
+}
+"""Texts that would be read as HTML or as patterns by a page that is careless."""
+
+
 def run_row(folder: Path, run_id: str, status: Status, reason: str, **values: Any) -> RunRow:
     """A run, with what its status asks for."""
     name = run_id.rsplit("-", 3)[0]
@@ -557,6 +577,8 @@ def fill_ppo(session: Session, folder: Path, steps: int = 60) -> None:
     session.add(run)
     session.flush()
     session.execute(insert(MetricsRow), [metrics_row(PPO_ID, *row) for row in rows])
+    for place, each in enumerate((HOSTILE, OLD)):
+        session.add(RolloutRow(run_id=PPO_ID, step=2 - place, place=0, data=each))
     write_folder(Path(run.folder), PPO_ID, now, critic=True)
 
 

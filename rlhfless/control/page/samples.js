@@ -115,12 +115,13 @@ export function samplesTab(root, { path }) {
   }
 
   function response(sample) {
-    const names = [...new Set([...Object.keys(sample.rewards), ...Object.keys(sample.failures)])];
-    const parts = names.map((name) => {
-      const failure = sample.failures[name];
-      return h("li", { class: failure ? "bad" : sample.rewards[name] === 0 ? "zero" : "" }, name, h("b", {}, ` ${failure ? "failed" : number(sample.rewards[name] ?? NaN)}`));
+    // Maps: a reward may have any name, such as `constructor`.
+    const values = new Map(Object.entries(sample.rewards)), causes = new Map(Object.entries(sample.failures));
+    const parts = [...new Set([...values.keys(), ...causes.keys()])].map((name) => {
+      const failure = causes.has(name), value = values.get(name) ?? NaN;
+      return h("li", { class: failure ? "bad" : value === 0 ? "zero" : "" }, name, h("b", {}, ` ${failure ? "failed" : number(value)}`));
     });
-    const failures = Object.entries(sample.failures).map(([name, why]) => h("p", { class: "why" }, h("b", {}, name), ` failed: ${why}`));
+    const failures = [...causes].map(([name, why]) => h("p", { class: "why" }, h("b", {}, name), ` failed: ${why}`));
     const end = { length: ["cut off", "bad"], abort: ["aborted", "bad"] }[sample.finish_reason] ?? ["ended", ""];
     return h("section", { class: "response" },
       h("header", {}, h("b", { class: "total", title: "Total reward" }, number(sample.reward ?? NaN)), h("ul", { class: "parts", "aria-label": "Rewards by part" }, parts)),

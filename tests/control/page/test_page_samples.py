@@ -122,3 +122,29 @@ def test_a_phone_has_all_filters(opened: Opened) -> None:
     for name in ("Data set", "Result"):
         expect(page.get_by_role("combobox", name=name)).to_be_visible()
     expect(page.get_by_role("searchbox")).to_be_visible()
+
+
+def test_texts_are_shown_whatever_they_are(opened: Opened) -> None:
+    page = opened(f"#/runs/{filled.PPO_ID}/samples", 390)
+    page.wait_for_selector(".response")
+    first = page.locator(".samples article").first
+    expect(first.locator(".prompt")).to_have_text(str(filled.HOSTILE["prompt"]))
+    assert first.locator(".prompt .token").all_inner_texts() == ["[.*]", "(", "a|b", "("]
+    assert first.locator(".response .token").all_inner_texts() == ["</s>", "</s>"]
+    assert first.locator(".response .text").text_content() == filled.HOSTILE["response"]
+    expect(first.locator(".expected")).to_have_text("<u> expects<script>alert(1)</script>")
+    expect(first.locator(".why")).to_have_text("<u> failed: <script>alert(1)</script>")
+    expect(first.locator(".parts")).to_contain_text("constructor 0")
+    assert first.locator("img, script, i, u").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.get_by_role("searchbox").fill("$&")
+    expect(page.locator("mark")).to_have_text("$&")
+
+
+def test_samples_of_an_earlier_driver_are_shown(opened: Opened) -> None:
+    page = opened(f"#/runs/{filled.PPO_ID}/samples")
+    page.wait_for_selector(".response")
+    last = page.locator(".samples article").last
+    expect(last.locator(".text")).to_have_text("(empty)")
+    expect(last.locator(".total")).to_have_text("–")  # noqa: RUF001
+    expect(last.locator("h2")).to_have_text("Step 1 · training · prompt old")
