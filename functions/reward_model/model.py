@@ -148,7 +148,8 @@ class RewardModel:
         if self._spec.chat_template:
             messages = conversation(prompt, field or "prompt", sample.columns)
             answer = Message(ASSISTANT, (sample.response,))
-            text = self._template.scored([*messages, answer], tools_of(sample.columns)).text
+            tools = tools_of(sample.columns) if self._template.reads_tools else None
+            text = self._template.scored([*messages, answer], tools).text
         elif isinstance(prompt, str):
             text = prompt + sample.response
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 
@@ -46,14 +47,14 @@ class Encoder:
         """The tokens of texts that follow each other, the first of them a prompt with the text `text` and the tokens
         `ids`. They are those of the whole text where its tokens do not cross from one text into the next, so that a
         tokenizer that begins each text with a space does so once; else each is encoded by itself, as it is drawn."""
-        parts, so_far, known = [], text, list(ids)
-        for each in following:
-            whole = self._with_added(self._encoded([so_far + each])[0])
+        parts, known = [], list(ids)
+        texts = list(accumulate(following, initial=text))[1:]
+        for each, whole in zip(following, map(self._with_added, self._encoded(texts)), strict=True):
             if known and whole[: len(known)] == known and len(whole) > len(known):
                 parts.append(whole[len(known) :])
             else:
                 parts.append(self._encoded([each])[0])
-            so_far, known = so_far + each, [*known, *parts[-1]]
+            known = [*known, *parts[-1]]
         return parts
 
     def _with_added(self, ids: list[int]) -> list[int]:

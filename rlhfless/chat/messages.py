@@ -177,12 +177,13 @@ def role_of(message: Any) -> str:
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The function schemas in a row's column `tools`, a list or its JSON; None if it has none. Raises DataFault."""
     value = row.get("tools")
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             value = json.loads(value)
         except ValueError as error:
             hint = "write it as a list of function schemas, or rename the column"
             raise DataFault("`tools` is no JSON", f"{error}: {shown(row['tools'])}", hint) from error
+    value = [value] if isinstance(value, Mapping) else value
     named = isinstance(value, Sequence) and all(isinstance(tool, Mapping) and _tool_name(tool) for tool in value)
     return [dict(tool) for tool in value] if value and named and not isinstance(value, str) else None
 

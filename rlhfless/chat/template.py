@@ -96,6 +96,11 @@ class ChatTemplate:
         self._specials = tuple(dict.fromkeys([*self.ends, *map(str, tokenizer.all_special_tokens)]))
         self._control: tuple[str, ...] | None = None
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template writes the functions that a row offers."""
+        return "tools" in self.source
+
     def render(
         self,
         messages: Sequence[Message],

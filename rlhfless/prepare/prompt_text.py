@@ -89,6 +89,8 @@ class PromptReader:
             hint = "end it with the user's message; written answers are learned by runs of type sft"
             what = f"message {len(messages)} is {shown(messages[-1].text)}"
             raise DataFault(f"`{name}` ends with a message of the assistant", what, hint)
+        if not any(message.text.strip() or message.calls for message in messages):
+            raise DataFault(f"`{name}` is empty", f"got {shown(value)}", "remove these rows, or fill them in")
         template.require_no_control(messages, name, is_text=isinstance(value, str))
         rendering, cut = template.render(messages, opens=True, kept=[False] * len(messages), tools=tools)
         for text in cut[:1]:

@@ -158,16 +158,15 @@ def _found(spec: RunSpec, sets: PromptSets, data_set: _DataSet, row: Row) -> tup
 
 def _sequences(spec: RunSpec, tokenizer: Any, prompt: Prompt) -> Iterator[ShownSequence]:
     if not isinstance(prompt, Example):
-        yield _sequence("prompt", prompt.token_ids, len(prompt.token_ids), tokenizer)
+        yield _sequence("prompt", prompt.token_ids, [False] * len(prompt.token_ids), tokenizer)
         return
     names = ("chosen", "rejected") if isinstance(spec.data, PreferencesSpec) else ("response",)
-    for name, token_ids, first in zip(names, prompt.sequences, prompt.learned_from, strict=True):
-        yield _sequence(name, token_ids, first, tokenizer)
+    for index, (name, token_ids) in enumerate(zip(names, prompt.sequences, strict=True)):
+        yield _sequence(name, token_ids, prompt.learned(index), tokenizer)
 
 
-def _sequence(name: str, token_ids: Sequence[int], first: int, tokenizer: Any) -> ShownSequence:
-    learned = tuple(place >= first for place in range(len(token_ids)))
-    return ShownSequence(name, tuple(token_ids), learned, tuple(pieces(tokenizer, token_ids, learned)))
+def _sequence(name: str, token_ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> ShownSequence:
+    return ShownSequence(name, tuple(token_ids), tuple(learned), tuple(pieces(tokenizer, token_ids, learned)))
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) -> Iterator[ShownPiece]:

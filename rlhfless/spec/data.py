@@ -81,7 +81,9 @@ def require_template_kwargs(chat_template: bool, kwargs: Mapping[str, Any]) -> N
     """Raises ValueError for arguments without a chat template, and for those that the run gives itself."""
     if kwargs and not chat_template:
         raise ValueError("`chat_template_kwargs` needs `chat_template: true`")
-    for name in kwargs:
+    for name, value in kwargs.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise ValueError(f"`chat_template_kwargs` has the text {value!r} for {name!r}; write it without quotes")
         if name in RESERVED_KWARGS or name.startswith("return_") or name.endswith("_token"):
             raise ValueError(f"`chat_template_kwargs` has {name!r}, which the run itself gives; leave it out")
 

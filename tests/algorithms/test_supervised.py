@@ -56,6 +56,15 @@ def test_a_batch_has_the_examples_in_their_order_and_learns_the_responses() -> N
     assert (batch.denominators.tokens, batch.denominators.sequences, batch.denominators.groups) == (6, 4, 2)
 
 
+def test_spans_of_a_sequence_are_learned_and_the_rest_is_not() -> None:
+    spans = (((2, 4), (6, 7)), ((1, 3),))
+    example = Example("b", (1,), "", {}, "", ((1, 2, 3, 4, 5, 6, 7), (1, 4, 5)), (2, 1), spans)
+    batch = pack_examples([example])
+    assert np.flatnonzero(batch.response_mask).tolist() == [2, 3, 6, 8, 9]
+    assert batch.response_lengths.tolist() == [3, 2]
+    assert batch.denominators.tokens == 5
+
+
 def test_sft_is_the_mean_over_tokens_and_not_over_sequences() -> None:
     batch = pack_examples(
         [Example("a", (0,), "", {}, "", ((0, 1, 2, 3),), (1,)), Example("b", (0,), "", {}, "", ((0, 1),), (1,))]

@@ -80,6 +80,32 @@ def test_what_the_assistant_said_is_learned_to_the_token(tmp_path: Path, templat
             assert list(example.sequences[0]) == ids, "as the tokenizer writes the whole"
 
 
+@pytest.mark.parametrize(
+    ("questions", "answers"),
+    [
+        (["ok", "ok", "ok"], ["ok", "ok", "ok"]),
+        (["user", "assistant", "model"], ["assistant", "user", "system"]),
+        (["4", "44", "{}"], ["444", "4", '{"4": None}']),
+        (["Assistant: x", "USER: y", "a"], ["USER: z\n\nASSISTANT: w", "\\n {{ x }}", "def f():\n    return 1"]),
+    ],
+    ids=["the same", "roles", "numbers", "headers"],
+)
+@pytest.mark.parametrize("template", FIELD, ids=lambda template: template.name)
+def test_turns_are_found_by_their_place_and_not_by_their_text(
+    tmp_path: Path, template: FieldTemplate, questions: list[str], answers: list[str]
+) -> None:
+    messages = conversation(template, 3, system=False)
+    for index, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        messages[2 * index]["content"] = question
+        messages[2 * index + 1]["content"] = answer
+    if template.name == "deepseek_r1":
+        messages[-1]["content"] = f"<think>\n{answers[0]}\n</think>\n\n{answers[-1]}"
+    given = {"prompt_field": "messages", "response_field": None}
+    (example,) = load(tmp_path, "sft", template, [{"messages": messages}], **given).train
+    parts = pieces(template.tokenizer(), example)
+    assert [text for learned, text in parts if learned] == expected(template, messages)
+
+
 @pytest.mark.parametrize("template", FIELD, ids=lambda template: template.name)
 def test_a_prompt_is_what_transformers_makes_of_it(tmp_path: Path, template: FieldTemplate) -> None:
     tokenizer = template.tokenizer()

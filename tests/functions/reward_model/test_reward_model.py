@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from fakes.leases import LONG
 from fakes.rollouts import drawn
@@ -83,6 +89,41 @@ def test_a_chat_template_of_its_own(path: str) -> None:
     as_messages = sample("rendered", "w2", question=[{"role": "user", "content": "w1"}])
     expected = plain(path, ids("<user> w1 <bot> w2"))
     assert model.score([as_text, as_messages]) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+def templated(folder: Path, template: str) -> str:
+    path = build(folder)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_arguments_of_its_template(tmp_path: Path) -> None:
+    own = templated(tmp_path, TEMPLATE + "{{ grade }}")
+    model = RewardModel(spec(own, chat_template=True, chat_template_kwargs={"grade": "w9"}), threads=1)
+    assert model.score([sample("w1", "w2")]) == pytest.approx([plain(own, ids("<user> w1 <bot> w2 w9"))], abs=1e-5)
+    with pytest.raises(RewardError, match=r"chat_template_kwargs\.grad: .* did you mean `grade`"):
+        RewardModel(spec(own, chat_template=True, chat_template_kwargs={"grad": "w9"}), threads=1)
+
+
+def test_what_its_template_would_drop_is_not_scored(tmp_path: Path) -> None:
+    own = templated(tmp_path, "{% for m in messages if m.role != 'system' %}<bot> {{ m.content }} {% endfor %}")
+    model = RewardModel(spec(own, chat_template=True, prompt_field="question"), threads=1)
+    question = [{"role": "system", "content": "w5"}, {"role": "user", "content": [{"type": "text", "text": "w1"}]}]
+    lost, kept = model.score([sample("", "w2", question=question), sample("", "w2", question=question[1:])])
+    assert isinstance(lost, Failed)
+    assert "content of message 1 (system), 'w5', is not in what it writes" in lost.cause
+    assert kept == pytest.approx(plain(own, ids("<bot> w1 <bot> w2")), abs=1e-5)
+
+
+def test_a_thought_that_its_template_cuts_is_scored(tmp_path: Path) -> None:
+    cutting = "{% for m in messages %}<bot> {{ m.content.split('</think>')[-1] }} {% endfor %}"
+    own = templated(tmp_path, cutting)
+    model = RewardModel(spec(own, chat_template=True), threads=1)
+    response = "<think> w3 </think> w2"
+    expected = plain(own, [WORDS.index(w) if w in WORDS else 2 for w in f"<bot> w1 <bot> {response}".split()])
+    assert model.score([sample("w1", response)]) == pytest.approx([expected], abs=1e-5)
 
 
 def test_a_long_sequence_keeps_its_end(path: str) -> None:
