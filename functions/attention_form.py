@@ -118,7 +118,7 @@ def _difference(
         try:
             expected = eager(module, *inputs, hidden, **given)[0]
             fused = plain(module, *inputs, seen, **given)[0]
-        except (TypeError, AttributeError):  # it takes more than attention functions do, and cannot be judged by itself
+        except (TypeError, AttributeError, RuntimeError):  # it takes more than these, and cannot be judged by itself
             return ""
         upstream = torch.randn(expected.shape, generator=random).to(device)
         gradients = [

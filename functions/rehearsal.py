@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.base import ActorCritic, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.functions.attention_form import load_fused
 from rlhfless.functions.critic.network import NEW_VALUES
 from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
@@ -155,7 +156,7 @@ def _network(
 ) -> PolicyNetwork:
     config = copy.deepcopy(config)
     config.update(dict(form.config))
-    model = build_blank(form.auto, config, dtype=exact, attn_implementation="sdpa")
+    model = load_fused(lambda attention: build_blank(form.auto, config, dtype=exact, attn_implementation=attention))
     compute = TORCH_DTYPES[training.dtype] if exact == torch.float32 else exact
     if mesh is not None:
         shard(model, mesh, compute_dtype=compute, exact_head=exact_head)

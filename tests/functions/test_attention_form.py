@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -21,8 +22,9 @@ from transformers import (
 )
 
 from fakes.families import FAMILIES, SHAPE, save
-from fakes.tiny_learner import make_rank
+from fakes.tiny_learner import make_pairs, make_rank, make_supervised
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.examples import pack_examples
 from rlhfless.functions.attention_form import ignored_by_sdpa
 from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
 from rlhfless.functions.reward_model.model import RewardModel
@@ -47,9 +49,13 @@ FORMS: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 FUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma2 without a cap": lambda: Gemma2Config(**GEMMA2, attn_logit_softcapping=None),
+    "multi-head latent attention": lambda: DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=4,
+    ),
     "gemma3": lambda: Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6),
     **{name: (lambda name=name: FAMILIES[name]) for name in ("llama", "qwen2", "qwen2_sliding", "granite", "cohere")},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +155,29 @@ def test_a_learner_trains_with_the_cap(batch: PackedBatch, tmp_path: Path) -> No
         np.testing.assert_allclose(rank.evaluate(batch), token_logprobs(loaded(path), batch, 1.0, 200), atol=1e-5)
     finally:
         rank.close()
+
+
+def test_the_loss_of_sft_is_that_of_eager(tmp_path: Path) -> None:
+    """It was 6.186627 where eager says 6.153143."""
+    path = save(FORMS["cap 1"](), tmp_path / "model")
+    batch = pack_examples(make_pairs())
+    rank = make_supervised(path, tmp_path / "rendezvous", run_type="sft")
+    try:
+        loss = -float(rank.evaluate(batch)[batch.response_mask].mean())
+    finally:
+        rank.close()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    expected = []
+    for start, length in zip(batch.starts, batch.lengths, strict=True):
+        tokens, learned = (
+            torch.tensor(batch.tokens[start : start + length]),
+            batch.response_mask[start : start + length],
+        )
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+        expected += losses[torch.from_numpy(learned[1:])].tolist()
+    assert loss == pytest.approx(np.mean(expected), abs=1e-5)
 
 
 @pytest.mark.parametrize("cap", [1.0, None])
