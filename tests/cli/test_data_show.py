@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from fakes.chat_policy import make_chat_tokenizer, save_chat_policy
@@ -237,9 +239,31 @@ def test_what_cannot_be_shown_is_refused(folder: Folder, options: list[str], mes
     assert message in folder.show(rlhf(folder, [MATCH]), *options, status=2)
 
 
-TOKENIZER = make_chat_tokenizer()
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: the space before a word is a part of its token, and lost when that is decoded alone; other
+    characters are bytes."""
+    letters = [
+        "\u2581",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "\u2581a",
+        "\u2581two",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    vocabulary = {token: place for place, token in enumerate(["<unk>", "<s>", "</s>", *letters])}
+    merges = [("\u2581", "a"), ("\u2581", "t"), ("\u2581t", "w"), ("\u2581tw", "o")]
+    vocabulary |= {token: len(vocabulary) + place for place, token in enumerate(["\u2581t", "\u2581tw"])}
+    inner = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+TOKENIZERS = {"bytes": make_chat_tokenizer(), "sentencepiece": sentencepiece_tokenizer()}
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -248,13 +272,15 @@ TOKENIZER = make_chat_tokenizer()
         "<|im_start|>user\n<think></think><|im_end|><|im_end|>",
         "🎉é<think>🎉</think>é",
         "  spaces  <|im_end|>  ",
+        "<s>a two a</s><s> two",
+        "two 🎉 two",
         "line\r\n\ttab",
     ],
 )
-def test_pieces_lose_nothing_wherever_learning_begins(text: str) -> None:
-    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    special = set(special_tokens(TOKENIZER).values())
+def test_pieces_lose_nothing_wherever_learning_begins(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    special = set(special_tokens(tokenizer).values())
     for first in range(len(ids) + 1):
-        found = list(pieces(TOKENIZER, ids, [place >= first for place in range(len(ids))]))
-        assert "".join(piece.text for piece in found) == TOKENIZER.decode(ids)
+        found = list(pieces(tokenizer, ids, [place >= first for place in range(len(ids))]))
+        assert "".join(piece.text for piece in found) == tokenizer.decode(ids)
         assert all(piece.special == (piece.text in special) for piece in found)
