@@ -149,11 +149,11 @@ class RunSteps:
         spec = self._session.spec
         if self._saving is not None and self._saving.done():
             await self._wait_for_checkpoint()
-        if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
-            await self._evaluate(step)
+        due = step in (0, spec.steps) or _due(step, spec.evaluation.every_steps)
+        evaluated = due and await self._evaluate(step)
         moves = 0 < step < spec.steps and self._run.keepers.must_move
         saves = moves or step == spec.steps or bool(step and _due(step, spec.checkpoint.every_steps))
-        if step and not saves and self._run.evaluated == step:
+        if step and evaluated and not saves:
             await self._wait_for_checkpoint()  # its score counts
             saves = await asyncio.to_thread(self._run.improves, step)
         if saves:
@@ -224,10 +224,11 @@ class RunSteps:
             task.cancel()
         await asyncio.gather(*abandoned, return_exceptions=True)
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int) -> bool:
+        """Evaluate on the held-out prompts; returns whether there are any."""
         run = self._run
         if not run.held_out:
-            return
+            return False
         with self._session.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
             figures = await self._stages.evaluate_held_out(run, step)
         named = {f"eval/{name}": value for name, value in figures.items()}
@@ -236,6 +237,7 @@ class RunSteps:
         if step == 0:
             run.before = figures
         self._session.sinks.emit(step, named)
+        return True
 
 
 def _succeeded(rollout: asyncio.Task[Data]) -> bool:
