@@ -37,7 +37,7 @@ _SHAREGPT_ROLES = {
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _READ = ("role", "from", "content", "value", "tool_calls", "function_call", "weight", *THOUGHT_KEYS)
-_NO_TEXT = ("name", "tool_call_id", "id", "refusal", "annotations", "model", "language", "timestamp")
+_NO_TEXT = ("name", "tool_call_id", "id", "annotations", "metadata", "model", "language", "timestamp")
 """Further keys, whose values are not said by anyone."""
 _NOT_TEXT = ("image", "images", "image_url", "audio", "audios", "video", "videos", "file", "files")
 
@@ -110,7 +110,7 @@ class Message:
                 )
             )
         further = {
-            key: change(f"`{key}`", value) if _is_said(key, value) else value for key, value in self.further.items()
+            key: value if key in _NO_TEXT else _mapped(f"`{key}`", value, change) for key, value in self.further.items()
         }
         return dataclasses.replace(self, content=content, thought=thought, calls=tuple(calls), further=further)
 
@@ -318,11 +318,6 @@ def _call(field: str, where: str, call: Any) -> ToolCall:
 def _no_call(field: str, where: str, value: Any) -> DataFault:
     hint = "write it as {type: function, function: {name: ..., arguments: {...}}}"
     return DataFault(f"`{field}` has a tool call that cannot be read", f"{where}: {shown(value)}", hint)
-
-
-def _is_said(key: str, value: Any) -> bool:
-    """Whether a further key holds a text that someone said, as far as its name tells."""
-    return key not in _NO_TEXT and isinstance(value, str) and bool(value.strip())
 
 
 def _mapped(what: str, value: Any, change: Callable[[str, str], str]) -> Any:

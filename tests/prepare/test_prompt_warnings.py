@@ -88,16 +88,17 @@ def test_validate_tells_all_three(model_folder, write_rows, tmp_path):
 
     from rlhfless.cli.main import app
 
-    rows = [{"prompt": f"w{i} what", "answer": NAN} for i in (1, 2, 1)]
+    rows = [{"prompt": f"w{i} what", "level": NAN} for i in (1, 2, 1)]
+    (tmp_path / "judge_levels.py").write_text("def score(response, level): return 1.0\n")
     spec = {
         "model": {"path": str(model_folder)},
         "prompts": {"path": str(write_rows(rows))},
-        "rewards": [{"type": "exact_match"}],
+        "rewards": [{"type": "python", "target": "judge_levels:score"}],
         "prompts_per_step": 2,
         "generation": {"max_tokens": 8},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(spec))
     result = CliRunner().invoke(app, ["validate", str(tmp_path / "run.yaml")])
-    assert result.exit_code == 0
-    for part in ("are the unknown token '<unk>', in 3 of 3 prompts", "1 of 3 rows have the same", "`answer` is NaN"):
+    assert result.exit_code == 0, result.output
+    for part in ("are the unknown token '<unk>', in 3 of 3 prompts", "1 of 3 rows have the same", "`level` is NaN"):
         assert part in result.stderr
