@@ -78,9 +78,9 @@ def end_token_ids(path: str) -> tuple[int, ...]:
 
     for name in ("generation_config.json", "config.json"):
         try:
-            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            file = cached_file(path, name)
             values = json.loads(Path(file).read_text("utf-8")) if file else {}
-        except (OSError, ValueError):  # a hub that does not answer; a broken file is for its own reader to refuse
+        except (OSError, ValueError):  # no such file, or no answer; a broken file is for its own reader to refuse
             continue
         ends = values.get("eos_token_id") if isinstance(values, dict) else None
         if ends is not None:
