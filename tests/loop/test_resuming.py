@@ -92,6 +92,9 @@ def test_a_crash_recovery_without_a_change_is_silent(place: Path, run_folder: Pa
     (place / "model" / "README.md").write_text("another text")
     (place / "unrelated.py").write_text("x = 2\n")
     (place / "unrelated.jsonl").write_text("{}")
+    content = (place / "train.jsonl").read_bytes()
+    (place / "train.jsonl").write_bytes(content.replace(b"\n", b"\r\n") + b"\n\n")
+    pq.write_table(pa.Table.from_pylist(ROWS), place / "more.parquet", compression="gzip")
     assert hold_inputs(spec_of(place), run_folder) == []
 
 
@@ -229,7 +232,6 @@ def test_differences_of_many_rows_are_counted_without_aligning_them(monkeypatch:
     monkeypatch.setattr(inputs, "MOST_ALIGNED", 3)
     old, new = [b"a", b"b", b"c", b"d", b"e"], [b"x", b"b", b"c", b"d", b"y", b"z"]
     assert inputs._told_rows(old, new) == "of 5 rows 2 changed, 0 removed, 1 added; the first is row 1"
-    assert inputs._told_rows(old, old) == "the same 5 rows, written otherwise"
 
 
 def scheduled(steps: int, optimizer: Mapping[str, Any], **changes: Any) -> RunSpec:
