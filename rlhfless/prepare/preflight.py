@@ -22,6 +22,7 @@ from rlhfless.prepare.checkpoint_trial import checkpoint_problems
 from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.examples import load_examples
+from rlhfless.prepare.memory.settled import is_set
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
@@ -276,7 +277,8 @@ def _batch_problems(spec: RunSpec) -> list[Problem]:
 def _token_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     problems = []
     context, most = policy.context_tokens, spec.generation.max_tokens
-    if context is not None and most > context - 1:
+    # A default that the context does not hold ends responses earlier: see `_within_context` of memory/assumed.py.
+    if context is not None and most > context - 1 and is_set(spec, "generation.max_tokens"):
         what = f"{most} leaves no room for a prompt in the context of {context} tokens"
         problems.append(Problem("generation.max_tokens", what, f"set it to at most {context - 1}"))
     vocabulary = policy.tokenizer_info.vocabulary_tokens

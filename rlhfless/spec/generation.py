@@ -175,7 +175,7 @@ class GenerationSpec(SpecModel):
     """Sampling."""
 
     max_tokens: Tokens = 1024
-    """Longest response."""
+    """Longest response. By default at most half of the model's context."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature. The learner divides its logits by the same number."""

@@ -537,7 +537,7 @@ def test_the_smallest_spec_of_each_type_can_start(check, write_rows, run_type):
     section = {"rlhf": "prompts", "sft": "demonstrations"}.get(run_type, "preferences")
     smallest = {"type": run_type, "model": check.model, section: {"path": str(rows)}, "prompts_per_step": 4}
     if run_type == "rlhf":
-        smallest |= {"rewards": [{"type": "regex", "pattern": "w"}], "generation": {"max_tokens": 16}}
+        smallest |= {"rewards": [{"type": "regex", "pattern": "w"}]}
     assert len(preflight(RunSpec.model_validate(smallest)).train) == 4
     with_held_out = smallest | {section: {"path": str(rows), "held_out": {"fraction": 0.5}}, "prompts_per_step": 2}
     prepared = preflight(RunSpec.model_validate(with_held_out))

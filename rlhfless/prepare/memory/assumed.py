@@ -13,7 +13,7 @@ from typing import Any
 from rlhfless.functions.generation.kind import kv_bytes
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
+from rlhfless.prepare.memory.settled import format_problems, is_set, placed, settled, timed
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of, publisher_of
@@ -82,6 +82,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     Raises InputError if the model's sizes cannot be read from its config.json.
     """
     shape, limit = _shape(spec)
+    spec = _within_context(spec, limit)
     wanted = sequence_tokens or PROMPT_TOKENS + (RESPONSE_TOKENS if spec.supervised else spec.generation.max_tokens)
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
@@ -90,6 +91,14 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))
     return replace(asked, spec=timed(asked))
+
+
+def _within_context(spec: RunSpec, limit: int | None) -> RunSpec:
+    """The spec with a default `generation.max_tokens` that leaves half of a small model's context to prompts."""
+    context = spec.model.max_context_tokens or limit
+    if context is None or is_set(spec, "generation.max_tokens") or spec.generation.max_tokens < context:
+        return spec
+    return edited(spec, {"generation.max_tokens": max(context // 2, 1)})
 
 
 def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
