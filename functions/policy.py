@@ -381,17 +381,16 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 def _choose_attention(policy: PolicyNetwork, path: str) -> None:
     """Use the model's own `eager` attention where torch's fused one ignores a part of its form, or gives other logits.
     *Collective.*"""
-    model, tokens = policy.model, _check_tokens(policy)
-    reason = ignored_by_sdpa(model, lambda: policy.inside(policy.hidden_states, tokens))
-    policy.settle()
-    if not reason and is_fused(model) and model.is_backend_compatible():
+    model, tokens, reason = policy.model, _check_tokens(policy), ""
+    if is_fused(model) and model.is_backend_compatible():
+        reason = ignored_by_sdpa(model, lambda: policy.inside(policy.hidden_states, tokens))
         fused = policy.inside(policy.hidden_states, tokens).float()
         model.set_attn_implementation("eager")
         expected = policy.inside(policy.hidden_states, tokens).float()
         policy.settle()
         model.set_attn_implementation("sdpa")
         difference = float((fused - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if not difference <= EAGER_TOLERANCE[policy.compute_dtype]:
+        if not reason and not difference <= EAGER_TOLERANCE[policy.compute_dtype]:
             reason = f"its outputs differ by {difference:.2g} of the largest"
     if policy.most(bool(reason)):
         model.set_attn_implementation("eager")

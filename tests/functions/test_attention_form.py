@@ -146,9 +146,10 @@ def test_bfloat16_is_no_excuse(form: str, batch: PackedBatch, tmp_path: Path) ->
     assert np.abs(token_logprobs(policy, batch, 1.0, 200) - exact).max() < 0.3
 
 
-def test_a_learner_trains_with_the_cap(batch: PackedBatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["cap 1", "sinks"])
+def test_a_learner_trains_with_the_form(form: str, batch: PackedBatch, tmp_path: Path) -> None:
     """Split over a rank: the same choice, by the same numbers."""
-    path = save(FORMS["cap 1"](), tmp_path / "model")
+    path = saved(FORMS[form](), tmp_path / "model")
     rank = make_rank(path, tmp_path / "rendezvous", temperature=1.0)
     try:
         assert rank._policy.model.config._attn_implementation == "eager"
