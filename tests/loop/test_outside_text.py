@@ -101,4 +101,4 @@ async def test_a_step_with_such_a_failure_is_written_and_resumed(
     assert cause is not None
     assert "ValueError: no such file: caf\\udce9.txt\\x00\\ud800" in cause
     logged = (tmp_path / "run.log").read_text("utf-8")
-    assert logged.count(f"reward 'judge' failed on sample 1 of prompt 'p': {cause}") == 2
+    assert logged.count(f"reward 'judge' failed on 2 of 4 samples; sample 1 of prompt 'p': {cause}") == 2

@@ -178,7 +178,8 @@ def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_sin
         (2, Work.GENERATE, 105, 109),
         (1, Work.LEARN, 104, 107),
     ):
-        ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", work, step, start_s, end_s))
+        function = FunctionName.LEARNER if work is Work.LEARN else FunctionName.GENERATION
+        ledger.add_invocation(Invocation(function, "r", "a", work, step, start_s, end_s))
     assert [call.step for call in ledger.done_in_step(1)[0]] == [1, 1]
     assert ledger.step_times(first, 107.0).phases_s["learn"] == 3
     ledger.add_step(StepRecord(1, first.start_s, 107.0, {}), steps.end(1, 107.0))
