@@ -28,10 +28,16 @@ CONTAINER = (
 )
 
 
-ALLOCATOR_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
-"""Environment of every process that pins host memory through torch: without it each pinned block is rounded up to a
-power of two (`CachingHostAllocator.h` of torch 2.13), and what sleeps on the host takes up to twice the planned bytes.
-Must be set before the process's first use of CUDA."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""The variable with the settings of torch's allocators. Must be set before the process's first use of CUDA."""
+
+PINNED = "pinned_max_round_threshold_mb:1"
+"""For every process that pins host memory through torch: without it each pinned block is rounded up to a power of two
+(`CachingHostAllocator.h` of torch 2.13), and what sleeps on the host takes up to twice the planned bytes."""
+
+EXPANDABLE = "expandable_segments:True"
+"""For ranks, whose micro-batches have rows of many lengths: fixed segments of the allocator fragment, by 10 to 25 % of
+what is in use. Not where memory is shared with engines by CUDA IPC, nor in engines: vLLM's sleep excludes it."""
 
 
 class NoCuda(UserError):

@@ -96,6 +96,11 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         """The average that was published last."""
 
     @property
+    def shares_device_memory(self) -> bool:
+        """Engines read published weights in place."""
+        return self._settings.store.transport == "cuda_ipc"
+
+    @property
     def reaches_other_nodes(self) -> bool:
         """Rank 0 makes the group of a broadcast, whose identity is its own socket's address."""
         return self._settings.store.transport == "nccl"

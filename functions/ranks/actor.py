@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import ray
 
 from rlhfless.functions.base import RankedSettings
-from rlhfless.functions.cuda import ALLOCATOR_ENVIRONMENT, require_cuda
+from rlhfless.functions.cuda import ALLOCATOR, EXPANDABLE, PINNED, require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,
     bind_rendezvous_to_loopback,
@@ -60,6 +60,11 @@ class RankActor(Generic[S]):
         return ray.util.get_node_ip_address()
 
     @property
+    def shares_device_memory(self) -> bool:
+        """Whether other processes read this rank's GPU memory."""
+        return False
+
+    @property
     def reaches_other_nodes(self) -> bool:
         """Whether the rank forms groups with processes of other nodes beside the group of its ranks."""
         return False
@@ -80,7 +85,8 @@ class RankActor(Generic[S]):
         binding = self._settings.rank_bindings[self._number]
         binding.require_usable()
         if binding.kind == "cuda":
-            set_default_environment(ALLOCATOR_ENVIRONMENT)
+            settings = (PINNED,) if self.shares_device_memory else (PINNED, EXPANDABLE)
+            set_default_environment({ALLOCATOR: ",".join(settings)})
             require_cuda()
         if on_one_node and not self.reaches_other_nodes:
             set_default_environment(loopback_environment())

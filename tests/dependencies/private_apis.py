@@ -388,6 +388,7 @@ VARIABLES = (
     SourceText("PYTORCH_ALLOC_CONF", "torch/include/c10/core/AllocatorConfig.h", ("functions/cuda.py",), "pinning"),
     SourceText("pinned_max_round_threshold_mb", "torch/lib/libc10.so", ("functions/cuda.py",),
                "pinned blocks are not rounded up to powers of two"),
+    SourceText("expandable_segments", "torch/lib/libc10.so", ("functions/cuda.py",), "less fragmentation"),
     SourceText("GLOO_SOCKET_IFNAME", "torch/lib/libtorch_cpu.so", (LOOPBACK,), "listen on loopback"),
     SourceText("_timeout", "torch/distributed/distributed_c10d.py", ("rlhfless/weights/broadcast.py",),
                "the time-out of an NCCL group is an option without a public name"),

@@ -12,7 +12,7 @@ import torch
 
 from rlhfless.functions import cuda
 from rlhfless.functions.base import DeviceBinding
-from rlhfless.functions.cuda import NoCuda, cuda_fault, require_cuda
+from rlhfless.functions.cuda import ALLOCATOR, NoCuda, cuda_fault, require_cuda
 from rlhfless.functions.ranks.actor import RankActor
 
 NO_DRIVER = "no NVIDIA driver is there (/proc/driver/nvidia/version); install NVIDIA's driver on the node"
@@ -75,23 +75,32 @@ def test_a_rank_that_was_given_a_gpu_loads_nothing_on_cpus(
     assert bool(loaded) is loads
 
 
-def test_pinned_memory_of_gpu_ranks_is_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shares", "expected"),
+    [
+        ("cpu", False, None),
+        ("cuda", False, "pinned_max_round_threshold_mb:1,expandable_segments:True"),
+        ("cuda", True, "pinned_max_round_threshold_mb:1"),
+    ],
+)
+def test_the_allocators_of_a_rank(monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool, expected: str) -> None:
     """torch rounds a pinned block up to a power of two by default: a 7B's parked shards take 162 GiB for 85."""
-    seen: dict[str, str | None] = {}
+    seen: list[str | None] = []
 
     class Rank(RankActor[Any]):
-        def _load(self, address: str) -> None:
-            seen[self._settings.rank_bindings[0].kind] = os.environ.get("PYTORCH_ALLOC_CONF")
+        shares_device_memory = shares
 
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # put back at the end
+        def _load(self, address: str) -> None:
+            seen.append(os.environ.get(ALLOCATOR))
+
+    monkeypatch.setenv(ALLOCATOR, "")  # put back at the end
+    monkeypatch.delenv(ALLOCATOR)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr("rlhfless.functions.ranks.actor.require_cuda", lambda: None)
-    for kind in ("cpu", "cuda"):
-        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-        rank = Rank(SimpleNamespace(rank_bindings=(DeviceBinding(kind, ("0",), exclusive=False),)), 0)
-        rank.start("file:///there", False)
-    assert seen == {"cpu": None, "cuda": "pinned_max_round_threshold_mb:1"}
-    # An unknown key would end the process at its first allocation.
-    torch._C._accelerator_setAllocatorSettings(seen["cuda"])
+    rank = Rank(SimpleNamespace(rank_bindings=(DeviceBinding(kind, ("0",), exclusive=False),)), 0)
+    rank.start("file:///there", True)
+    assert seen == [expected]
+    if expected:  # an unknown key would end the process at its first allocation
+        torch._C._accelerator_setAllocatorSettings(expected)

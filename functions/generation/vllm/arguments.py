@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlhfless.functions.cuda import ALLOCATOR_ENVIRONMENT
+from rlhfless.functions.cuda import ALLOCATOR, PINNED
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import (
     INTERFACE,
@@ -207,7 +207,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
             "LD_PRELOAD": ":".join(_preloaded_libraries()),
         }
     else:
-        chosen |= ALLOCATOR_ENVIRONMENT
+        chosen[ALLOCATOR] = PINNED
     fixed = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if has_core_process(settings) else "0",
         # Forked processes would share the channel to the adapter, and could not end with the one that started them.
