@@ -8,6 +8,7 @@ score; its score is computed from the last token of that, which here is followed
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
@@ -113,6 +114,8 @@ def _pair(row: Row, data: PreferencesSpec) -> Row:
     """Two whole conversations as the messages that they share, and how each goes on."""
     pair = [find_field(row.values, field) for field in fields_of(data)]
     chosen, rejected = pair
+    if isinstance(chosen, str) and isinstance(rejected, str) and find_field(row.values, data.prompt_field) is None:
+        return row if data.chat_template else _pair_of_texts(row, data, chosen, rejected)
     whole = [isinstance(value, list) and bool(value) and role_of(value[0]) not in (ASSISTANT, "") for value in pair]
     if not all(whole):
         return row
@@ -137,6 +140,20 @@ def _pair(row: Row, data: PreferencesSpec) -> Row:
         what = f"they share {shared} messages, then come {after}"
         raise DataFault(f"{names} differ before the assistant answers", what, hint)
     return dataclasses.replace(row, values={**row.values, data.prompt_field: chosen[:shared], **tails})
+
+
+def _pair_of_texts(row: Row, data: PreferencesSpec, chosen: str, rejected: str) -> Row:
+    """Two whole texts without a prompt's column as the words that they share, and how each goes on: Anthropic's hh-rlhf
+    has such rows. The prompt ends before the space of the first word that differs, where tokens end, too."""
+    shared = len(os.path.commonprefix([chosen, rejected]))
+    # A word that one of the two ends with may go on in the other.
+    while shared and not chosen[shared - 1 : shared].isspace():
+        shared -= 1
+    prompt = chosen[:shared].rstrip()
+    if not prompt:
+        return row
+    tails = {data.chosen_field: chosen[len(prompt) :], data.rejected_field: rejected[len(prompt) :]}
+    return dataclasses.replace(row, values={**row.values, data.prompt_field: prompt, **tails})
 
 
 def _says(message: Any, text: str) -> bool:

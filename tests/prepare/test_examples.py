@@ -66,6 +66,26 @@ def test_a_pair_has_the_chosen_response_first(tmp_path: Path) -> None:
     assert example.learned_from == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt", "responses"),
+    [
+        ("user : a assistant : b", "user : a assistant : c", "user : a assistant :", ("b", "c")),
+        ("user : a assistant : b c", "user : a assistant : b d", "user : a assistant : b", ("c", "d")),
+        # One begins with the other.
+        ("user : assistant : b", "user : assistant : b c", "user : assistant :", ("b", "b c")),
+    ],
+)
+def test_pairs_of_whole_texts_share_their_prompt(
+    tmp_path: Path, chosen: str, rejected: str, prompt: str, responses: tuple[str, str]
+) -> None:
+    """Rows as in Anthropic's hh-rlhf: `chosen` and `rejected` have the dialogue, and there is no prompt."""
+    rows = [{"id": "x", "chosen": chosen, "rejected": rejected}]
+    example = only(load(tmp_path, rows, "dpo"))
+    assert example.text == prompt
+    learned = [words(example.sequences[i][example.learned_from[i] :]) for i in range(2)]
+    assert learned == [f"{response} <eos>" for response in responses]
+
+
 def test_a_reward_model_reads_the_text_without_an_end_and_a_place_for_its_score(tmp_path: Path) -> None:
     example = only(load(tmp_path, [{"id": "x", "prompt": "a ", "chosen": "b", "rejected": "c d"}], "reward_model"))
     assert [words(tokens) for tokens in example.sequences] == ["a b <pad>", "a c d <pad>"]
