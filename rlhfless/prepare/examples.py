@@ -8,7 +8,6 @@ score; its score is computed from the last token of that, which here is followed
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
@@ -145,7 +144,8 @@ def _pair(row: Row, data: PreferencesSpec) -> Row:
 def _pair_of_texts(row: Row, data: PreferencesSpec, chosen: str, rejected: str) -> Row:
     """Two whole texts without a prompt's column as the words that they share, and how each goes on: Anthropic's hh-rlhf
     has such rows. The prompt ends before the space of the first word that differs, where tokens end, too."""
-    shared = len(os.path.commonprefix([chosen, rejected]))
+    most = min(len(chosen), len(rejected))
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     # A word that one of the two ends with may go on in the other.
     while shared and not chosen[shared - 1 : shared].isspace():
         shared -= 1
