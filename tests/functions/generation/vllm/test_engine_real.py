@@ -166,7 +166,7 @@ async def test_the_memory_plan_knows_the_kv_cache(case: Case) -> None:
     """One key head, which each of two devices keeps."""
     shape = ModelShape.of_config(json.loads((case.model.folder / "config.json").read_text()) | {"dtype": "float32"})
     engine = case.engine.settings.engine
-    per_token = kv_token_bytes(shape, "float32", engine.tensor_parallel_size)
+    per_token = kv_token_bytes(shape, "float32", engine.devices_per_actor)
     assert engine.kv_cache_gib is not None
     assert case.engine.kv_capacity_tokens == pytest.approx(engine.kv_cache_gib * 2**30 / per_token, rel=0.01)
 
