@@ -12,7 +12,7 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, rank_devices
-from rlhfless.spec import RunSpec
+from rlhfless.spec import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
     from rlhfless.scaling.function_kinds import FunctionKind
@@ -49,6 +49,10 @@ class Launch:
         """The lease of every replica."""
         lease_s = self.spec.recovery.lease_s
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
+
+    def within_context(self, model: ModelSpec) -> ModelSpec:
+        """A model, with the longest sequence of the run as its context. See context_rope."""
+        return model.model_copy(update={"max_context_tokens": self.max_model_len})
 
     def planned(self, kind: FunctionKind, allocation: Allocation) -> Planned:
         """The planned bytes of a replica or rank in an allocation, by phase."""

@@ -42,6 +42,7 @@ from rlhfless.functions import sharding
 from rlhfless.functions.attention_form import ignored_by_sdpa, is_fused, load_fused
 from rlhfless.functions.attention_kernels import gradient_difference, runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
+from rlhfless.functions.context_rope import choose_frequencies
 from rlhfless.functions.head import OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row, row_side_by_side
@@ -215,6 +216,7 @@ def load_policy(
         )
     )
     _place(model, device, offload=offload)
+    choose_frequencies(model, spec.max_context_tokens)
     policy = policy_of(model, device, compute, mesh, logits_elements, form.head)
     _choose_attention(policy, spec.path)
     _check_against_model(policy, spec.path)
@@ -235,7 +237,10 @@ def policy_of(
     head: Callable[[Any, int | None], OutputHead] = output_head,
 ) -> PolicyNetwork:
     """The parts of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
-    return PolicyNetwork(model, model.get_decoder(), head(model, logits_elements), device, compute_dtype, mesh)
+    decoder = model.get_decoder()
+    if decoder is model:  # transformers does not find that of Llama 4's text model
+        decoder = model.model
+    return PolicyNetwork(model, decoder, head(model, logits_elements), device, compute_dtype, mesh)
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -434,9 +439,9 @@ def _check_against_model(policy: PolicyNetwork, path: str) -> None:
 def _without_padding_token(config: Any) -> Iterator[None]:
     """Within the block a model that scores one sequence scores its last token, even if that is one that pads."""
     configs = {id(each): each for each in (config, config.get_text_config())}.values()
-    kept = [(each, each.pad_token_id) for each in configs]
+    kept = [(each, each.pad_token_id) for each in configs if hasattr(each, "pad_token_id")]
     try:
-        for each in configs:
+        for each, _ in kept:
             each.pad_token_id = None
         yield
     finally:

@@ -131,6 +131,8 @@ def shared_prefix_attention(
         return output, None
     if wanted := [name for name in _OTHER_FORMS if arguments.get(name) is not None]:
         raise SharingUnsupported(f"its attention has {wanted[0]}")
+    if value.shape[-1] != query.shape[-1]:  # multi-head latent attention, such as DeepSeek's
+        raise SharingUnsupported(f"its values have {value.shape[-1]} dimensions a head, and its keys {key.shape[-1]}")
     if torch.is_autocast_enabled(query.device.type):
         wanted_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(wanted_dtype) for tensor in (query, key, value))

@@ -68,7 +68,7 @@ class ColumnFunction(RankedFunction):
             lease=launch.lease,
             function=kind.name,
             worker=kind.worker,
-            model=spec.model,
+            model=launch.within_context(spec.model),
             dtype=spec.learner.dtype,
             micro_batch_tokens=spec.learner.micro_batch_tokens,
             share_prefixes=spec.learner.share_prefixes,

@@ -62,7 +62,7 @@ class CriticFunction(TrainedFunction):
         return CriticSettings(
             run_id=launch.run_id,
             lease=launch.lease,
-            model=spec.critic_source,
+            model=launch.within_context(spec.critic_source),
             training=spec.critic,
             optimizer=spec.critic.optimizer,
             algorithm=spec.algorithm,

@@ -63,7 +63,7 @@ class LearnerFunction(TrainedFunction):
         return LearnerSettings(
             run_id=launch.run_id,
             lease=launch.lease,
-            model=spec.model,
+            model=launch.within_context(spec.model),
             training=spec.learner,
             optimizer=spec.optimizer,
             algorithm=spec.algorithm,

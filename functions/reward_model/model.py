@@ -25,6 +25,7 @@ from rlhfless.chat.messages import ASSISTANT, Message, conversation, tools_of
 from rlhfless.chat.template import ChatTemplate, kwargs_problems
 from rlhfless.functions import sharding
 from rlhfless.functions.attention_form import ignored_by_sdpa, load_fused
+from rlhfless.functions.context_rope import choose_frequencies
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.parking import kept_by
@@ -76,6 +77,7 @@ class RewardModel:
         self._template = ChatTemplate(self._tokenizer, spec.chat_template_kwargs)
         self._encoder = Encoder(self._tokenizer, (), templated=spec.chat_template)
         self._model: Any = model.eval().to(self._device)
+        choose_frequencies(self._model, spec.max_tokens)
         self._configs = (model.config, model.config.get_text_config())
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         tables = (table for name, table in model.named_modules() if isinstance(table, torch.nn.Embedding)
