@@ -15,7 +15,7 @@ from rlhfless.rewards.code_blocks import program_of
 from rlhfless.rewards.code_checks import COUNTER, EQUAL, read_test_code
 from rlhfless.rewards.code_output import same_output
 from rlhfless.rewards.code_stub import programs_of
-from rlhfless.rewards.code_tests import CallTest, OutputTest, Test, entry_point, tests_of
+from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest, Test, entry_point, tests_of
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
 from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, described, listed, quote
 from rlhfless.spec import CodeSpec
@@ -66,12 +66,23 @@ class CodeReward:
             yield Done(index, self._value(sample, tests))
 
     def _value(self, sample: RewardSample, tests: Sequence[Test]) -> float:
-        program = program_of(sample.response)
+        program = program_of(sample.response, _names_under_test(tests))
         if program is None:
             return 0.0
         sources = sources_of(program, sample.columns, self._spec, sample.prompt)
         results = (passes(sources, test, self._spec) for test in tests)
         return float(all(results)) if self._spec.score == "all" else sum(results) / len(tests)
+
+
+def _names_under_test(tests: Sequence[Test]) -> set[str]:
+    """What tests use of the program; nothing where they look at its output."""
+    names: set[str] = set()
+    for test in tests:
+        if not isinstance(test, OutputTest):
+            names.update(part for part in test.function.replace("()", "").rpartition(".")[2:] if part)
+        if isinstance(test, CodeTest):
+            names.update(read_test_code(test.source).uses)
+    return names
 
 
 def _solution_fault(prompt: Prompt, spec: CodeSpec) -> str:
@@ -110,7 +121,8 @@ def passes(sources: Sequence[str], test: Test, spec: CodeSpec) -> bool:
     """Run the program with one test, in a confined process."""
     token = secrets.token_hex()
     given = test.input if isinstance(test, OutputTest) else ""
-    ended = run_confined(CodeTask(tuple(sources), token, given, _what_to_run(test, spec)), spec)
+    expected = len(test.output.encode(errors="surrogatepass")) if isinstance(test, OutputTest) else 0
+    ended = run_confined(CodeTask(tuple(sources), token, given, _what_to_run(test, spec), expected), spec)
     if ended.output is None:
         logger.debug("%s", ended.cause)
         return False

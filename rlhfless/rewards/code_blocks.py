@@ -1,14 +1,15 @@
 """Finds the Python program, or the JSON, in a response: its fenced blocks, read as CommonMark with a few tolerances.
 
-The program is the last block tagged as Python; else the last block without a tag; else, where there is no block at all,
-the response. A response with blocks of other languages only has no program. docs/rewards.md lists the tolerances.
+The program is the last block tagged as Python, of several the last that defines what is tested; else the last block
+without a tag; else, where there is no block at all, the response. A response with blocks of other languages only has no
+program. docs/rewards.md lists the tolerances.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +22,9 @@ _GLUED = re.compile(r"(?!>).*?[^`](?P<fence>`{3,})(?P<info>[ \t]*(?:\{?\.?python
 _PYTHON = re.compile(r"\.?(?:(?:lang|language|source)[-:=])?(?:i?python(?P<more>[\w.-]*)|py[ -]?[\d.]*)", re.IGNORECASE)
 _SESSIONS = ("repl", "console", "session", "traceback")
 _NO_LANGUAGE = frozenset({"", "code"})
+
+# Around programs without a fence in the prompts of MBPP and Code Llama.
+_MARKS = re.compile(r"^\[(?:BEGIN|PYTHON)\][ \t]*\n(.*?)(?:^\[(?:DONE|/PYTHON)\]|\Z)", re.DOTALL | re.MULTILINE)
 
 _TRIPLE = r"""(?P<quotes>\"{3}|'{3})(?:\\.|[^\\])*?(?P=quotes)"""
 # What a program consists of, as far as it matters for where it ends: backticks stand in strings and comments only.
@@ -52,10 +56,24 @@ class Block:
     """The line after its last."""
 
 
-def program_of(response: str) -> str | None:
-    """The response's Python program, dedented where it is a block; None if there is none."""
+def program_of(response: str, names: Collection[str] = ()) -> str | None:
+    """The response's Python program, dedented where it is a block; None if there is none. `names`: what tests use. A
+    block after the program that shows its use or tests it defines none of them."""
     blocks, text = _answer(response)
-    return _last(blocks, "python", "") if blocks else text if text.strip() else None
+    if not blocks:
+        text = next((match[1] for match in _MARKS.finditer(text)), text)
+        return text if text.strip() else None
+    last = _last(blocks, "python", "")
+    tag = "python" if any(block.tag == "python" and block.source.strip() for block in blocks) else ""
+    defines = definition_of(*names)
+    return _last([block for block in blocks if names and defines.search(block.source)], tag) or last
+
+
+def definition_of(*names: str) -> re.Pattern[str]:
+    """Matches a line that defines one of the names: a function or class anywhere, or a variable of the module."""
+    any_of = f"(?:{'|'.join(map(re.escape, names))})"
+    function = rf"[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{any_of}\b"
+    return re.compile(rf"^(?:{function}|{any_of}[ \t]*(?::[^=\n]*)?=(?!=))", re.MULTILINE)
 
 
 def json_blocks_of(response: str) -> list[str]:

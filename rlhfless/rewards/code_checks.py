@@ -33,7 +33,7 @@ EQUAL = "_rlhfless_equal"
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_EXITS = frozenset({"exit", "quit", "_exit"})
+_EXITS = frozenset({"exit", "quit", "_exit", "fail"})
 _CONTEXTS = frozenset({"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns", "assertLogs"})
 _FILLING = frozenset({"patch", "given"})
 """Decorators that give a test arguments: of unittest.mock and hypothesis."""
@@ -60,6 +60,8 @@ class TestCode:
     """Modules that it imports, without the program's."""
     checks: int
     """Checks in the text that can be reached."""
+    uses: frozenset[str]
+    """Names of the program that it uses."""
 
 
 @lru_cache(maxsize=512)
@@ -83,7 +85,8 @@ def read_test_code(source: str) -> TestCode:
     with warnings.catch_warnings(action="ignore"):
         code = compile(tree, "<tests>", "exec", dont_inherit=True)
     functions, classes = (tuple(node.name for node in nodes) for nodes in (reader.functions, reader.classes))
-    return TestCode(code, functions, classes, reader.check, reader.candidate, tuple(reader.imports), checks)
+    found = (reader.check, reader.candidate, tuple(reader.imports), checks, reader.uses)
+    return TestCode(code, functions, classes, *found)
 
 
 class _Reader:
@@ -110,6 +113,7 @@ class _Reader:
         self.imports = list(self._imports())
         self._free = _free_names(source)
         self.candidate = self.check or "candidate" in self._free
+        self.uses = frozenset(self._free | _from_program(tree)) - {"candidate"}
 
     def _collect(self, node: _Function | ast.ClassDef, *, named: bool) -> None:
         """Take a definition as a test if it is one. `named`: other code names it."""
@@ -231,7 +235,8 @@ def _is_check(node: ast.stmt) -> bool:
         calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
         return any(_name(call.func) in _CONTEXTS for call in calls)
     if isinstance(node, ast.If | ast.Try | ast.For | ast.While):
-        parts = [*node.body, *node.orelse]
+        handlers = node.handlers if isinstance(node, ast.Try) else []
+        parts = [*node.body, *node.orelse, *(part for handler in handlers for part in handler.body)]
         return any(isinstance(part, ast.Raise) or _never_holds(part) or _exits(part) for part in parts)
     return isinstance(node, ast.Raise)
 
@@ -340,6 +345,17 @@ def _name(node: ast.AST) -> str:
 
 def _names(nodes: Iterable[ast.AST]) -> set[str]:
     return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _from_program(tree: ast.Module) -> set[str]:
+    """Names that code imports from the program, or takes as attributes of its module."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and _name(node.value) in PROGRAM_MODULES:
+            names.add(node.attr)
+    return names
 
 
 def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 
-from rlhfless.rewards.code_blocks import program_of
+from rlhfless.rewards.code_blocks import definition_of, program_of
 
 _CODE = re.compile(r"^[ \t]*(?:import |from \S+ import |def |async def |class )", re.MULTILINE)
+
+_FUTURE = re.compile(r"^from __future__ import [^(\n]*\n", re.MULTILINE)
 
 
 def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
@@ -22,19 +24,17 @@ def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
         stub = program_of(stub) or ""
     if not name or not _CODE.search(stub):
         return (program,)
-    head = _definition(name).search(stub)
-    if _definition(name).search(program) or re.search(rf"^{name}[ \t]*(?::[^=\n]*)?=[^=]", program, re.MULTILINE):
-        return (f"{stub[: head.start()] if head else stub}\n{program}", program)
+    head = definition_of(name).search(stub)
+    if definition_of(name).search(program):
+        start = stub[: head.start()] if head else stub
+        future = "".join(_FUTURE.findall(program))  # it must be the first statement
+        return (f"{future}{start}\n{_FUTURE.sub('', program)}", program)
     if head is None:
         return (f"{stub}\n{program}", program)
     start = f"{stub.rstrip()}\n"
     indentation = _indentation(start)
     # In the second the first line alone has lost its indentation.
     return (start + textwrap.indent(program, indentation), start + indentation + program.lstrip(), program)
-
-
-def _definition(name: str) -> re.Pattern[str]:
-    return re.compile(rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b", re.MULTILINE)
 
 
 def _indentation(stub: str) -> str:

@@ -55,7 +55,7 @@ Test = OutputTest | CallTest | CodeTest
 _OUTPUT_TYPES = ("stdin", "stdin_stdout", "stdio", "standard_input")
 _CALL_TYPES = ("functional", "function_call", "call_based")
 _FIELDS = ("input", "output", "inputs", "outputs", "fn_name", "func_name", "testtype", "type", "metadata")
-_LISTS = ("test_cases", "tests", "assert_case")
+_LISTS = ("test_cases", "tests", "assert_case", "functional")
 _FUNCTION = re.compile(r"[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*")
 _PACKED_BYTES = 1 << 29
 _SHOWN = "a test is code with asserts, or has `input` and `output`"
@@ -286,7 +286,7 @@ class _Reader:
 
 
 def _text(value: Any, name: str) -> str:
-    if isinstance(value, list | tuple) and value and all(isinstance(line, str) for line in value):
+    if isinstance(value, list | tuple) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
         raise Unscorable(f"`{name}` must be a text for a program's standard {name}; got {quote(repr(value))}")

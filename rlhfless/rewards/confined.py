@@ -101,6 +101,10 @@ def _set_limits(config: Config) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         _set_limit(kind, most)
+    # Deep recursion through C, as of a function with a cache, needs more than the usual 8 MiB.
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    most = config["memory_bytes"] // 4
+    resource.setrlimit(resource.RLIMIT_STACK, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _set_limit(kind: int, most: int) -> None:

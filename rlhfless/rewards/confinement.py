@@ -102,6 +102,8 @@ class CodeTask:
     """Standard input."""
     test: Mapping[str, Any] = field(default_factory=lambda: {"kind": "output"})
     """What rlhfless.rewards.tested runs after the program."""
+    expected_bytes: int = 0
+    """Length of the expected output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,8 @@ def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()
             )
         known = frozenset(os.fstat(file.fileno()).st_ino for file in (stdin, settings))
         folder = Folder(Path(path), process.pid, spec.folder_mib * MIB, spec.folder_files, known)
-        ended = _follow(process, spec, folder, orderly=not program)
+        most = max(spec.output_kib * KIB, 2 * task.expected_bytes)
+        ended = _follow(process, spec, folder, most, orderly=not program)
         return replace(ended, result=reading.read() or b"")
 
 
@@ -237,8 +240,9 @@ def _environment(folder: str) -> dict[str, str]:
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
-def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, orderly: bool) -> CodeEnded:
-    """Read until the process ends, or end it at a limit. `orderly`: give a keeper the time to end descendants."""
+def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, most: int, orderly: bool) -> CodeEnded:
+    """Read until the process ends, or end it at a limit, such as `most` bytes of output. `orderly`: give a keeper the
+    time to end descendants."""
     assert process.stdout is not None
     deadline = time.monotonic() + spec.timeout_s
     next_look = time.monotonic() + LOOK_S
@@ -251,7 +255,7 @@ def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, or
                     chunk = os.read(stream.fileno(), 64 * KIB)
                     closed = not chunk
                     output += chunk
-                if len(output) > spec.output_kib * KIB:
+                if len(output) > most:
                     cause = f"the test's output is longer than output_kib ({spec.output_kib} KiB)"
                 elif (now := time.monotonic()) > deadline:
                     cause = f"the test took longer than timeout_s ({spec.timeout_s:g} s)"

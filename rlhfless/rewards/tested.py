@@ -32,25 +32,55 @@ _PRELUDE = {
 }
 
 
+# As judges set it: solutions for them recurse deeper than Python's 1000 without a word.
+_RECURSION = 50_000
+_MOST_STACK = 64 << 20
+"""Bytes of a thread's stack. Programs ask for up to 512 MiB, which would be all of their memory."""
+
+
 def run(config: Mapping[str, Any]) -> int:
     """Run the program and the test; returns the number of checks that ran. Raises what fails."""
     kind = config["kind"]
+    _prepare_python()
     # Only a program that is judged by its output runs its part under `__name__ == "__main__"`.
     module = type(sys)("__main__" if kind == "output" else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # Python without `site` lacks them
-    module.__dict__["__builtins__"] = builtins
+    module.__dict__.update(__builtins__=builtins, __file__="solution.py")
     keep = _Kept(config["imports"])
     code = _first_that_compiles(config["sources"])
-    if kind == "call":
+    if kind != "code":
         module.__dict__.update(_prelude(code, module.__dict__))
-    exec(code, module.__dict__)
     if kind == "output":
+        exec(code, module.__dict__)
         return 0
+    try:  # noqa: SIM105 (contextlib takes time to import)
+        exec(code, module.__dict__)
+    except SystemExit:
+        pass  # a script that ends with `sys.exit()`: what it has defined is tested
     keep.put_back()
     if kind == "call":
         return _called(module.__dict__, config)
     return _tested(module.__dict__, config)
+
+
+def _prepare_python() -> None:
+    """Set what the judges of the field's data sets set, too."""
+    import _thread
+
+    sys.setrecursionlimit(_RECURSION)
+    sys.set_int_max_str_digits(0)
+    stack_size, opened = _thread.stack_size, builtins.open
+
+    def limited(size: int = 0) -> int:
+        return stack_size(min(size, _MOST_STACK))
+
+    def open_(file: Any, *args: Any, **kwargs: Any) -> Any:
+        # Standard input is a file without a name, and there is no /proc to look it up.
+        return opened(0 if file in ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0") else file, *args, **kwargs)
+
+    _thread.stack_size = limited  # type: ignore[assignment]
+    builtins.open = open_
 
 
 def _first_that_compiles(sources: list[str]) -> Any:
@@ -111,9 +141,10 @@ def _prelude(code: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(namespace: Mapping[str, Any], name: str) -> Callable[..., Any]:
-    """The function under test: of the module, or else a method of its class `Solution`."""
+    """The function under test: a method of the class `Solution`, or else a function of the module, whose name may be
+    an import or of _PRELUDE (`merge`)."""
     first, *parts = name.replace("()", "").split(".")
-    if not callable(namespace.get(first)) and "Solution" in namespace:
+    if first != "Solution" and hasattr(namespace.get("Solution"), first):
         first, parts = "Solution", [first, *parts]
     value = namespace[first]
     for part in parts:
@@ -127,6 +158,7 @@ def _function(namespace: Mapping[str, Any], name: str) -> Callable[..., Any]:
 
 def _called(namespace: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     result = _function(namespace, config["function"])(*config["arguments"])
+    result = _finish(result)
     tolerance = config["float_tolerance"]
     if not any(_equal(result, accepted, tolerance) for accepted in config["accepted"]):
         raise AssertionError("another result")
@@ -276,8 +308,10 @@ def _set_up(function: Any) -> None:
         function(*[None] * max(0, code.co_argcount - bound))
 
 
-def _finish(result: Any) -> None:
-    if hasattr(result, "__await__"):
-        import asyncio
+def _finish(result: Any) -> Any:
+    """A result, awaited if it is a coroutine."""
+    if type(result).__name__ != "coroutine":
+        return result
+    import asyncio
 
-        asyncio.run(result)
+    return asyncio.run(result)

@@ -91,7 +91,8 @@ class CodeSpec(RewardPart):
     open_files: Annotated[int, Field(ge=16, le=65_536)] = 64
     """Most files that a test may have open."""
     output_kib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 256
-    """A test with a longer output fails."""
+    """A test with a longer output fails. Where the expected output is longer than half of this, twice its length is
+    allowed."""
 
     @model_validator(mode="after")
     def _files_fit_in_the_folder(self) -> CodeSpec:
