@@ -147,7 +147,7 @@ class _Reader:
         """Raise Unscorable if the code never uses the response's program, or imports what is not installed."""
         for name in self.imports:
             if not _installed(name):
-                hint = "the response's program can be imported as `solution`"
+                hint = "install it, or import `solution` if it is the response's program"
                 raise Unscorable(f"the test code imports `{name}`, which is not installed; {hint}")
         if self.candidate:
             return

@@ -79,7 +79,7 @@ def _prepare_python() -> None:
         # Standard input is a file without a name, and there is no /proc to look it up.
         return opened(0 if file in ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0") else file, *args, **kwargs)
 
-    _thread.stack_size = limited  # type: ignore[assignment]
+    _thread.stack_size = limited
     builtins.open = open_
 
 
