@@ -17,6 +17,7 @@ from rlhfless.prepare.model_weights import Head, weight_problems
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample, checker
 from rlhfless.rewards.confinement import protection
+from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import column_problems, within_range
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import (
@@ -24,6 +25,7 @@ from rlhfless.spec import (
     FormatSpec,
     HttpSpec,
     LengthPenaltySpec,
+    MathSpec,
     PythonRewardSpec,
     RewardModelSpec,
     RewardSpec,
@@ -50,6 +52,9 @@ def reward_warnings(spec: RunSpec, prompts: Sequence[Prompt]) -> list[str]:
         if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= spec.generation.max_tokens:
             what = f"no response is longer than free_tokens ({reward.free_tokens}), so it is always 0"
             warnings.append(f"rewards.{index}: {what}")
+        if isinstance(reward, MathSpec):
+            own = [prompt for prompt in prompts if reward.scores(prompt.source)]
+            warnings += [f"rewards.{index}: {what}" for what in MathReward(reward).warnings(own)]
         if isinstance(reward, FormatSpec):
             own = [prompt for prompt in prompts if reward.scores(prompt.source)]
             warnings += [f"rewards.{index}: {what}" for what in _opening_warnings(reward, own)]

@@ -71,8 +71,27 @@ _TRAILING_UNITS = re.compile(
     rf"(?:\s*(?:/|\s|\bper\b)\s*{_UNIT}{_POWER})*\s*$"
 )
 _TRAILING_TEXT = re.compile(r"\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:\d|\{-?\d\}|\\circ))?\s*$")
+_TRAILING_COMPOUND = re.compile(
+    r"(?<=[\d}\s])\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:-?\d|\{\s*-?\d\s*\}))?"
+    r"(?:\s*(?:/|\\cdot|\*)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:-?\d|\{\s*-?\d\s*\}))?)+\s*$"
+)
 _NAMES_AFTER_BACKSLASH = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_FUNCTIONS)})(?![A-Za-z])(?=\s*[\d(\\^_{{A-Za-z])")
 
+# A choice with brackets, braces, a point or a colon around its letter, and its value; or the letter alone.
+_CHOICE = re.compile(
+    r"(?:\{?\s*\(\{?(?P<bracketed>[A-J])\}?\)\s*\}?|\{\s*(?P<braced>[A-J])\s*[.):]?\s*\}|"
+    r"(?P<marked>[A-J])\s*(?:[):]|\.(?![A-Za-z]))|(?P<alone>[A-J])(?=$))"
+    r"(?:[\s,:~]|\\[ ,;:!]|\\q?quad)*(?P<value>.*)",
+    re.DOTALL,
+)
+# A second choice in the value of one: several are right.
+_OTHER_CHOICE = re.compile(
+    r"^(?:and|or|&)?\s*\(?[A-J]\)?(?![A-Za-z(])|\([A-J]\)|(?<![A-Za-z])[A-Z]\s*(?:[:=]|[.)]\s)|(?:and|or|[,&])\s+[A-J]$"
+)
+_LABEL = re.compile(
+    r"^\s*\\text\s*\{(?:[^{}]*[A-Za-z]{3}[^{}]*[:=]\s*\}|\s*(?:approximately|approx\.?|about|exactly|a total of)\s*\}"
+    r"|[^{}]*[A-Za-z]{3}[^{}]*\}\s*[:=](?!=))\s*(?=\S)"
+)
 _NAMES = re.compile(r"\\(?:operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _MISREAD = [
     ("the character", re.compile(r"[^\x20-\x7e]|[#@`\"?~$]|(?<!\\)\\(?![A-Za-z{}%|\\])")),
@@ -91,6 +110,7 @@ def as_latex(text: str) -> str:
     """Rewrite an answer into LaTeX without delimiters: Unicode, currency, units, and the ways to write numbers."""
     text = _without_delimiters(_from_unicode(text))
     text = _tidied(text)
+    text = _structures(text)
     text = _numbers(text)
     text = _NAMES_AFTER_BACKSLASH.sub(r"\\\1", text)
     text = re.sub(r"(?<![A-Za-z\\])(pi|infinity|inf|oo)(?![A-Za-z])", _constant, text, flags=re.IGNORECASE)
@@ -100,20 +120,44 @@ def as_latex(text: str) -> str:
 
 
 @lru_cache(maxsize=_CACHED)
+def as_text(text: str) -> str:
+    """An answer as a text in one form, to compare those that no parser reads: without sizes of brackets, braces around
+    a single character and spaces that separate no numbers or words, and with its words in lower case."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", as_latex(text))
+    text = re.sub(r"\\[lc]?dots(?![A-Za-z])", "...", text)
+    text = re.sub(r"[A-Za-z]{3,}", lambda found: found[0] if found[0].isupper() else found[0].lower(), text)
+    text = re.sub(r"\{(\w)\}", r"\1", text)
+    text = re.sub(r"(?<=\d)\s+(?=\d)|(?<=[A-Za-z])\s+(?=[A-Za-z])", "\0", text)
+    return re.sub(r"\s", "", text).replace("\0", " ").rstrip(".;,")
+
+
+@lru_cache(maxsize=_CACHED)
+def choice(text: str) -> tuple[str, str] | None:
+    """Letter and value of an answer to a multiple choice question: `(B) 7`, `\\textbf{(C)}\\ 9`, `D`; else None."""
+    text = _without_delimiters(re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|mbox)\b", "", text))
+    if whole := re.fullmatch(r"\{([^{}]*)\}", text):
+        text = whole[1].strip()
+    found = _CHOICE.fullmatch(text)
+    if found is None or _OTHER_CHOICE.search(found["value"]):
+        return None
+    return found["bracketed"] or found["braced"] or found["marked"] or found["alone"], found["value"].strip()
+
+
+@lru_cache(maxsize=_CACHED)
 def as_words(text: str) -> str | None:
     """The words of an answer that is no mathematics (`\\text{east}`, `No solution.`), in one form; None if it is not
     made of words."""
     text = _without_delimiters(_from_unicode(text))
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\\[ ,;:!]|[~$\"*_]|\\(?:q?quad)", " ", text).strip(" .!")
-    if re.fullmatch(r"\d{4}-\d\d?-\d\d?([T ]\d\d:\d\d.*)?|\d{1,2}:\d\d(:\d\d)?\s*[ap]\.?\s?m\.?|[01]?\d:[0-5]\d:\d\d",
-                    text, re.IGNORECASE):  # fmt: skip
-        return re.sub(r"[\s.]", "", text).casefold()
+    date_or_time = r"\d{4}-\d\d?-\d\d?([T ]\d\d:\d\d.*)?|\d{1,2}(:\d\d){,2}\s*[ap]\.?\s?m\.?|[01]?\d:[0-5]\d:\d\d"
+    if re.fullmatch(date_or_time, text, re.IGNORECASE):
+        return re.sub(r"[\s.]|:00(?=\s*[ap])", "", text.casefold())
     if re.fullmatch(r"[A-Z][a-z]{2,}(?:[ ,]+(?:[A-Z][a-z]+|of))*[ ,]+\d+(?:st|nd|rd|th)?(?:, *\d{4})?", text):
         return re.sub(r"[ ,]+", " ", text).casefold()
     if text.casefold() in ("no", "ok", "up"):  # and no product of variables
         return text.casefold()
-    words = text.replace(",", " ").split()
+    words = [word for word in re.split(r"[\s,&]+", text) if word and word.casefold() != "and"]
     if not words or not all(map(_WORDS.fullmatch, words)):
         return None
     maths = {*_FUNCTIONS, *_GREEK.values(), "infinity", "inf", "sqrt", "and", "or"}
@@ -127,6 +171,9 @@ def unreadable(latex: str) -> str:
     """What a parser would drop or misread in LaTeX that `as_latex` wrote; empty if it reads all of it."""
     if label := re.match(r"\\text\s*\{\s*\(?[A-Z][).:]\s*\}\s*\S", latex):
         return f"a choice and its value, `{label[0]}`"
+    if said := re.search(r"(?<!_)(?<!_\{)\\text\s*\{[^{}]*[A-Za-z]{3}[^{}]*\}", latex):
+        return f"the words `{said[0]}`"
+    latex = re.sub(r"(\\log\s*)_\s*(?:\w|\{\w+\})", r"\1 ", latex)
     bare = re.sub(r"\\text\s*\{[^{}]*\}|\\(?:begin|end)\{[a-z]*matrix\}", " ", latex)
     unknown = next((name for name in re.findall(r"\\([A-Za-z]+)", bare) if name not in _KNOWN), None)
     if unknown is not None:
@@ -185,22 +232,72 @@ def _tidied(text: str) -> str:
     text = re.sub(r"\{\s*\\(?:color\s*\{[^{}]*\}|bf(?![A-Za-z]))\s*([^{}]*)\}|\\color\s*\{[^{}]*\}", r"\1", text)
     text = re.sub(r"^\(?([A-Z])[).:]$", r"\1", text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)", r"\\frac", text)
-    text = re.sub(r"\\(?:left|right|bigg?|Bigg?)(?=[\s()\[\]|.\\{}])\s*\.?", "", text)
+    text = re.sub(r"\\(?:left|right|[bB]igg?[lrm]?)(?=[\s()\[\]|.\\{}]|$)\s*\.?", "", text)
+    text = re.sub(r"\\(leq|geq|eq)slant(?![A-Za-z])", r"\\\1", text).replace("\\langle", "(").replace("\\rangle", ")")
+    text = re.sub(r"\\(?:mathrm|text|rm)\s*\{\s*([ie])\s*\}", r"\1", text)
+    text = re.sub(r"\\overrightarrow(?![A-Za-z])", r"\\vec", text)
     text = re.sub(r"\\(?:displaystyle|textstyle|limits|phantom\{[^{}]*\})", "", text)
     text = re.sub(r"\\(?:mbox|textbf|textit|textrm|textnormal|mathrm|mathit|rm|hbox)(?=[\s{])", r"\\text", text)
     text = re.sub(r"\{\\text\s+([^{}]*)\}", r"\\text{\1}", text)
+    # Labels before a value, and the range of a name behind an equation.
+    text = re.sub(_LABEL, "", text)
+    text = re.sub(r",?\s*(?:\\text\s*\{\s*)?\bfor (?:all|any|every|each)\b.*$", "", text)
+    text = re.sub(r"^\s*\\text\s*\{([^{}]*[\d,][^{}]*|\s*)\}\s*$", r"\1", text)
     text = re.sub(r"(?<=\d)(?:\\[,!; ]|~|\u2009|\u202f|\xa0)+(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<!\\)\\(?:[,!;: ]|q?quad(?![A-Za-z]))", " ", text)
     text = re.sub(r"(?<!\\)~|[\u2009\u202f\xa0]", " ", text)
     text = text.replace("{,}", ",").replace("\\lbrack", "[").replace("\\rbrack", "]").replace("\\lbrace", "\\{")
     text = text.replace("\\rbrace", "\\}").replace("\\%", "%").replace("**", "^").replace("\\varnothing", "\\emptyset")
     text = re.sub(r"^(-?)\s*(?:Rs\.?|INR|USD|EUR|GBP|US(?=\\?\$))\s*(?=\\?[$\d])", r"\1", text)
-    text = re.sub(r"^((?:\\text\{)?-?)\s*(?:\\\$|\$|[€£¥₹]|\\pounds|\\euro)\s*(?:\})?\s*(?=-?[\d.])", r"\1", text)
+    text = re.sub(
+        r"^((?:\\text\{)?-?)\s*(?:\\\$|\$|[€£¥₹]|\\pounds|\\euro)\s*(?:\})?\s*(?=-?[\d.]|-?\\frac)", r"\1", text
+    )
     text = re.sub(r"(?<=\d)\s*(?:\\\$|\$|[€£¥₹])\s*$", "", text)
     text = re.sub(r"(?:\\\$|\$)(?=\d)", "", text)
     text = re.sub(r"\s*\\text\s*\{\s*(?:percent|percentage|%)\s*\}|(?<=\d)\s*(?:percent|percentage|pct)\b", "%", text)
     text = re.sub(r"(?<!\\)\$", " ", text)
     return re.sub(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+", ", ", text)
+
+
+def _structures(text: str) -> str:
+    """Matrices, sets, ratios and double signs in a form that parsers read."""
+    text = re.sub(
+        r"[\[(]\s*\\begin\{array\}\s*(?:\{[^{}]*\})?(.*?)\\end\{array\}\s*[\])]", _matrix, text, flags=re.DOTALL
+    )
+    built = re.fullmatch(r"\\\{\s*([a-z])\s*(?:\\mid|\||:)\s*([^,]*(?:<|>|\\[lg]e)[^,]*)\\\}", text.strip())
+    if built and "\\in" not in built[2]:
+        text = built[2]
+    if re.fullmatch(r"\s*[^:,]+(?::[^:,]+){2,}", text):
+        first, *others = text.split(":")
+        shares = [f"\\frac{{{each.strip()}}}{{{first.strip()}}}" for each in others]
+        text = f"({', '.join(shares)})"
+    if "\\pm" in text and "\\ne" not in text:
+        text = ", ".join(_both_signs(part) for part in _parts(text))
+    return text
+
+
+def _matrix(found: re.Match[str]) -> str:
+    return f"\\begin{{pmatrix}}{found[1]}\\end{{pmatrix}}"
+
+
+def _both_signs(part: str) -> str:
+    if not re.search(r"\\pm(?![A-Za-z])", part) or part.strip().startswith(("(", "[")):
+        return part
+    plus = re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda found: "+" if found[1] == "pm" else "-", part)
+    minus = re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda found: "-" if found[1] == "pm" else "+", part)
+    return f"{plus}, {minus}"
+
+
+def _parts(text: str) -> list[str]:
+    """The parts between commas that are in no brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
 
 
 def _numbers(text: str) -> str:
@@ -213,6 +310,7 @@ def _numbers(text: str) -> str:
     text = re.sub(rf"(?<![\w.])({_NUMBER})\s*(?:\\text\s*\{{\s*)?({'|'.join(_LARGE)})\b(\s*\}})?", _large, text)
     ten = rf"({_NUMBER})\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|([+-]?\d+))(?!\d)"
     text = re.sub(rf"(?<![\w.]){ten}", _written_out, text)
+    text = re.sub(r"(?<=\d)\.(?=\s*[-+*/)^])", "", text)
     text = re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating, text)
     text = re.sub(r"(\d*)\.(\d*)\((\d+)\)(?!\d)", _repeating, text)
     text = re.sub(r"(\d*)\.(\d+)\s*(?:\.\.\.|\\[lc]?dots)", _ellipsis, text)
@@ -299,7 +397,9 @@ def _without_units(text: str) -> str:
     stripped = re.sub(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:C|F|\\text\{[CF]\})?\s*$", "", text)
     stripped = re.sub(r"(?<=[\d)}])\s*(?:degrees?|deg)\s*$|(?<=\d)(?:st|nd|rd|th)$", "", stripped)
     stripped = re.sub(r"^(-?)(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}\s*%$", r"\1(\2+\\frac{\3}{\4})%", stripped)
-    for pattern in (_TRAILING_TEXT, _TRAILING_UNITS):
+    if unit := _TRAILING_TEXT.search(stripped):  # of each of several values
+        stripped = re.sub(rf"\s*{re.escape(unit[0].strip())}(?=\s*,)", "", stripped)
+    for pattern in (_TRAILING_COMPOUND, _TRAILING_TEXT, _TRAILING_UNITS):
         shorter = pattern.sub("", stripped)
         stripped = shorter if re.search(r"[\dA-Za-z\\]", shorter) else stripped
     return stripped

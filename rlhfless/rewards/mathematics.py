@@ -24,7 +24,7 @@ from typing import Any
 from rlhfless.records import Prompt
 from rlhfless.rewards.answers import answer_faults, answer_of
 from rlhfless.rewards.final_answers import boxed_answer, final_part, stated_answers
-from rlhfless.rewards.math_text import UNICODE_MATHS, as_latex, as_words, unreadable
+from rlhfless.rewards.math_text import UNICODE_MATHS, as_latex, as_text, as_words, choice, unreadable
 from rlhfless.rewards.protocol import Begin, Done, RewardError, RewardSample, Unscorable, attempt, listed, quote
 from rlhfless.spec import MathSpec
 
@@ -41,6 +41,9 @@ _MOST_CHARS = 1000
 _MOST_PARSED = 1000
 # Decimal places to which math-verify compares decimals, and digits to which it compares expressions.
 _PLACES, _DIGITS = 6, 15
+# Longest expected answer, in characters, that a response may be expected to write in the same words.
+_MOST_REPEATED = 200
+_INTERVAL = re.compile(r"\\infty|\\cup|\\in(?![a-z])|^\[.*\)$|^\(.*\]$|^\[[^,]*,[^,]*\]$")
 _PLAIN_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 # Words of prose in what is left of a text without commands and names of functions.
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}(?![A-Za-z({}])")
@@ -48,9 +51,21 @@ _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}(?![A-Za-z({}])")
 
 @dataclass(frozen=True)
 class Expected:
-    """An expected answer: words, or mathematics as math-verify compares it."""
+    """An expected answer: words, mathematics as math-verify compares it, or a text that it does not read."""
 
+    text: str
+    """In the form of `as_text`: a response with the same is right."""
     words: str = ""
+    unread: str = ""
+    """Why it is compared as a text alone; empty otherwise."""
+    letter: str = ""
+    """Of a choice between A and J."""
+    value: str = ""
+    """Of a choice that gives its value, too."""
+    percent: Expected | None = None
+    """Of a percentage: its number without the sign."""
+    interval: bool = False
+    """Whether it is an interval, and so equal to the inequality that says the same."""
     parsed: tuple[Any, ...] = ()
     several: bool = False
     """Whether it is a set or tuple of values."""
@@ -70,9 +85,28 @@ class MathReward:
             raise RewardError(spec.label, "needs the package math-verify; install rlhfless[math]")
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See Checked. Expected answers are parsed as they will be in the run."""
+        """See Checked. Where most are long texts without an answer that can be read, the column is a wrong one."""
         if problems := answer_faults(self._spec, prompts):
             return problems
+        faults = [(prompt, unread) for prompt, unread in self._unread(prompts) if self._is_long(prompt)]
+        if len(faults) <= len(prompts) / 2:
+            return []
+        what = f"the expected answers in `{self._spec.answer_field}` are long texts that cannot be read as mathematics"
+        hint = "name the column that holds the final answer (`answer_field`), or take it out by `answer_pattern`"
+        return [listed(what, faults, len(prompts), hint)]
+
+    def warnings(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Names the expected answers that are compared as text, because math-verify does not read them."""
+        if answer_faults(self._spec, prompts) or not (faults := self._unread(prompts)):
+            return []
+        what = f"the expected answers in `{self._spec.answer_field}` cannot be read as mathematics"
+        return [listed(what, faults, len(prompts), "there, a response is right only if it writes the same text")]
+
+    def _is_long(self, prompt: Prompt) -> bool:
+        return len(_written(answer_of(prompt.columns, self._spec))) > _MOST_REPEATED
+
+    def _unread(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
+        """Prompts whose expected answers are not read as mathematics, with the cause. They are parsed as in the run."""
         self.prepare()
         places: dict[str, list[Prompt]] = {}
         for prompt in prompts:
@@ -82,12 +116,11 @@ class MathReward:
         faults = []
         for text, those in places.items():
             try:
-                (_readable if text in skipped else self._gold)(text)
+                unread = _readable(text)[1] if text in skipped else self._gold(text).unread
             except Unscorable as error:
-                faults += [(prompt, str(error)) for prompt in those]
-        what = f"the expected answers in `{self._spec.answer_field}` cannot be read as mathematics"
-        hint = "write them as a number, LaTeX or words, or remove these rows"
-        return [listed(what, faults, len(prompts), hint)] if faults else []
+                unread = str(error)
+            faults += [(prompt, unread) for prompt in those if unread]
+        return faults
 
     def prepare(self) -> None:
         importlib.import_module("math_verify")
@@ -101,10 +134,14 @@ class MathReward:
             yield Done(index, attempt(self._value, sample))
 
     def read(self, text: str) -> str:
-        """An expected answer as it is compared with responses, for people to see. Raises Unscorable."""
+        """An expected answer as it is compared with responses, for people to see."""
         from sympy import sstr
 
         expected = self._gold(text)
+        if expected.unread:
+            return f"the text {quote(expected.text)}, since {expected.unread}"
+        if expected.letter:
+            return f"the choice {expected.letter}" + (f", or {self.read(expected.value)}" if expected.value else "")
         return expected.words or str(sstr(expected.parsed[0], full_prec=False))
 
     def _value(self, sample: RewardSample) -> float:
@@ -121,19 +158,27 @@ class MathReward:
             return 0.0
 
     def _expected(self, text: str) -> Expected:
-        """Parse an expected answer. Raises Unscorable if it cannot be read, or not as a whole."""
-        candidates = _readable(text)
-        if words := _words(candidates[0]):
-            return Expected(words=words)
+        """Parse an expected answer; one that cannot be read as a whole is a text. Raises Unscorable if it is empty."""
+        candidates, unread = _readable(text)
+        if unread:
+            written = _written(text)
+            if not written:
+                raise Unscorable(f"the expected answer in `{self._spec.answer_field}` is empty")
+            return Expected(as_text(written) if len(written) <= _MOST_CHARS else "", unread=unread)
+        first = candidates[0]
+        if chosen := choice(first):
+            return Expected(as_text(first), letter=chosen[0], value=chosen[1])
+        if words := _words(first):
+            return Expected(as_text(first), words)
         try:
             with _cpu_limit(self._spec.cpu_s):
                 for candidate in candidates:
                     if parsed := _parsed(candidate):
-                        return _expected(parsed)
+                        return _expected(candidate, parsed)
         except (_OutOfTime, RecursionError):
-            what = f"takes longer than cpu_s ({self._spec.cpu_s:g} s) to parse"
-            raise Unscorable(f"{quote(candidates[0])} {what}") from None
-        raise Unscorable(f"math-verify does not read {quote(candidates[0])} as a whole")
+            unread = f"{quote(first)} takes longer than cpu_s ({self._spec.cpu_s:g} s) to parse"
+            return Expected(as_text(first), unread=unread)
+        return Expected(as_text(first), unread=f"math-verify does not read {quote(first)} as a whole")
 
 
 def _written(text: str) -> str:
@@ -144,21 +189,26 @@ def _written(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    return (as_words(text) or "") if len(text) <= _MOST_CHARS else ""
+    return (as_words(text) or "") if len(text) <= _MOST_REPEATED else ""
 
 
 def _is_quick(text: str) -> bool:
     """Whether an expected answer is words or a plain number, which need no parser."""
     written = _written(text)
-    return bool(_words(written) or (len(written) <= _MOST_CHARS and _PLAIN_NUMBER.fullmatch(as_latex(written))))
+    return bool(
+        choice(written)
+        or _words(written)
+        or (len(written) <= _MOST_CHARS and _PLAIN_NUMBER.fullmatch(as_latex(written)))
+    )
 
 
-def _readable(text: str) -> list[str]:
-    """What may be the expected answer in a text, the most likely first. Raises Unscorable if none can be read."""
+def _readable(text: str) -> tuple[list[str], str]:
+    """What may be the expected answer in a text, the most likely first, or else why nothing of it can be read."""
     written = _written(text)
-    if readable := [each for each in (written, *stated_answers(written)) if _words(each) or not _fault(each)]:
-        return readable
-    raise Unscorable(f"math-verify does not read {quote(written)} as a whole, because of {_fault(written)}")
+    each = dict.fromkeys((written, *stated_answers(written)))
+    if readable := [one for one in each if choice(one) or _words(one) or not _fault(one)]:
+        return readable, ""
+    return [], f"math-verify does not read {quote(written)} as a whole, because of {_fault(written)}"
 
 
 def _fault(text: str) -> str:
@@ -185,7 +235,15 @@ def _parsed(text: str) -> tuple[Any, ...]:
     found = parse(text, [whole], parsing_timeout=0)
     if not found or isinstance(found[0], str) or not _has_all_names(latex, found[0]):
         return ()
-    return tuple(found[:1])
+    return (_with_imaginary_unit(found[0]),)
+
+
+def _with_imaginary_unit(value: Any) -> Any:
+    """The value with its `i` as the imaginary unit, if that is the only name in it."""
+    from sympy import Expr, I
+
+    names = list(value.free_symbols) if isinstance(value, Expr) else []
+    return value.subs(names[0], I) if [str(name) for name in names] == ["i"] else value
 
 
 def _has_all_names(latex: str, parsed: Any) -> bool:
@@ -196,7 +254,7 @@ def _has_all_names(latex: str, parsed: Any) -> bool:
     return set(re.findall("[a-z]", bare.lower())) <= set(str(parsed).lower())
 
 
-def _expected(parsed: tuple[Any, ...]) -> Expected:
+def _expected(text: str, parsed: tuple[Any, ...]) -> Expected:
     from sympy import Basic, Number, Set, Tuple
     from sympy.matrices import MatrixBase
 
@@ -208,22 +266,63 @@ def _expected(parsed: tuple[Any, ...]) -> Expected:
     further = max(math.ceil(-math.log10(least)) - 3, 0)
     if value == 0:
         further = 9
-    return Expected("", parsed, isinstance(value, Set | Tuple), _PLACES + further, _DIGITS + further)
+    latex = as_latex(text)
+    bare = latex[:-1].strip() if latex.endswith("%") else ""
+    return Expected(
+        as_text(text),
+        percent=_expected(bare, _parsed(bare)) if bare and _parsed(bare) else None,
+        interval=_INTERVAL.search(latex) is not None,
+        parsed=parsed,
+        several=isinstance(value, Set | Tuple),
+        places=_PLACES + further,
+        digits=_DIGITS + further,
+    )
 
 
 def _equal(gold: Expected, text: str) -> bool:
     """Whether a text as a whole is the expected answer."""
+    if len(text) > _MOST_CHARS:
+        return False
+    if gold.letter:
+        return _chosen(gold, text)
     if gold.words:
         return as_words(text) == gold.words
+    if gold.text and as_text(text) == gold.text:
+        return True
     # What is not read as a whole is wrong: parsers would take the part that they know.
-    return not _fault(text) and _verified(gold, _parsed(text))
+    if gold.unread or _fault(text):
+        return False
+    latex = as_latex(text)
+    if latex.endswith("%") and gold.percent is None and _verified(gold, _parsed(latex[:-1])):
+        return True
+    parsed = _parsed(text)
+    return _verified(gold, parsed) or (
+        gold.percent is not None and "%" not in latex and _verified(gold.percent, parsed)
+    )
+
+
+def _chosen(gold: Expected, text: str) -> bool:
+    """Whether a text names the expected choice: by its letter, by its value, or by both."""
+    said = choice(text)
+    if said is None:
+        return bool(gold.value) and _same(gold.value, text)
+    letter, value = said
+    return letter == gold.letter and (not value or not gold.value or _same(gold.value, value))
+
+
+def _same(value: str, text: str) -> bool:
+    """Whether two texts say the same."""
+    if as_text(value) == as_text(text) or ((words := _words(value)) and words == _words(text)):
+        return True
+    return not _fault(value) and bool(parsed := _parsed(value)) and _equal(_expected(value, parsed), text)
 
 
 def _verified(gold: Expected, parsed: Sequence[Any]) -> bool:
     from math_verify import verify
 
-    places, digits = gold.places, gold.digits
-    return bool(verify(list(gold.parsed), list(parsed), places, digits, timeout_seconds=0))
+    places, digits, compares = gold.places, gold.digits, gold.interval
+    gold_first = (list(gold.parsed), list(parsed), places, digits)
+    return bool(verify(*gold_first, timeout_seconds=0, allow_set_relation_comp=compares))
 
 
 def _states(gold: Expected, said: str) -> bool:
@@ -231,8 +330,8 @@ def _states(gold: Expected, said: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     candidates = [text for text in stated_answers(said) if text and len(text) <= _MOST_CHARS]
-    if gold.words:
-        return any(as_words(text) == gold.words for text in candidates)
+    if gold.words or gold.letter or gold.unread:
+        return any(_equal(gold, text) for text in candidates)
     for text in candidates:
         prose = as_words(text) or _fault(text) or _PROSE.search(re.sub(r"\\[A-Za-z]+", " ", as_latex(text)))
         if not prose and (parsed := _parsed(text)):

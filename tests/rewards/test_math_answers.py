@@ -149,7 +149,7 @@ def reward():
         ("2", "\\boxed{2 foo 3}", 0.0),
         ("(2,5)", "\\boxed{(2,5)+1}", 0.0),
         ("A", "\\boxed{A)}", 1.0),
-        ("A", "\\boxed{(A) 7}", 0.0),
+        ("A", "\\boxed{(A) 7}", 1.0),
         ("5", "<think>\nIs it 4? \\boxed{4}\n</think>\n\nThe answer is $\\boxed{5}$.", 1.0),
         ("5", "I think \\boxed{5}. Hmm, \\boxed{6}? No: \\boxed{5}", 1.0),
         ("6", "\\boxed{5}, no, wait, \\boxed{6}", 1.0),
@@ -231,6 +231,11 @@ def test_an_answer_has_the_value_that_its_text_says(reward, answer, response, ex
     assert event.outcome == expected
 
 
+def score(reward, answer, response):
+    (event,) = [event for event in reward.run(samples_of(response, answer=answer)) if isinstance(event, Done)]
+    return event.outcome
+
+
 def prompts_of(*answers):
     return [
         Prompt(str(i), (), f"prompt {i}", {"answer": each}, where=f"train.jsonl:{i}") for i, each in enumerate(answers)
@@ -272,8 +277,7 @@ def test_expected_answers_that_can_be_read_are_no_problem(reward):
         ("\\heartsuit 5", "the command `\\heartsuit`"),
         ("5 ♥", "the character `♥`"),
         ("\\frac{1}{", "braces that do not match"),
-        ("\\textbf{(C) }9", "a choice and its value, `\\text{(C) }9`"),
-        ("B. 7", "a choice and its value, `B. 7`"),
+        ("A. 7 and B. 8", "a choice and its value, `A. 7, B. 8`"),
         ("1,02", "the zeros of `,02`"),
         ("1e500", "the exponent of `1e500`"),
         ("3 hours 20 minutes", "the word `hours`"),
@@ -281,17 +285,102 @@ def test_expected_answers_that_can_be_read_are_no_problem(reward):
         ("1+" * 600, "its length of 1200 characters"),
     ],
 )
-def test_an_expected_answer_that_is_not_read_as_a_whole_is_refused_with_its_place(reward, answer, said):
-    (problem,) = reward.problems(prompts_of("1", answer))
+def test_an_expected_answer_that_is_not_read_as_a_whole_is_named_with_its_place(reward, answer, said):
+    assert reward.problems(prompts_of("1", answer)) == []
+    (problem,) = reward.warnings(prompts_of("1", answer))
     assert (
         "the expected answers in `answer` cannot be read as mathematics in 1 of 2 prompts: train.jsonl:1: " in problem
     )
     assert said.replace("\\", "\\") in problem
-    assert "remove these rows" in problem
+    assert "writes the same text" in problem
+
+
+def test_a_column_of_solutions_without_a_final_answer_is_refused(reward):
+    solution = "First we note that the two lines are parallel, so their slopes agree. " * 4
+    (problem,) = reward.problems(prompts_of("1", solution, solution + "Then we are done."))
+    assert "are long texts that cannot be read as mathematics in 2 of 3 prompts: train.jsonl:1: " in problem
+    assert "`answer_pattern`" in problem
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("3 hours 20 minutes", "3 \\text{ hours } 20 \\text{ minutes}", "3 \\text{ hours } 30 \\text{ minutes}"),
+        ("3 4", "3  4", "34"),
+        ("1, 2, 3, \\ldots, 10", "1,2,3,\\dots,10", "1, 2, \\ldots, 10"),
+        ("n \\equiv 1 \\pmod{4}", "n \\equiv 1 \\pmod 4", "n \\equiv 3 \\pmod 4"),
+        ("10和11之间", "10和11之间", "10和12之间"),
+        ("\\text{All odd } n > 2", "\\text{all odd }n>2", "n > 2"),
+        ("\\textcircled{1}\\textcircled{3}", "\\textcircled{1} \\textcircled{3}", "\\textcircled{1}"),
+        ("x = 0 \\text{ where } t > 1", "x=0 \\text{ where } t>1", "x=0"),
+    ],
+)
+def test_an_answer_that_no_parser_reads_is_compared_as_text(reward, answer, right, wrong):
+    (warning,) = reward.warnings(prompts_of(answer))
+    assert "cannot be read as mathematics in 1 of 1 prompts: train.jsonl:0: " in warning
+    assert reward.problems(prompts_of(answer)) == []
+    boxes = (f"\\boxed{{{answer}}}", f"so $\\boxed{{{right}}}$.", f"\\boxed{{{wrong}}}", "no idea")
+    assert [score(reward, answer, response) for response in boxes] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "expected"),
+    [
+        ("(B) 7", ["B", "(B)", "\\text{(B) }7", "\\textbf{(B)}\\ 7", "7", "7.0", "B. 7", "\\mathrm{(B)}"], 1.0),
+        ("(B) 7", ["A", "(A) 7", "(B) 8", "8", "AB", "(A) or (B)"], 0.0),
+        ("\\textbf{(C)}\\ \\frac{1}{2}", ["C", "0.5", "\\text{C. }\\frac12"], 1.0),
+        ("D", ["(D) 12", "\\textbf{(D)}", "D. the population is stable", "\\text{D}"], 1.0),
+        ("D", ["B", "(B) D", "(C),(D)", "D = 7", "D: 7, E: 8"], 0.0),
+        ("(A),(C)", ["(A), (C)"], 1.0),
+        ("(A),(C)", ["A", "C", "(A)"], 0.0),
+        ("x \\in [-2,7]", ["[-2,7]", "-2 \\le x \\le 7"], 1.0),
+        ("(-\\infty,2)", ["x<2", "(-\\infty, 2)"], 1.0),
+        ("(-\\infty,2)", ["x \\le 2", "2"], 0.0),
+        ("(1,2)", ["1<x<2"], 0.0),
+        ("\\{x \\mid -2 \\leqslant x<1\\}", ["[-2,1)", "-2 \\le x < 1"], 1.0),
+        ("\\frac{-1 \\pm \\sqrt{5}}{2}", ["\\frac{-1+\\sqrt5}{2}, \\frac{-1-\\sqrt5}{2}"], 1.0),
+        ("\\frac{-1 \\pm \\sqrt{5}}{2}", ["\\frac{-1+\\sqrt5}{2}", "-1"], 0.0),
+        ("0, \\pm 2", ["-2, 0, 2", "0, 2, -2"], 1.0),
+        ("1:2:3", ["1:2:3", "2:4:6"], 1.0),
+        ("1:2:3", ["1:3:2", "1:6"], 0.0),
+        ("3pm", ["3 p.m.", "3:00 PM", "3\\text{ PM}"], 1.0),
+        ("3pm", ["3am", "3", "4pm"], 0.0),
+        ("7.5\\%", ["7.5", "0.075", "7.5%"], 1.0),
+        ("7.5\\%", ["75", "7", "0.75"], 0.0),
+        ("10", ["10\\%"], 1.0),
+        ("\\text{B, C}", ["B,C", "\\text{B and C}"], 1.0),
+        ("\\text{B, C}", ["B", "B, D"], 0.0),
+        ("\\$\\frac{1}{2}", ["0.5", "\\$0.50"], 1.0),
+        ("9.8 \\mathrm{~m} / \\mathrm{s}^{2}", ["9.8", "9.8\\text{ m/s}^2"], 1.0),
+        ("\\log_2 3", ["\\log_{2}{3}", "\\frac{\\ln 3}{\\ln 2}"], 1.0),
+        ("\\langle 1, 2\\rangle", ["\\langle 1,2 \\rangle"], 1.0),
+        ("\\langle 1, 2\\rangle", ["\\langle 2,1 \\rangle"], 0.0),
+        ("e^{i\\pi/3}", ["\\frac{1}{2}+\\frac{\\sqrt{3}}{2}i"], 1.0),
+        ("1-\\mathrm{i}", ["1-i"], 1.0),
+        (
+            "\\left[\\begin{array}{rr}1 & 2 \\\\ 3 & 4\\end{array}\\right]",
+            ["\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"],
+            1.0,
+        ),
+        ("f(x) = x \\text{ for all } x", ["f(x)=x", "x", "f(x) = x for all x"], 1.0),
+        ("f(x) = x \\text{ for all } x", ["f(x)=2x", "x^2"], 0.0),
+        ("5", ["\\text{Area} = 5", "\\text{Total: } 5", "\\text{about } 5", "5 \\text{ red balls}"], 1.0),
+        ("n", ["\\text{All odd } n", "\\text{not } n"], 0.0),
+        ("30 \\mathrm{mph}, 40 \\mathrm{mph}", ["30, 40", "30\\text{ mph},40\\text{ mph}"], 1.0),
+        ("\\lambda_{\\text{red}} / \\sqrt{2}", ["\\frac{\\lambda_{\\text{red}}}{\\sqrt{2}}"], 1.0),
+        ("n!", ["n"], 0.0),
+        ("10!", ["10"], 0.0),
+        ("10!", ["3628800"], 1.0),
+        ("-1./3", ["-\\frac13"], 1.0),
+    ],
+)
+def test_other_ways_to_write_the_answers_of_the_field(reward, answer, said, expected):
+    assert reward.warnings(prompts_of(answer)) == [] or answer == "(A),(C)"
+    assert {each: score(reward, answer, f"\\boxed{{{each}}}") for each in said} == dict.fromkeys(said, expected)
 
 
 def test_many_faulty_answers_are_counted_and_the_first_are_named(reward):
-    (problem,) = reward.problems(prompts_of("1", *(f"{i} {i}" for i in range(1, 9))))
+    (problem,) = reward.warnings(prompts_of("1", *(f"{i} {i}" for i in range(1, 9))))
     assert "in 8 of 9 prompts" in problem
     assert "train.jsonl:5" in problem
     assert "train.jsonl:6" not in problem
