@@ -59,8 +59,9 @@ def run(
     # Users' own modules are imported from the current folder, and before it from the spec's.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    before = None
     if resume is not None:
-        loaded, folder = resumed(resume, spec, overrides or (), allowed)
+        before, loaded, folder = resumed(resume, spec, overrides or (), allowed)
     elif spec is not None:
         loaded = load_spec(spec, overrides or ())
         folder = Path(loaded.output) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -70,7 +71,7 @@ def run(
     loaded, _ = on_these_devices(loaded)
     prepared = preflight(loaded)
     private(folder)
-    changed = hold_inputs(loaded, folder, allowed)
+    changed = hold_inputs(loaded, folder, allowed, before)
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
     if folders := folders_in_use():
         (folder / IMPORTS_FILE).write_text("\n".join(folders), "utf-8")
@@ -103,8 +104,8 @@ def _require_unicode(folder: Path) -> None:
 
 def resumed(
     run_folder: Path, spec: Path | None, overrides: Sequence[str], allowed: Collection[str] = ()
-) -> tuple[RunSpec, Path]:
-    """Spec and folder of a run to resume; the spec is the run's own unless another is given. `allowed`: what
+) -> tuple[RunSpec, RunSpec, Path]:
+    """The run's own spec, the spec to resume it with (its own unless another is given), and its folder. `allowed`: what
     --allow-changed names.
 
     Raises InputError if there is nothing to resume, if the spec differs in a field that must not change, or if its
@@ -136,7 +137,7 @@ def resumed(
     problems = schedule_problems(before, loaded, newest.notes.step if newest is not None else 0)
     if problems and SCHEDULE not in allowed:
         raise InputError("--resume", problems)
-    return loaded, folder
+    return before, loaded, folder
 
 
 def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
@@ -172,8 +173,10 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
         outcome = stop.run(execute(Session(spec, prepared, run_id, folder, console, sinks)))
     except Interrupted as interrupted:
         console.close()
+        last = hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN
+        logging.getLogger(__name__).info("%s", last)
         with suppress(OSError):  # the terminal may be closed
-            typer.echo(hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN, err=True)
+            typer.echo(last, err=True)
         raise typer.Exit(interrupted.exit_code) from None
     except Exception as error:
         console.close()

@@ -7,13 +7,14 @@ user resumes the run or the service starts another driver after a crash.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 
 from rlhfless.folders import replace_text
 from rlhfless.functions.training.learning_rate import learning_rate
 from rlhfless.prepare.inputs import KINDS, as_json, changes, from_json, inputs_of
 from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
-from rlhfless.records.journal import has_rollouts
+from rlhfless.records.journal import Journal, has_rollouts
 from rlhfless.records.run_folder import JOURNAL_FILE
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -33,25 +34,46 @@ NOT_RECORDED = (
 )
 
 
-def hold_inputs(spec: RunSpec, folder: Path, allowed: Collection[str] = ()) -> list[str]:
+def hold_inputs(spec: RunSpec, folder: Path, allowed: Collection[str] = (), before: RunSpec | None = None) -> list[str]:
     """Record what the run reads, or compare it with the record if the run has begun; returns warnings.
 
-    `allowed`: the KINDS that may have changed. Raises InputError if others have.
+    After a change, samples of steps that no checkpoint holds are deleted: they were generated from other data, or by
+    weights that the resumed run does not come to. `allowed`: the KINDS that may have changed; `before`: the spec of the
+    earlier attempt. Raises InputError if others have changed.
     """
     now, file = inputs_of(spec), folder / INPUTS_FILE
     warnings = []
     if has_begun(spec, folder):
         try:
-            before = from_json(file.read_text("utf-8"))
+            recorded = from_json(file.read_text("utf-8"))
         except (OSError, ValueError, TypeError):
-            before, warnings = [], [NOT_RECORDED]
-        found = changes(before, now)
+            recorded, warnings = [], [NOT_RECORDED]
+        found = changes(recorded, now)
         problems = [Problem(each.field, each.what, _hint(each.kind)) for each in found if each.kind not in allowed]
         if problems:
             raise InputError("the run cannot resume: what it reads has changed", problems)
         warnings += [f"{each.field}: {each.what}; {ALLOWED}" for each in found]
+        if found or (before is not None and _rescheduled(before, spec)):
+            warnings += _generate_again(spec, folder)
     replace_text(file, as_json(now))
     return warnings
+
+
+def _generate_again(spec: RunSpec, folder: Path) -> list[str]:
+    """Delete the samples after the newest checkpoint; returns a warning if there were any."""
+    newest = checkpoints_of(folder, spec.checkpoint).newest()
+    done, file = newest.notes.step if newest is not None else 0, folder / JOURNAL_FILE
+    if not file.is_file():
+        return []
+    with closing(Journal(file)) as journal:
+        steps = journal.redraw(done)
+    if not steps:
+        return []
+    place = f"after step {done}, the newest checkpoint" if done else "from step 1, because no checkpoint was saved yet"
+    return [
+        f"the run goes on {place}: with the change, {steps} later step(s) are generated and learned again; their "
+        "figures in metrics and trace stay those of the first time"
+    ]
 
 
 def _hint(kind: str) -> str:
@@ -73,12 +95,11 @@ def has_begun(spec: RunSpec, folder: Path) -> bool:
 
 def schedule_problems(before: RunSpec, now: RunSpec, done: int) -> list[Problem]:
     """A problem for each optimiser whose rates depend on `steps`, which has changed after `done` steps."""
-    if before.steps == now.steps or not done:
+    if not done:
         return []
     problems = []
-    for function, optimizer in before.optimizers.items():
-        if optimizer.rate_schedule == "constant":
-            continue
+    for function in _rescheduled(before, now):
+        optimizer = before.optimizers[function]
         updates = max(before.model_copy(update={"steps": done}).planned_updates(function), 0)
         planned, planned_now = before.planned_updates(function), now.planned_updates(function)
         last = learning_rate(optimizer, updates, planned) if updates else 0.0
@@ -96,3 +117,10 @@ def schedule_problems(before: RunSpec, now: RunSpec, done: int) -> list[Problem]
         )
         problems.append(Problem("steps", what, hint))
     return problems
+
+
+def _rescheduled(before: RunSpec, now: RunSpec) -> list[str]:
+    """The functions whose learning rates change with `steps`."""
+    if before.steps == now.steps:
+        return []
+    return [name for name, optimizer in before.optimizers.items() if optimizer.rate_schedule != "constant"]

@@ -159,6 +159,17 @@ class Journal:
     def close(self) -> None:
         self._database.close()
 
+    def redraw(self, after_step: int) -> int:
+        """Delete all rollouts, so that a resume after this step generates them again; returns how many later steps had
+        some. Groups that earlier steps began and left keep their place."""
+        with self._errors(), self._transaction():
+            query = "SELECT count(DISTINCT step) FROM rollouts WHERE step > ?"
+            (steps,) = self._database.execute(query, (after_step,)).fetchone()
+            self._database.execute("DELETE FROM rollouts")
+            self._database.execute("DELETE FROM groups WHERE begun > ?", (after_step,))
+            self._database.execute("UPDATE groups SET taken = NULL WHERE taken > ?", (after_step,))
+        return int(steps)
+
     def _prepare(self) -> None:
         (version,) = self._database.execute("PRAGMA user_version").fetchone()
         if version == JOURNAL_VERSION:

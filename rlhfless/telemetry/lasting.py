@@ -36,7 +36,7 @@ class LastingStream:
 
     def _leave(self, error: Exception) -> None:
         self.closed_by_reader = True
-        log.info("the output is closed (%s): progress is not shown any more, and the run goes on", error)
+        log.info("the output is closed (%s); from here on progress is only logged", error)
         with suppress(OSError, ValueError):  # what is buffered is flushed again at the end of the interpreter
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())

@@ -53,7 +53,7 @@ def test_a_run_goes_on_without_a_reader_and_says_so_once() -> None:
     code, errors = run_without_reader(sys.executable, "-c", PROGRAM, first="run r")
     assert code == 0
     assert errors.splitlines() == [
-        "INFO the output is closed ([Errno 32] Broken pipe): progress is not shown any more, and the run goes on"
+        "INFO the output is closed ([Errno 32] Broken pipe); from here on progress is only logged"
     ]
 
 

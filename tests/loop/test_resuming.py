@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
+from fakes.rollouts import rollout
 from rlhfless.loop.resuming import INPUTS_FILE, NOT_RECORDED, hold_inputs, schedule_problems
 from rlhfless.prepare import inputs
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
+from rlhfless.records.journal import Journal
+from rlhfless.records.run_folder import JOURNAL_FILE
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -179,6 +183,41 @@ def test_a_change_is_named_and_refused_until_it_is_allowed(
     (warning,) = hold_inputs(spec_of(place), run_folder, (kind,))
     assert warning.endswith("; the change was allowed, and the run goes on with it")
     assert hold_inputs(spec_of(place), run_folder) == []  # a crash from here on is recovered from without a word
+
+
+@pytest.mark.parametrize("saved", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ("none", False),
+        ("data", True),
+        ("code", True),
+        ("rates", True),  # a run that was resumed so failed its weight check in step 4, and could never go on
+        ("steps", False),
+    ],
+)
+def test_after_a_change_samples_that_no_checkpoint_holds_are_generated_again(
+    place: Path, change: str, again: bool, saved: int
+) -> None:
+    folder = place / "runs" / "run-3"
+    folder.mkdir(parents=True)
+    optimizer = {"rate_schedule": "constant" if change == "steps" else "linear"}
+    before = spec_of(place, optimizer=optimizer)
+    assert hold_inputs(before, folder) == []
+    if saved:
+        begin(folder, saved)
+    with closing(Journal(folder / JOURNAL_FILE)) as journal:
+        journal.begin_attempt()
+        for step in (4, 5):
+            journal.add(step, [rollout()])
+    {"data": edit_row, "code": reward}.get(change, lambda _: None)(place)
+    now = spec_of(place, optimizer=optimizer, steps=40 if change in ("rates", "steps") else 20)
+    warnings = hold_inputs(now, folder, ("data", "code"), before)
+    told = "after step 3, the newest checkpoint" if saved else "from step 1, because no checkpoint was saved yet"
+    expected = [f"the run goes on {told}: with the change, 2 later step(s) are generated and learned again"] * again
+    assert [each.partition(";")[0] for each in warnings if "allowed" not in each] == expected
+    with closing(Journal(folder / JOURNAL_FILE)) as journal:
+        assert bool(journal.rollouts(4, 5)) is not again
 
 
 def test_all_changes_are_named_at_once(place: Path, run_folder: Path) -> None:

@@ -47,6 +47,19 @@ def test_the_first_of_a_sample_stays(journal: Journal) -> None:
     assert [len(r.token_ids) for r in journal.rollouts(1)] == [3]
 
 
+def test_after_a_change_what_no_checkpoint_holds_is_generated_again(journal: Journal) -> None:
+    journal.begin_groups(2, ["a", "b"])
+    journal.take_groups(2, [(2, "a")])
+    journal.begin_groups(3, ["c"])
+    journal.take_groups(3, [(2, "b")])
+    for step, prompt_id in ((2, "b"), (3, "c"), (4, "p")):
+        journal.add(step, [rollout(prompt_id)])
+    assert journal.redraw(2) == 2
+    assert journal.rollouts(1, 2, 3, 4) == []
+    assert journal.groups(3) == [BegunGroup(2, "b", None)]  # begun by a step that is learned, and still to be taken
+    assert journal.redraw(2) == 0
+
+
 def test_a_checkpoint_makes_older_steps_needless(journal: Journal) -> None:
     for step in (1, 2, 3):
         journal.add(step, [rollout()])
