@@ -174,10 +174,12 @@ def test_the_accuracy_of_a_policy_that_is_its_reference_is_one_half_in_any_batch
         ("float32", 1.5, 1.5, 0.5),
         ("float32", 1.5000001, 1.5, 0.5),
         ("float32", -3.0, -3.0000002, 0.5),
+        ("float32", 1.500005, 1.5, 0.5),  # 13 held-out pairs of a trained model before step 1: .462 instead of .5
         ("float32", 1.501, 1.5, 1.0),
         ("float32", 1.5, 1.501, 0.0),
         ("bfloat16", 1.5, 1.5 + 2**-8, 0.5),
         ("bfloat16", 1.5, 1.5 - 2**-8, 0.5),
+        ("bfloat16", 1.5, 1.48, 0.5),
         ("bfloat16", 1.5, 1.45, 1.0),
         ("bfloat16", 100.0, 100.5, 0.5),
     ],
