@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -89,6 +90,10 @@ class Link:
             except Replaced as error:
                 self._on_replaced(str(error))
                 return
+            except sqlite3.ProgrammingError:
+                if not self._closing.is_set():
+                    raise
+                return  # `close` has waited long enough, and the outbox is closed
             except (httpx.HTTPError, OSError, ValueError) as error:
                 self._note_silence(error)
                 self._wake.wait(AWAY_S)
