@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rlhfless.redaction import redacted
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.other_tools import NAMES
 from rlhfless.spec.removed import removed_problems
 
 # Longest value quoted in a message.
@@ -249,11 +250,19 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
 
 
 def _key_hint(path: Path, model: type[BaseModel], root: type[BaseModel]) -> str:
-    key, valid = str(path[-1]), list(model.model_fields)
-    elsewhere = [place for place in keys(root) if place.rpartition(".")[2] == key]
+    key, valid, places = str(path[-1]), list(model.model_fields), list(keys(root))
+    elsewhere = [place for place in places if place.rpartition(".")[2] == key]
+    words = set(key.split("_"))
+    longer = [each for each in valid if words < set(each.split("_"))]
     if types := _types_with(path, root):
         hint = f"it is a key of other types: {', '.join(types)}. "
-    elif not (hint := nearest(key, valid, cutoff=_TYPING_ERROR)):
+    elif NAMES.get(key) in places:
+        hint = f"here it is `{NAMES[key]}`. "
+    elif hint := nearest(key, valid, cutoff=_TYPING_ERROR):
+        pass
+    elif len(path) > 1 and len(longer) == 1:  # `schedule` in `optimizer` is `rate_schedule`, not the run's schedule
+        hint = f"did you mean `{longer[0]}`? "
+    else:
         hint = f"did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, valid)
     return f"{hint}Valid keys here: {', '.join(valid)}"
 

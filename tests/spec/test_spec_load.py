@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, RunSpec
 from rlhfless.spec.document import dump, parse
 from rlhfless.spec.errors import SpecError
+from rlhfless.spec.explain import keys
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
+from rlhfless.spec.other_tools import NAMES
 from rlhfless.spec.removed import removed_problems
 
 MINIMAL = """\
@@ -213,6 +215,10 @@ def test_a_removed_key_is_told_from_an_unknown_one():
         ("stesp: 4", ["stesp (line 7)", "did you mean `steps`?", "Valid keys here: type, name, model"]),
         ("schedule: {max_staleness: 2}", ["schedule.max_staleness (line 7)", "a key of other types: partial, async."]),
         ("learning_rate: 1", ["learning_rate", "did you mean `optimizer.learning_rate`?"]),
+        ("optimizer: {schedule: linear}", ["optimizer.schedule", "did you mean `rate_schedule`?"]),
+        ("evaluation: {steps: 5}", ["evaluation.steps", "did you mean `every_steps`?"]),
+        ("num_generations: 8", ["num_generations (line 7)", "here it is `samples_per_prompt`."]),
+        ("optimizer: {lr_scheduler_type: cosine}", ["here it is `optimizer.rate_schedule`."]),
         ("generation:\n  temperatur: 1", ["generation.temperatur (line 8)", "did you mean `temperature`?"]),
         (
             "- type: exactmatch",
@@ -402,3 +408,9 @@ def test_a_document_that_is_too_large_is_refused_with_its_line(text, message, tm
 def test_a_file_without_an_end_is_not_read_to_its_end():
     with pytest.raises(SpecError, match="more than 4,194,304 characters"):
         load_spec("/dev/zero")
+
+
+def test_names_of_other_tools_stand_for_keys_and_are_none_themselves() -> None:
+    known = set(keys(RunSpec))
+    assert set(NAMES.values()) <= known
+    assert not set(NAMES) & known
