@@ -177,6 +177,7 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
     from rlhfless.cli.tables import table
     from rlhfless.prepare.memory.room import CHART_KEY, chart_shared_memory
     from rlhfless.scaling.memory import GIB
+    from rlhfless.telemetry.numbers import parameter_count
     from rlhfless.telemetry.terminal import Prose, Terminal
 
     console = Terminal()
@@ -185,7 +186,7 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
         console.print(Prose(text, style))
 
     say(
-        f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}"
+        f"{parameter_count(asked.shape.parameters)} parameters on {asked.count} x {asked.sheet.kind}"
         f"{_learner_devices(asked)}, {asked.spec.placement.mode}, sequences of at most {plan.sequence_tokens:,} tokens"
     )
     sizes = table("device", "function", "phase", "parts", "GiB", texts=4)

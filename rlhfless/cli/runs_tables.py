@@ -49,8 +49,8 @@ def runs_table(runs: Sequence[RunObject], width: int | None) -> Table:
 def best_by(checkpoint: CheckpointObject) -> str:
     """What makes a checkpoint the best: metric, value and step."""
     if checkpoint.score is None:
-        return f"the newest: none was saved with a value of {checkpoint.metric or 'checkpoint.best.metric'}"
-    return f"{checkpoint.metric or 'score'} {checkpoint.score:.4g} after step {checkpoint.step}"
+        return f"the newest, because {checkpoint.metric or 'checkpoint.best.metric'} was not measured at a saved step"
+    return f"{checkpoint.metric or 'score'} = {checkpoint.score:.4g} after step {checkpoint.step}"
 
 
 def run_lines(run: RunObject) -> RenderableType:

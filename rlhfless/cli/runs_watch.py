@@ -59,13 +59,18 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
     if ended.status is Status.SUCCEEDED:
         console.show(_report(client, ended, before))
     else:
-        typer.echo(f"{run.id} {ended.status}: {ended.status_reason}", err=True)
+        typer.echo(f"{run.id} {_status(ended.status, ended.status_reason)}", err=True)
     return ended
 
 
 def exit_code_of(run: RunObject) -> int:
     """0 for a run that has succeeded, 3 for one that has failed, 5 for one that was cancelled or paused."""
     return {Status.SUCCEEDED: 0, Status.FAILED: 3}.get(run.status, 5)
+
+
+def _status(status: str, reason: str) -> str:
+    """A status and its reason, which often begins with the status: `paused: stopped after step 25`."""
+    return reason if reason.startswith(status) else f"{status}: {reason}"
 
 
 def _at_rest(client: Client, event: EventObject) -> RunObject | None:
@@ -86,7 +91,7 @@ def _show_reasons(url: str, run_id: str, console: Console, over: threading.Event
                 console.set_activity(str(error))
                 continue
             if not over.is_set():
-                console.set_activity(f"{run.status}: {run.status_reason}")
+                console.set_activity(_status(run.status, run.status_reason))
 
 
 def _show(console: Console, event: EventObject, before: dict[str, float]) -> None:
@@ -96,7 +101,7 @@ def _show(console: Console, event: EventObject, before: dict[str, float]) -> Non
             before |= {name.removeprefix(EVAL): value for name, value in values.items()}
         console.emit(event.data["step"], values)
     elif event.type == "status":
-        console.show(f"{event.data['status']}: {event.message}")
+        console.show(_status(event.data["status"], event.message))
     else:
         console.show(event.message if event.level == "info" else f"{event.level}: {event.message}")
 

@@ -133,12 +133,12 @@ class Checkpoints:
         return notes.score if counts else None
 
     def best_by(self, checkpoint: Checkpoint | None) -> str:
-        """What makes a checkpoint the best, in words: `eval/reward_mean 0.8125 after step 20, the largest of ...`."""
+        """What makes a checkpoint the best, in words: `eval/reward_mean = 0.8125 after step 20, the largest of ...`."""
         score, metric = self.score(checkpoint.notes) if checkpoint else None, self._best.metric
         if checkpoint is None or score is None:
-            return f"the newest: none was saved with a value of {metric}"
+            return f"the newest, because {metric} was not measured at a saved step"
         which = "smallest" if self._best.mode == "min" else "largest"
-        return f"{metric} {score:.4g} after step {checkpoint.notes.step}, the {which} of the saved steps"
+        return f"{metric} = {score:.4g} after step {checkpoint.notes.step}, the {which} of the saved steps"
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[int]:
         """The steps of those to keep: the last few, and the best."""

@@ -11,8 +11,14 @@ def count(value: float | None) -> str:
 
 
 def decimal(value: float | None, digits: int = 3) -> str:
-    """A decimal: `0.412`."""
-    return _DASH if value is None else f"{value:,.{digits}f}"
+    """A decimal: `0.412`. What rounds to zero has no sign."""
+    return _DASH if value is None else f"{value:z,.{digits}f}"
+
+
+def parameter_count(parameters: float) -> str:
+    """A number of parameters: `0.5 M`, `33.4 M`, `0.494 B`."""
+    unit, name = (1e9, "B") if parameters >= 1e8 else (1e6, "M")
+    return f"{parameters / unit:.3g} {name}"
 
 
 def money(usd: float | None) -> str:

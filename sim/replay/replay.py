@@ -149,7 +149,9 @@ def replay(
     batches = {batch.step: batch for batch in drawn}
     records = [record for record in trace.steps if record.step in batches]
     if not records:
-        raise TraceError(f"the trace of {trace.meta.run_id} has no step with rollouts; record at least one")
+        raise TraceError(
+            f"the trace of {trace.meta.run_id} has no step with rollouts: replay a run of type rlhf that has done one"
+        )
     fitted_to, judged = "the file given", records
     if latency is None:
         learned = records[: max(len(records) // 2, 1)]

@@ -124,8 +124,8 @@ def test_the_best_is_named_with_its_metric_value_and_step() -> None:
     rows = [notes(2, 0.5, "eval/reward_mean"), notes(4, 0.875, "eval/reward_mean"), notes(6, None, "eval/reward_mean")]
     best = checkpoints.best(rows)
     assert best is rows[1]
-    assert checkpoints.best_by(best) == "eval/reward_mean 0.875 after step 4, the largest of the saved steps"
-    assert checkpoints.best_by(rows[2]) == "the newest: none was saved with a value of eval/reward_mean"
+    assert checkpoints.best_by(best) == "eval/reward_mean = 0.875 after step 4, the largest of the saved steps"
+    assert checkpoints.best_by(rows[2]) == "the newest, because eval/reward_mean was not measured at a saved step"
 
 
 def test_scores_of_another_metric_do_not_count() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console as Terminal
 from rich.console import RenderableType
 
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.numbers import clock, count, decimal, money
+from rlhfless.telemetry.numbers import clock, count, decimal, money, parameter_count
 
 
 class Tty(io.StringIO):
@@ -154,6 +154,13 @@ def test_numbers_as_people_read_them() -> None:
     assert [money(usd) for usd in (None, 0.01234, 1.005, 1234.5)] == ["-", "$0.0123", "$1.00", "$1,234.50"]
     assert (count(1234.4), count(None)) == ("1,234", "-")
     assert (decimal(0.4125), decimal(12.34, 1), decimal(None)) == ("0.412", "12.3", "-")
+    assert (decimal(-0.0004), decimal(-0.0006)) == ("0.000", "-0.001")
+    assert [parameter_count(parameters) for parameters in (484e3, 33.4e6, 494e6, 70.6e9)] == [
+        "0.484 M",
+        "33.4 M",
+        "0.494 B",
+        "70.6 B",
+    ]
 
 
 def test_a_resumed_run_shows_the_step_and_the_time_of_all_its_attempts_at_once() -> None:

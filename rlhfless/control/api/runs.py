@@ -300,7 +300,8 @@ async def delete_run(service: OfService, caller: Runs, run_id: str) -> None:
         row = store.run_of(session, run_id)
         require_own(caller, row)
         if row.status not in ENDED:
-            raise ApiError(409, "not_possible", f"run {run_id} is {row.status}; cancel it before it is deleted")
+            first = "wait for its end" if row.status == Status.CANCELLING else "cancel it first"
+            raise ApiError(409, "not_possible", f"run {run_id} is {row.status} and cannot be deleted yet; {first}")
         store.forget_run(session, run_id)
         store.touch(session, row)
         return row.folder

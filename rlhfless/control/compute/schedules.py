@@ -173,7 +173,9 @@ def _refused(asked: Question, schedule: ScheduleSpec, one: Predicted, sync: Pred
     saved = 1 - one.cost.step_s / sync.cost.step_s
     if saved >= LEAST_SAVING:
         return None
-    saves = f"it {'saves' if saved >= 0 else 'costs'} {abs(saved):.0%} of a step"
+    saves = (
+        f"it {'saves' if saved > 0 else 'costs'} {abs(saved):.0%} of a step" if round(saved, 2) else "it saves nothing"
+    )
     if not (schedule.streaming or schedule.steps_ahead):
         return f"{saves}: the longest responses hold a step up little"
     shares = {name: sync.shares.get(name, 0.0) for name in (FunctionName.GENERATION, FunctionName.LEARNER)}
