@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
+from rlhfless.prepare.attention import attention_warnings
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
 from rlhfless.prepare.checkpoint_trial import checkpoint_problems
 from rlhfless.prepare.critic import critic_problems
@@ -113,6 +114,7 @@ def _preflight(spec: RunSpec) -> Prepared:
         raise InputError("the run cannot start", problems)
     max_model_len = _longest(spec, everything, policy)
     warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len), *doubts]
+    warnings += attention_warnings(spec, max_model_len)
     return Prepared(
         policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings)
     )

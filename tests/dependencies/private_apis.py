@@ -291,6 +291,8 @@ TRANSFORMERS_NAMES = (
     PrivateName("torch.nn.Module", (FORM,), "a module with its own numbers", has=("_parameters",)),
     PrivateName("transformers.PreTrainedConfig", ("functions/training/model_files.py", FORM),
                 "whether its code is its own; the attention of a model", has=("_auto_class", "_attn_implementation")),
+    PrivateName("transformers.PreTrainedModel", (FORM,), "tell a model that has eager attention alone",
+                has=("_supports_sdpa",)),
     PrivateName("transformers.PreTrainedModel", ("functions/sharding.py",), "the layers of a model",
                 has=("_no_split_modules",)),
 )  # fmt: skip

@@ -13,11 +13,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BloomConfig,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     Llama4TextConfig,
+    MambaConfig,
     PreTrainedConfig,
     VaultGemmaConfig,
 )
@@ -26,7 +28,7 @@ from fakes.families import FAMILIES, SHAPE, save
 from fakes.tiny_learner import make_pairs, make_rank, make_supervised
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.examples import pack_examples
-from rlhfless.functions.attention_form import ignored_by_sdpa
+from rlhfless.functions.attention_form import eager_reason, ignored_by_sdpa
 from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.records import FinishReason
@@ -203,3 +205,24 @@ def test_a_reward_model_scores_with_the_cap(cap: float | None, tmp_path: Path, t
     with torch.inference_mode():
         expected = float(eager(input_ids=torch.tensor([sequence])).logits[0, 0])
     assert model.score([RewardSample("", "", 1, FinishReason.STOP)]) == pytest.approx([expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("form", [*FORMS, *FUSED])
+def test_a_configuration_tells_which_attention_a_model_will_have(form: str, tmp_path: Path) -> None:
+    config = (FORMS | FUSED)[form]()
+    policy = loaded(save(config, tmp_path), share_prefixes=False)
+    assert bool(eager_reason(config)) == (policy.model.config._attn_implementation == "eager")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Gemma2Config(**GEMMA2, attn_logit_softcapping=50.0), "a soft cap (attn_logit_softcapping: 50)"),
+        (GptOssConfig(), "no other for GptOssForCausalLM"),
+        (BloomConfig(), "no other for BloomForCausalLM"),
+        (MambaConfig(), ""),
+    ],
+)
+def test_the_reason_is_named_without_weights(config: PreTrainedConfig, words: str) -> None:
+    assert words in eager_reason(config)
+    assert bool(words) == bool(eager_reason(config))
