@@ -166,14 +166,17 @@ class ChatTemplate:
             if lost := next((number for number in message.numbers if number not in rendering.text), None):
                 detail = f"{lost} in a tool call of {_place(messages, index)} is not in what it writes"
                 raise DataFault("the chat template drops a text", detail, "use a template that writes tool calls")
-        self.require_tools(rendering, tools)
+        self._require_tools(rendering, messages, tools)
         return cut
 
-    @staticmethod
-    def require_tools(rendering: Rendering, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Raises DataFault if the rendering lacks a function that the row offers."""
+    def _require_tools(
+        self, rendering: Rendering, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Raises DataFault if the rendering lacks a function that the row offers. A call of it does not describe it; a
+        system message may."""
+        described = " ".join(message.text for message in messages if message.role in ("system", "developer"))
         for name in tool_names(tools or ()):
-            if name not in rendering.text:
+            if name not in (rendering.text if self.reads_tools else described):
                 hint = "use a template that writes tools, or remove the column"
                 raise DataFault("the chat template drops the column `tools`", f"{name!r} is not in it", hint)
 
