@@ -108,6 +108,10 @@ _MISREAD = [
 @lru_cache(maxsize=_CACHED)
 def as_latex(text: str) -> str:
     """Rewrite an answer into LaTeX without delimiters: Unicode, currency, units, and the ways to write numbers."""
+    return _without_units(_with_units(text)).strip()
+
+
+def _with_units(text: str) -> str:
     text = _without_delimiters(_from_unicode(text))
     text = _tidied(text)
     text = _structures(text)
@@ -115,15 +119,14 @@ def as_latex(text: str) -> str:
     text = _NAMES_AFTER_BACKSLASH.sub(r"\\\1", text)
     text = re.sub(r"(?<![A-Za-z\\])(pi|infinity|inf|oo)(?![A-Za-z])", _constant, text, flags=re.IGNORECASE)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(", r"\\sqrt(", text)
-    text = _braced(text, "\\sqrt(")
-    return _without_units(text).strip()
+    return _braced(text, "\\sqrt(")
 
 
 @lru_cache(maxsize=_CACHED)
 def as_text(text: str) -> str:
     """An answer as a text in one form, to compare those that no parser reads: without sizes of brackets, braces around
     a single character and spaces that separate no numbers or words, and with its words in lower case."""
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", as_latex(text))
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", _with_units(text))
     text = re.sub(r"\\[lc]?dots(?![A-Za-z])", "...", text)
     text = re.sub(r"[A-Za-z]{3,}", lambda found: found[0] if found[0].isupper() else found[0].lower(), text)
     text = re.sub(r"\{(\w)\}", r"\1", text)

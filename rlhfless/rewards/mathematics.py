@@ -139,7 +139,7 @@ class MathReward:
 
         expected = self._gold(text)
         if expected.unread:
-            return f"the text {quote(expected.text)}, since {expected.unread}"
+            return f"the text {quote(_written(text))}, since {expected.unread}"
         if expected.letter:
             return f"the choice {expected.letter}" + (f", or {self.read(expected.value)}" if expected.value else "")
         return expected.words or str(sstr(expected.parsed[0], full_prec=False))

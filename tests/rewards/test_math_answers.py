@@ -306,6 +306,7 @@ def test_a_column_of_solutions_without_a_final_answer_is_refused(reward):
     ("answer", "right", "wrong"),
     [
         ("3 hours 20 minutes", "3 \\text{ hours } 20 \\text{ minutes}", "3 \\text{ hours } 30 \\text{ minutes}"),
+        ("3 hours 20 minutes", "3 Hours  20 Minutes", "3 hours 20 seconds"),
         ("3 4", "3  4", "34"),
         ("1, 2, 3, \\ldots, 10", "1,2,3,\\dots,10", "1, 2, \\ldots, 10"),
         ("n \\equiv 1 \\pmod{4}", "n \\equiv 1 \\pmod 4", "n \\equiv 3 \\pmod 4"),
