@@ -84,7 +84,7 @@ def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
     from rlhfless.spec.explain import nearest
 
     if kinds and resume is None:
-        raise typer.BadParameter("is for a run with --resume", param_hint="--allow-changed")
+        raise typer.BadParameter("it needs --resume RUN: a new run has changed nothing", param_hint="--allow-changed")
     for kind in kinds:
         if kind not in ALLOWABLE:
             what = f"{kind!r} is not one of {', '.join(ALLOWABLE)}. {nearest(kind, ALLOWABLE)}".rstrip()

@@ -156,7 +156,7 @@ def usage_table(usage: UsageObject) -> RenderableType:
 
 
 def _step(step_s: float, step_usd: float) -> str:
-    return f"{decimal(step_s, 2)} s and ${step_usd:.3g}"
+    return f"{decimal(step_s, 2)} s and {money(step_usd) if step_usd >= 0.01 else f'${step_usd:.6f}'}"
 
 
 def time_of(unix_s: float) -> str:

@@ -326,19 +326,22 @@ def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
     figures = ("", "_greedy", *(f"_pass@{k}" for k in spec.evaluation.pass_at))
     sets = dict.fromkeys(f"eval/{prompt.source}/" if prompt.source else "eval/" for prompt in held_out)
     labels = [part.label for part in spec.rewards]
-    written = ("loss", "preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward")
+    of_pairs = {"preference_accuracy", "preference_margin", "chosen_reward", "rejected_reward"}
+    written = {"loss", *(of_pairs if spec.type in ("dpo", "reward_model") else ())}
     known = {
         *(f"eval/{name}" for name in written if spec.supervised and held_out),
         *(["eval/reward_mean"] if held_out and not spec.supervised else ()),
-        *(name for name, declared in METRICS.items() if declared.label is None),
+        *(name for name, declared in METRICS.items() if declared.label is None and name not in of_pairs - written),
         *(f"reward/{label}" for label in labels),
         *(f"{each}{label}{figure}" for each in sets for label in labels for figure in figures),
     }
     if metric in known or (slash and family in METRICS.keys() - {"reward", "eval"}):
         return []
-    hint = (
-        f"{nearest(metric, known)}Metrics are listed in docs/metrics.md; figures of evaluations need held-out prompts"
-    )
+    if family == "eval" and not held_out:
+        what = f"{metric!r} is measured on held-out data, and this run has none"
+        hint = f"give {spec.data.section}.held_out, such as {{fraction: 0.05}}, or name a metric of the steps"
+        return [Problem("checkpoint.best.metric", what, hint)]
+    hint = f"{nearest(metric, known)}Metrics are listed in docs/metrics.md"
     return [Problem("checkpoint.best.metric", f"{metric!r} is no metric of this run", hint)]
 
 

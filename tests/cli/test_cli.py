@@ -286,7 +286,7 @@ def test_what_may_change_is_named_by_its_word(begun, spec, word, told):
     result = invoke("run", "--resume", begun[0], "--allow-changed", word)
     assert result.exit_code == 2
     assert told in " ".join(result.stderr.replace("│", " ").split())
-    assert "is for a run with --resume" in invoke("run", spec, "--allow-changed", "data").stderr
+    assert "it needs --resume RUN" in invoke("run", spec, "--allow-changed", "data").stderr
 
 
 @pytest.fixture

@@ -530,6 +530,25 @@ def test_the_metric_of_the_best_checkpoint_is_one_of_the_run(fault, check, write
         assert text in message
 
 
+@pytest.mark.parametrize(
+    ("run_type", "metric", "told"),
+    [
+        ("sft", "eval/loss", ["is measured on held-out data, and this run has none", "demonstrations.held_out"]),
+        ("dpo", "eval/preference_accuracy", ["is measured on held-out data", "preferences.held_out"]),
+        ("sft", "preference_accuracy", ["is no metric of this run"]),
+    ],
+)
+def test_the_best_checkpoint_of_written_responses_needs_a_figure_of_the_run(check, write_rows, run_type, metric, told):
+    row = {"response": " w2", "chosen": " w2", "rejected": " w3"}
+    rows = write_rows([row | {"prompt": f"w{i}"} for i in range(4)], "written.jsonl")
+    section = "demonstrations" if run_type == "sft" else "preferences"
+    spec = {"type": run_type, "model": check.model, section: {"path": str(rows)}, "prompts_per_step": 4}
+    with pytest.raises(InputError) as caught:
+        preflight(RunSpec.model_validate(spec | {"checkpoint": {"best": {"metric": metric}}}))
+    for text in ("checkpoint.best.metric", *told):
+        assert text in str(caught.value)
+
+
 @pytest.mark.parametrize("run_type", ["rlhf", "sft", "reward_model", "dpo"])
 def test_the_smallest_spec_of_each_type_can_start(check, write_rows, run_type):
     row = {"prompt": "w1", "response": " w2", "chosen": " w2", "rejected": " w3"}
