@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
@@ -96,20 +96,22 @@ class _Reader:
         self._tree = tree
         top = [node for node in tree.body if isinstance(node, _Scope)]
         self._cases = _test_cases(top)
+        fixtures = _fixtures(top)
         self.functions: list[_Function] = []
         self.classes: list[ast.ClassDef] = []
         self.check = False
         namings = Counter(name for each in top for name in _names(ast.walk(each)))
         called = _names(_walk(tree.body))
-        for node in top:
+        for node in [node for node in top if not _is_fixture(node)]:
             own = node.name in _names(ast.walk(node))
             if not _skipped(node):
                 self._collect(node, named=node.name in called or namings[node.name] > own)
         for function in self.functions:
-            _require_no_fixture(function, _required(function), function.decorator_list)
+            _require_fixtures(function, _required(function), function.decorator_list, fixtures)
         for node in self.classes:
             for method in _tests_of_class(node) if node.name not in self._cases else ():
-                _require_no_fixture(method, _required(method)[1:], [*method.decorator_list, *node.decorator_list])
+                decorators = [*method.decorator_list, *node.decorator_list]
+                _require_fixtures(method, _required(method)[1:], decorators, fixtures)
         self.imports = list(self._imports())
         self._free = _free_names(source)
         self.candidate = self.check or "candidate" in self._free
@@ -317,9 +319,37 @@ def _required(node: _Function) -> list[str]:
     return [arg.arg for arg in first] + [arg.arg for arg, default in pairs if default is None]
 
 
-def _require_no_fixture(node: _Function, required: Sequence[str], decorators: Sequence[ast.expr]) -> None:
-    """Raise Unscorable for a test that needs a fixture of pytest, or has no parameters."""
-    given: set[str] = set()
+def _is_fixture(node: ast.AST) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    return any(_name(each.func if isinstance(each, ast.Call) else each) == "fixture" for each in decorators)
+
+
+def _fixtures(top: Sequence[ast.AST]) -> set[str]:
+    """Names of the fixtures that tests may use: those of the code without parameters, and some of pytest's."""
+    names = {"capsys", "tmp_path"} | ({"monkeypatch"} if _installed("pytest") else set())
+    todo = {}
+    for node in top:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_fixture(node):
+            calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
+            keys = {keyword.arg: keyword.value for call in calls for keyword in call.keywords}
+            named = keys.get("name")
+            name = str(named.value) if isinstance(named, ast.Constant) else node.name
+            ended_async = isinstance(node, ast.AsyncFunctionDef) and any(
+                isinstance(part, ast.Yield) for part in ast.walk(node)
+            )
+            if "params" not in keys and not ended_async:
+                todo[name] = _required(node)
+            names.discard(name)
+    while found := {name for name, required in todo.items() if name not in names and names.issuperset(required)}:
+        names |= found
+    return names
+
+
+def _require_fixtures(
+    node: _Function, required: Sequence[str], decorators: Sequence[ast.expr], fixtures: Collection[str]
+) -> None:
+    """Raise Unscorable for a test that needs a fixture that is not among these, or has no parameters."""
+    given = set(fixtures)
     for each in decorators:
         if set(ast.unparse(each).split("(")[0].split(".")) & _FILLING:
             return
@@ -334,7 +364,10 @@ def _require_no_fixture(node: _Function, required: Sequence[str], decorators: Se
                     given |= {part.strip() for part in text.value.split(",")}
     missing = [name for name in required if name not in given]
     if missing:
-        hint = "only tests without fixtures are run; a function that is called itself needs another name"
+        known = (
+            "fixtures that the test code defines without `params`, `capsys`, `tmp_path` and `monkeypatch` can be used"
+        )
+        hint = f"{known}; a function that is called itself needs another name"
         raise Unscorable(f"the test `{node.name}` needs `{missing[0]}`, a fixture of pytest; {hint}")
 
 

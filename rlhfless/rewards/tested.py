@@ -223,16 +223,17 @@ def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
     if config["check"]:
         namespace["check"](namespace["candidate"])
     _set_up(namespace.get("setup_module"))
+    fixtures = _Fixtures(namespace)
     for name in config["functions"]:
         for arguments in _arguments(namespace[name]):
             _set_up(namespace.get("setup_function"))
-            _finish(namespace[name](**arguments))
+            fixtures.call(namespace[name], arguments)
     cases = sys.modules["unittest"].TestCase if "unittest" in sys.modules else ()
     for name in config["classes"]:
         if issubclass(namespace[name], cases):
             checks += _unittests(namespace[name])
         else:
-            _methods(namespace[name])
+            _methods(namespace[name], fixtures)
     if failed:
         raise AssertionError("the test caught its own assert")
     return checks
@@ -267,14 +268,89 @@ def _unittests(case: Any) -> int:
     return result.testsRun - len(result.skipped) - len(result.expectedFailures)  # type: ignore[no-any-return]
 
 
-def _methods(case: Any) -> None:
+def _methods(case: Any, fixtures: _Fixtures) -> None:
     """Run a class of pytest."""
     _set_up(getattr(case, "setup_class", None))
     for name in [name for name in vars(case) if name.startswith("test")]:
         for arguments in _arguments(getattr(case, name), case):
             instance = case()
             _set_up(getattr(instance, "setup_method", None))
-            _finish(getattr(instance, name)(**arguments))
+            fixtures.call(getattr(instance, name), arguments)
+
+
+class _Fixtures:
+    """The fixtures of test code, and some of pytest's. Each is made again for every test, whatever its scope."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._functions: dict[str, Any] = {"tmp_path": _tmp_path, "capsys": _capsys, "monkeypatch": _monkeypatch}
+        self._always: list[str] = []
+        self._made: dict[str, Any] = {}
+        self._open: list[Iterator[Any]] = []
+        for name, value in namespace.items():
+            # Of pytest since 8.4, or before.
+            mark = getattr(value, "_fixture_function_marker", getattr(value, "_pytestfixturefunction", None))
+            function = getattr(value, "_fixture_function", getattr(value, "__wrapped__", None))
+            if mark is not None and getattr(getattr(function, "__code__", None), "co_filename", "") == "<tests>":
+                self._functions[mark.name or name] = function
+                self._always += [mark.name or name] if mark.autouse else []
+
+    def call(self, test: Any, arguments: Mapping[str, Any]) -> None:
+        """Call a test with these arguments and its fixtures, and end the fixtures."""
+        self._made.clear()
+        try:
+            for name in self._always:
+                self._value(name)
+            _finish(test(**arguments, **self._values(test, arguments)))
+        finally:
+            while self._open:
+                next(self._open.pop(), None)
+
+    def _values(self, function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return {}
+        names = code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
+        names = names[hasattr(function, "__self__") :]
+        return {name: self._value(name) for name in names if name not in given}
+
+    def _value(self, name: str) -> Any:
+        if name not in self._made:
+            function = self._functions[name]
+            value = _finish(function(**self._values(function, {})))
+            if type(value).__name__ == "generator":
+                self._open.append(value)
+                value = next(value)
+            self._made[name] = value
+        return self._made[name]
+
+
+def _tmp_path() -> Any:
+    from pathlib import Path
+    from tempfile import mkdtemp
+
+    return Path(mkdtemp())
+
+
+def _capsys() -> Iterator[Any]:
+    from collections import namedtuple
+    from io import StringIO
+
+    class Captured:
+        def readouterr(self) -> Any:
+            texts = [vars(sys)[name].getvalue() for name in ("stdout", "stderr")]
+            sys.stdout, sys.stderr = StringIO(), StringIO()
+            return namedtuple("CaptureResult", "out err")(*texts)
+
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = StringIO(), StringIO()
+    yield Captured()
+    sys.stdout, sys.stderr = before
+
+
+def _monkeypatch() -> Iterator[Any]:
+    patch = __import__("pytest").MonkeyPatch()
+    yield patch
+    patch.undo()
 
 
 def _arguments(function: Any, case: Any = None) -> Iterator[dict[str, Any]]:

@@ -184,3 +184,44 @@ def test_further_shapes(row):
 )
 def test_decimal_numbers_within_words(given, expected, wanted):
     assert same_output(given, expected, 1e-6) is wanted
+
+
+FIXTURE = "import pytest\nfrom solution import add\n\n@pytest.fixture{}\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        FIXTURE.format("") + "def pair():\n    return 1, 2\ndef test_a(pair):\n    assert add(*pair) == 3",
+        FIXTURE.format("(scope='module')")
+        + "def pair():\n    yield 1, 2\ndef test_a(pair):\n    assert add(*pair) == 3",
+        FIXTURE.format("(name='two')") + "def pair():\n    return 1, 2\ndef test_a(two):\n    assert add(*two) == 3",
+        FIXTURE.format("") + "def one():\n    return 1\n@pytest.fixture\ndef pair(one):\n    return one, 2\n"
+        "class TestA:\n    def test_a(self, pair):\n        assert add(*pair) == 3",
+        FIXTURE.format("(autouse=True)")
+        + "def prepare():\n    global x\n    x = 1\ndef test_a():\n    assert add(x, 2) == 3",
+        FIXTURE.format("") + "def test_data():\n    return [1, 2]\n@pytest.mark.parametrize('want', [3])\n"
+        "def test_a(test_data, want):\n    assert add(*test_data) == want",
+        "def test_a(capsys):\n    print(add(1, 2))\n    assert capsys.readouterr().out == '3\\n'",
+        "def test_a(tmp_path):\n    (tmp_path / 'x').write_text(str(add(1, 2)))\n"
+        "    assert (tmp_path / 'x').read_text() == '3'",
+        "def test_a(monkeypatch):\n    monkeypatch.setattr('builtins.input', lambda: '1')\n"
+        "    assert add(int(input()), 2) == 3",
+    ],
+)
+def test_fixtures_of_pytest(code):
+    assert value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
+    assert value(fenced(PROGRAM.replace("+", "*")), {"test": code}, tests_field="test") == 0.0
+
+
+def test_fixtures_end_after_each_test_and_are_not_the_programs():
+    code = (
+        "import pytest\nended = []\n@pytest.fixture\ndef pair():\n    yield [1, 2]\n    ended.append(1)\n"
+        "def test_a(pair):\n    pair.append(3)\n    assert add(1, 2) == 3\n"
+        "def test_b(pair):\n    assert pair == [1, 2] and ended == [1] and add(*pair) == 3"
+    )
+    assert value(fenced(PROGRAM), {"test": code}, tests_field="test") == 1.0
+    printed = "def test_a(capsys):\n    add(1, 2)\n    assert capsys.readouterr().out == '3\\n'"
+    cheat = "import pytest\n@pytest.fixture\ndef capsys():\n"
+    cheat += "    yield type('C', (), {'readouterr': lambda s: s, 'out': '3\\n'})()\n"
+    assert value(fenced(cheat + PROGRAM), {"test": printed}, tests_field="test") == 0.0

@@ -120,7 +120,15 @@ SKIPPED = (
         ("class Checks:\n    def a(self):\n        assert f(1) == 2", "that nothing calls"),
         ("def outer():\n    def test_a():\n        assert f(1) == 2", "that nothing calls"),
         (SKIPPED, "that nothing calls"),
-        ("def test_a(tmp_path):\n    assert f(tmp_path)", "the test `test_a` needs `tmp_path`, a fixture of pytest"),
+        ("def test_a(mocker):\n    assert f(mocker)", "the test `test_a` needs `mocker`, a fixture of pytest"),
+        (
+            "import pytest\n@pytest.fixture(params=[1])\ndef x():\n    return 1\ndef test_a(x):\n    assert f(x)",
+            "the test `test_a` needs `x`",
+        ),
+        (
+            "import pytest\n@pytest.fixture\ndef x(y):\n    return y\ndef test_a(x):\n    assert f(x)",
+            "the test `test_a` needs `x`",
+        ),
         ("class TestA:\n    def a(self):\n        assert f(1) == 2", "that nothing calls"),
         ("import pytest\n@pytest.mark.parametrize('x', [])\ndef test_a(x):\n    assert f(x)", "has no parameters"),
         (FUNCTION, "no column `entry_point` or `metadata` has it; name the column"),
