@@ -374,9 +374,10 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
     warnings += _pass_warnings(spec, max_model_len)
     bounds = spec.scaling.generation
     undecided = bounds.max_actors == "auto" and spec.placement.ray_address is not None
-    if "contract" in spec.scaling.model_fields_set and bounds.fixed and not undecided:
+    # The spec of a resumed run has all defaults, so what is set says nothing.
+    if spec.scaling.contract != type(spec.scaling)().contract and bounds.fixed and not undecided:
         warnings.append(
-            f"scaling.contract: is of no effect, because there are always {bounds.min_actors} generation actors; lower "
-            "scaling.generation.min_actors or raise max_actors to leave the number to it"
+            f"scaling.contract: has no effect, because the number of generation actors is always {bounds.min_actors}; "
+            "lower scaling.generation.min_actors or raise max_actors to leave the number to it"
         )
     return [*warnings, *_capacity_warnings(spec), *reward_warnings(spec, prompts)]

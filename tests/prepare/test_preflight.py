@@ -364,16 +364,20 @@ def test_more_ranks_than_sequences(fault):
     assert "learner.ranks: 20 ranks, but a mini-batch has 8 sequences (2 groups)" in message
 
 
+def test_a_resumed_run_is_not_warned_of_its_defaults(check):
+    assert check(scaling={"contract": {"type": "weighted"}}).warnings == check().warnings
+
+
 def test_settings_that_do_harm_or_nothing_are_warned_of(check):
     warnings = "\n".join(
         check(
             generation={"max_tokens": 16, "top_p": 0.9},
             learner={"micro_batch_tokens": 10},
             rewards=[{"type": "length_penalty", "free_tokens": 16, "max_tokens": 20}],
-            scaling={"contract": {"type": "weighted"}},
+            scaling={"contract": {"type": "cheapest", "deadline_s": 120}},
         ).warnings
     )
-    assert "scaling.contract: is of no effect, because there are always 1 generation actors" in warnings
+    assert "scaling.contract: has no effect, because the number of generation actors is always 1" in warnings
     assert "generation: top_p 0.9 and top_k 0 cut the distribution" in warnings
     assert "learner.micro_batch_tokens: 10 is below the longest sequence of 18 tokens" in warnings
     assert "rewards.0: no response is longer than free_tokens (16)" in warnings
