@@ -74,6 +74,8 @@ def stated_answers(text: str) -> Iterator[str]:
     """Texts that may be the whole answer of a response without a box, the most likely first."""
     if stated := list(_STATED.finditer(text)):
         line = text[stated[-1].end() :].partition("\n")[0].strip()
+        if line.count("**") % 2:  # opened before the answer
+            line = line.removesuffix("**")
         yield line
         if end := _SENTENCE_END.search(line):
             yield line[: end.start()]

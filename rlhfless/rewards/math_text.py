@@ -8,6 +8,7 @@ would drop or misread is named (`unreadable`).
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -90,6 +91,7 @@ _OTHER_CHOICE = re.compile(
 )
 _LABEL = re.compile(
     r"^\s*\\text\s*\{(?:[^{}]*[A-Za-z]{3}[^{}]*[:=]\s*\}|\s*(?:approximately|approx\.?|about|exactly|a total of)\s*\}"
+    r"|[^{}]*\b(?:is|are|equals)\s*\}"
     r"|[^{}]*[A-Za-z]{3}[^{}]*\}\s*[:=](?!=))\s*(?=\S)"
 )
 _NAMES = re.compile(r"\\(?:operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -131,7 +133,8 @@ def as_text(text: str) -> str:
     text = re.sub(r"[A-Za-z]{3,}", lambda found: found[0] if found[0].isupper() else found[0].lower(), text)
     text = re.sub(r"\{(\w)\}", r"\1", text)
     text = re.sub(r"(?<=\d)\s+(?=\d)|(?<=[A-Za-z])\s+(?=[A-Za-z])", "\0", text)
-    return re.sub(r"\s", "", text).replace("\0", " ").rstrip(".;,")
+    text = re.sub(r"\s", "", text).replace("\0", " ")
+    return re.sub(r"(?<=[a-z]{3}),(?=\d)", "", text).rstrip(".;,")  # 2 hours and 30 minutes
 
 
 @lru_cache(maxsize=_CACHED)
@@ -158,6 +161,9 @@ def as_words(text: str) -> str | None:
         return re.sub(r"[\s.]|:00(?=\s*[ap])", "", text.casefold())
     if re.fullmatch(r"[A-Z][a-z]{2,}(?:[ ,]+(?:[A-Z][a-z]+|of))*[ ,]+\d+(?:st|nd|rd|th)?(?:, *\d{4})?", text):
         return re.sub(r"[ ,]+", " ", text).casefold()
+    time = re.fullmatch(r"(\d\d?):([0-5]\d)", text)
+    if time and math.gcd(int(time[1]), int(time[2])) > 1:  # no ratio, which would be written in lowest terms
+        return text
     if text.casefold() in ("no", "ok", "up"):  # and no product of variables
         return text.casefold()
     words = [word for word in re.split(r"[\s,&]+", text) if word and word.casefold() != "and"]
@@ -235,6 +241,8 @@ def _tidied(text: str) -> str:
     text = re.sub(r"\{\s*\\(?:color\s*\{[^{}]*\}|bf(?![A-Za-z]))\s*([^{}]*)\}|\\color\s*\{[^{}]*\}", r"\1", text)
     text = re.sub(r"^\(?([A-Z])[).:]$", r"\1", text)
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)", r"\\frac", text)
+    text = re.sub(r"\\[dt]binom", r"\\binom", text)
+    text = re.sub(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\(?:left|right|[bB]igg?[lrm]?)(?=[\s()\[\]|.\\{}]|$)\s*\.?", "", text)
     text = re.sub(r"\\(leq|geq|eq)slant(?![A-Za-z])", r"\\\1", text).replace("\\langle", "(").replace("\\rangle", ")")
     text = re.sub(r"\\(?:mathrm|text|rm)\s*\{\s*([ie])\s*\}", r"\1", text)
@@ -399,6 +407,7 @@ def _without_units(text: str) -> str:
         return re.sub(degrees, r"(\\frac{\1\\pi}{180})", text)
     stripped = re.sub(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:C|F|\\text\{[CF]\})?\s*$", "", text)
     stripped = re.sub(r"(?<=[\d)}])\s*(?:degrees?|deg)\s*$|(?<=\d)(?:st|nd|rd|th)$", "", stripped)
+    stripped = re.sub(r"(?<=\d)\s*\^\s*\{?\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}{,2}\s*$", "", stripped)
     stripped = re.sub(r"^(-?)(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}\s*%$", r"\1(\2+\\frac{\3}{\4})%", stripped)
     if unit := _TRAILING_TEXT.search(stripped):  # of each of several values
         stripped = re.sub(rf"\s*{re.escape(unit[0].strip())}(?=\s*,)", "", stripped)
