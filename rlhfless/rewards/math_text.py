@@ -8,7 +8,6 @@ would drop or misread is named (`unreadable`).
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -16,7 +15,7 @@ from functools import lru_cache
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ", "0123456789+-()nix")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()")
-_GREEK = {
+GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
     "κ": "kappa", "μ": "mu", "ν": "nu", "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi",
     "χ": "chi", "ψ": "psi", "ω": "omega", "λ": "lambda", "Δ": "Delta", "Σ": "Sigma", "Π": "Pi",
@@ -36,13 +35,13 @@ _SYMBOLS = {
 UNICODE_MATHS = re.compile("[√∛∜πθ∞²³⁰-₉½⅓⅔¼¾⅐-⅞×÷·⋅−±≤≥≠∪∩∅∈]")
 """A character that is mathematics and that no parser of plain text reads."""
 
-_FUNCTIONS = [
+FUNCTIONS = [
     "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan",
     "cot", "sec", "csc", "log", "ln", "exp", "gcd", "lcm", "max", "min", "det", "lim",
 ]  # fmt: skip
 _KNOWN = frozenset(
     [
-        *_FUNCTIONS, *_GREEK.values(), "frac", "sqrt", "infty", "times", "cdot", "div", "pm", "mp", "le", "leq", "ge",
+        *FUNCTIONS, *GREEK.values(), "frac", "sqrt", "infty", "times", "cdot", "div", "pm", "mp", "le", "leq", "ge",
         "geq", "lt", "gt", "ne", "neq", "cup", "cap", "in", "notin", "emptyset", "varnothing", "mathbb", "mathcal",
         "mathbf", "begin", "end", "binom", "circ", "vec", "overline", "bar", "hat", "angle", "triangle", "lfloor",
         "rfloor", "lceil", "rceil", "lbrace", "rbrace", "lvert", "rvert", "vert", "mid", "setminus", "to", "iff", "int",
@@ -55,10 +54,9 @@ _KNOWN = frozenset(
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _ZEROS = 400
 """The most digits that an exponent of ten is written out to."""
-_CACHED = 64
+CACHED = 64
 """Texts that are asked for again at once, as long as an answer is looked at."""
 
-_WORDS = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*\.?")
 _UNITS = (
     "mm|cm|dm|km|nm|um|ft|in|inches|yd|mi|mg|kg|lb|lbs|oz|ml|cl|dl|hr|hrs|min|mins|sec|ms|mph|kmh|rpm|hz|khz|mhz|ghz|"
     "pa|kpa|kw|kj|mj|mol|rad|deg|cc|sq|cu|cents|usd|eur|gbp|pm|am|kb|mb|gb|tb|ohms"
@@ -76,19 +74,8 @@ _TRAILING_COMPOUND = re.compile(
     r"(?<=[\d}\s])\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:-?\d|\{\s*-?\d\s*\}))?"
     r"(?:\s*(?:/|\\cdot|\*)?\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:-?\d|\{\s*-?\d\s*\}))?)+\s*$"
 )
-_NAMES_AFTER_BACKSLASH = re.compile(rf"(?<![A-Za-z\\])({'|'.join(_FUNCTIONS)})(?![A-Za-z])(?=\s*[\d(\\^_{{A-Za-z])")
+_NAMES_AFTER_BACKSLASH = re.compile(rf"(?<![A-Za-z\\])({'|'.join(FUNCTIONS)})(?![A-Za-z])(?=\s*[\d(\\^_{{A-Za-z])")
 
-# A choice with brackets, braces, a point or a colon around its letter, and its value; or the letter alone.
-_CHOICE = re.compile(
-    r"(?:\{?\s*\(\{?(?P<bracketed>[A-J])\}?\)\s*\}?|\{\s*(?P<braced>[A-J])\s*[.):]?\s*\}|"
-    r"(?P<marked>[A-J])\s*(?:[):]|\.(?![A-Za-z]))|(?P<alone>[A-J])(?=$))"
-    r"(?:[\s,:~]|\\[ ,;:!]|\\q?quad)*(?P<value>.*)",
-    re.DOTALL,
-)
-# A second choice in the value of one: several are right.
-_OTHER_CHOICE = re.compile(
-    r"^(?:and|or|&)?\s*\(?[A-J]\)?(?![A-Za-z(])|\([A-J]\)|(?<![A-Za-z])[A-Z]\s*(?:[:=]|[.)]\s)|(?:and|or|[,&])\s+[A-J]$"
-)
 _LABEL = re.compile(
     r"^\s*\\text\s*\{(?:[^{}]*[A-Za-z]{3}[^{}]*[:=]\s*\}|\s*(?:approximately|approx\.?|about|exactly|a total of)\s*\}"
     r"|[^{}]*\b(?:is|are|equals)\s*\}"
@@ -107,14 +94,15 @@ _MISREAD = [
 ]
 
 
-@lru_cache(maxsize=_CACHED)
+@lru_cache(maxsize=CACHED)
 def as_latex(text: str) -> str:
     """Rewrite an answer into LaTeX without delimiters: Unicode, currency, units, and the ways to write numbers."""
-    return _without_units(_with_units(text)).strip()
+    return _without_units(with_units(text)).strip()
 
 
-def _with_units(text: str) -> str:
-    text = _without_delimiters(_from_unicode(text))
+def with_units(text: str) -> str:
+    """As `as_latex`, but with its units."""
+    text = without_delimiters(from_unicode(text))
     text = _tidied(text)
     text = _structures(text)
     text = _numbers(text)
@@ -122,58 +110,6 @@ def _with_units(text: str) -> str:
     text = re.sub(r"(?<![A-Za-z\\])(pi|infinity|inf|oo)(?![A-Za-z])", _constant, text, flags=re.IGNORECASE)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s*\(", r"\\sqrt(", text)
     return _braced(text, "\\sqrt(")
-
-
-@lru_cache(maxsize=_CACHED)
-def as_text(text: str) -> str:
-    """An answer as a text in one form, to compare those that no parser reads: without sizes of brackets, braces around
-    a single character and spaces that separate no numbers or words, and with its words in lower case."""
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", _with_units(text))
-    text = re.sub(r"\\[lc]?dots(?![A-Za-z])", "...", text)
-    text = re.sub(r"[A-Za-z]{3,}", lambda found: found[0] if found[0].isupper() else found[0].lower(), text)
-    text = re.sub(r"\{(\w)\}", r"\1", text)
-    text = re.sub(r"(?<=\d)\s+(?=\d)|(?<=[A-Za-z])\s+(?=[A-Za-z])", "\0", text)
-    text = re.sub(r"\s", "", text).replace("\0", " ")
-    return re.sub(r"(?<=[a-z]{3}),(?=\d)", "", text).rstrip(".;,")  # 2 hours and 30 minutes
-
-
-@lru_cache(maxsize=_CACHED)
-def choice(text: str) -> tuple[str, str] | None:
-    """Letter and value of an answer to a multiple choice question: `(B) 7`, `\\textbf{(C)}\\ 9`, `D`; else None."""
-    text = _without_delimiters(re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|mbox)\b", "", text))
-    if whole := re.fullmatch(r"\{([^{}]*)\}", text):
-        text = whole[1].strip()
-    found = _CHOICE.fullmatch(text)
-    if found is None or _OTHER_CHOICE.search(found["value"]):
-        return None
-    return found["bracketed"] or found["braced"] or found["marked"] or found["alone"], found["value"].strip()
-
-
-@lru_cache(maxsize=_CACHED)
-def as_words(text: str) -> str | None:
-    """The words of an answer that is no mathematics (`\\text{east}`, `No solution.`), in one form; None if it is not
-    made of words."""
-    text = _without_delimiters(_from_unicode(text))
-    text = re.sub(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
-    text = re.sub(r"\\[ ,;:!]|[~$\"*_]|\\(?:q?quad)", " ", text).strip(" .!")
-    date_or_time = r"\d{4}-\d\d?-\d\d?([T ]\d\d:\d\d.*)?|\d{1,2}(:\d\d){,2}\s*[ap]\.?\s?m\.?|[01]?\d:[0-5]\d:\d\d"
-    if re.fullmatch(date_or_time, text, re.IGNORECASE):
-        return re.sub(r"[\s.]|:00(?=\s*[ap])", "", text.casefold())
-    if re.fullmatch(r"[A-Z][a-z]{2,}(?:[ ,]+(?:[A-Z][a-z]+|of))*[ ,]+\d+(?:st|nd|rd|th)?(?:, *\d{4})?", text):
-        return re.sub(r"[ ,]+", " ", text).casefold()
-    time = re.fullmatch(r"(\d\d?):([0-5]\d)", text)
-    if time and math.gcd(int(time[1]), int(time[2])) > 1:  # no ratio, which would be written in lowest terms
-        return text
-    if text.casefold() in ("no", "ok", "up"):  # and no product of variables
-        return text.casefold()
-    words = [word for word in re.split(r"[\s,&]+", text) if word and word.casefold() != "and"]
-    if not words or not all(map(_WORDS.fullmatch, words)):
-        return None
-    maths = {*_FUNCTIONS, *_GREEK.values(), "infinity", "inf", "sqrt", "and", "or"}
-    said = {word.casefold() for word in re.findall(r"[^\W\d_]+", text)} - maths
-    if max(map(len, said), default=0) < 3:
-        return None
-    return " ".join(words).casefold().strip(".")
 
 
 def unreadable(latex: str) -> str:
@@ -196,7 +132,8 @@ def unreadable(latex: str) -> str:
     return "" if bare.count("{") == bare.count("}") else "braces that do not match"
 
 
-def _from_unicode(text: str) -> str:
+def from_unicode(text: str) -> str:
+    """Characters of mathematics as LaTeX."""
     if text.isascii():
         return text
     text = re.sub("[⁰¹²³⁴-⁾ⁿⁱˣ]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
@@ -209,8 +146,8 @@ def _from_unicode(text: str) -> str:
             parts.append(f"\\frac{{{top}}}{{{bottom}}}")
         elif char.isdecimal():
             parts.append(str(unicodedata.decimal(char)))
-        elif char in _GREEK:
-            parts.append(f"\\{_GREEK[char]} ")
+        elif char in GREEK:
+            parts.append(f"\\{GREEK[char]} ")
         else:
             parts.append(_SYMBOLS.get(char, char))
     text = "".join(parts)
@@ -220,7 +157,7 @@ def _from_unicode(text: str) -> str:
     return unicodedata.normalize("NFKC", text)
 
 
-def _without_delimiters(text: str) -> str:
+def without_delimiters(text: str) -> str:
     """The text without `$`, `\\(` and the like around it, without Markdown's stars, and without a full stop."""
     before = None
     while text != before:
