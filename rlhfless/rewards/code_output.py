@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 
 _NUMBER = re.compile(r"(?<![\w.])([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\w|\.\w)", re.ASCII)
 """A number that is not a part of a word."""
@@ -13,8 +14,8 @@ def same_output(given: str, expected: str, tolerance: float) -> bool:
     """Compare line by line, without white space at the ends of lines and of the whole.
 
     Where the expected line has a decimal number, such as `0.5` or `1e-3`, also within `(0.5, 1)` or `x=0.5`, the
-    program's number may differ from it by `tolerance`, absolute or relative; all else, whole numbers among it, must be
-    the same.
+    program's number may differ from it by `tolerance`, absolute or relative. A whole number may be written otherwise
+    (`2.0` for `2`), as LiveCodeBench's judge has it; all else must be the same.
     """
     lines, wanted = _lines(given), _lines(expected)
     if len(lines) != len(wanted):
@@ -35,7 +36,7 @@ def _close_lines(given: str, expected: str, tolerance: float) -> bool:
 
 
 def _close(given: str, expected: str, tolerance: float) -> bool:
-    if expected.lstrip("+-").isdecimal():
-        return False
+    if (digits := expected.lstrip("+-")).isdecimal():  # one that begins with 0 is a name, such as 007
+        return (digits == "0" or digits[0] != "0") and Decimal(given) == Decimal(expected)
     a, b = float(given), float(expected)
     return math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))

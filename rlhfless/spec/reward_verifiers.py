@@ -69,7 +69,7 @@ class CodeSpec(RewardPart):
     that of up to 16 rows, and refuses data whose tests fail their own solutions."""
     float_tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-6
     """Largest difference, absolute or relative, of a decimal number in an output or a result from the expected one.
-    Whole numbers and texts must be the same. 0: decimal numbers, too."""
+    Whole numbers must have the same value, and texts be the same. 0: all must be written alike."""
     score: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0, and the first test that fails ends the scoring. `fraction`: share of tests
     passed."""
