@@ -42,9 +42,14 @@ def try_out(
 ) -> None:
     """Score responses with the rewards of a spec, and show every part."""
     from rlhfless.prepare.reward_trial import try_rewards
+    from rlhfless.spec.errors import InputError, Problem
     from rlhfless.spec.load import load_spec
 
     loaded = load_spec(spec, overrides or ())
+    if loaded.supervised:
+        what = f"a run of type {loaded.type} has none"
+        hint = "test the rewards of a spec of type rlhf; `rlhfless data show` shows what this run learns"
+        raise InputError(str(spec), [Problem("rewards", what, hint)])
     trial = try_rewards(loaded, samples)
     if as_json:
         typer.echo(json.dumps(_as_json(loaded, trial), indent=2))

@@ -165,9 +165,11 @@ def _lines(calls: Sequence[Invocation]) -> dict[str, LineFit]:
 def device_kind(trace: Trace) -> str:
     """The device kind of the generation actors. Raises TraceError if the trace has none."""
     kinds = {holding.device_kind for holding in trace.holdings if holding.function == FunctionName.GENERATION}
-    if len(kinds) != 1:
+    if not kinds:
+        raise TraceError(f"the trace of {trace.meta.run_id} has no generation; name a run of type rlhf")
+    if len(kinds) > 1:
         raise TraceError(
-            f"the trace of {trace.meta.run_id} has generation on {sorted(kinds) or 'no device'}; one kind can be fitted"
+            f"the trace of {trace.meta.run_id} has generation on {', '.join(sorted(kinds))}; one kind can be fitted"
         )
     return kinds.pop()
 

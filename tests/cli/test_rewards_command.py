@@ -96,6 +96,14 @@ def test_a_bad_row_is_named_with_its_line(spec, write_rows, row, part):
     assert part in result.stderr
 
 
+def test_a_run_without_rewards_is_refused(spec, write_rows):
+    rows = write_rows([{"prompt": "w1", "response": "w2"}], "samples.jsonl")
+    spec.write_text(f"type: sft\nmodel: {{path: {spec.parent / 'model'}}}\ndemonstrations: {{path: samples.jsonl}}\n")
+    result = invoke(spec, rows)
+    assert result.exit_code == 2
+    assert "rewards: a run of type sft has none" in result.stderr
+
+
 def test_a_file_that_is_not_there_is_named(spec, tmp_path):
     result = invoke(spec, tmp_path / "nowhere.jsonl")
     assert result.exit_code == 2
