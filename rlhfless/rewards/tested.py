@@ -287,9 +287,9 @@ class _Fixtures:
         self._made: dict[str, Any] = {}
         self._open: list[Iterator[Any]] = []
         for name, value in namespace.items():
-            # Of pytest since 8.4, or before.
-            mark = getattr(value, "_fixture_function_marker", getattr(value, "_pytestfixturefunction", None))
-            function = getattr(value, "_fixture_function", getattr(value, "__wrapped__", None))
+            # Of pytest since 8.4.
+            mark = getattr(value, "_fixture_function_marker", None)
+            function = getattr(value, "_fixture_function", None)
             if mark is not None and getattr(getattr(function, "__code__", None), "co_filename", "") == "<tests>":
                 self._functions[mark.name or name] = function
                 self._always += [mark.name or name] if mark.autouse else []

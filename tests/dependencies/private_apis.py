@@ -391,6 +391,8 @@ VARIABLES = (
     SourceText("pinned_max_round_threshold_mb", "torch/lib/libc10.so", ("functions/cuda.py",),
                "pinned blocks are not rounded up to powers of two"),
     SourceText("expandable_segments", "torch/lib/libc10.so", ("functions/cuda.py",), "less fragmentation"),
+    SourceText("_fixture_function_marker", "_pytest/fixtures.py", ("rlhfless/rewards/tested.py",), "fixtures of tests"),
+    SourceText("_fixture_function", "_pytest/fixtures.py", ("rlhfless/rewards/tested.py",), "fixtures of tests"),
     SourceText("GLOO_SOCKET_IFNAME", "torch/lib/libtorch_cpu.so", (LOOPBACK,), "listen on loopback"),
     SourceText("_timeout", "torch/distributed/distributed_c10d.py", ("rlhfless/weights/broadcast.py",),
                "the time-out of an NCCL group is an option without a public name"),
