@@ -16,6 +16,13 @@ from rlhfless.spec.explain import nearest, shown
 
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 
+_ENDED_BY_ASSISTANT = {
+    "prompts": "end it with the user's message; a run of `type: sft` learns written answers",
+    "demonstrations": "set demonstrations.response_field: null to learn the whole conversation",
+    "preferences": "end it with the user's message; the answers are `chosen` and `rejected`",
+}
+"""Hints for a prompt that ends with a message of the assistant, by section."""
+
 
 class PromptReader:
     """Reads the prompts of one source. `end_token_ids`: further tokens that end a response. `answered`: see
@@ -86,7 +93,7 @@ class PromptReader:
         name = self._spec.prompt_field
         messages, tools = conversation(value, name, row.values), tools_of(row.values)
         if messages[-1].role == ASSISTANT:
-            hint = "end it with the user's message; written answers are learned by runs of type sft"
+            hint = _ENDED_BY_ASSISTANT[self._spec.section]
             what = f"message {len(messages)} is {shown(messages[-1].text)}"
             raise DataFault(f"`{name}` ends with a message of the assistant", what, hint)
         if not any(message.text.strip() or message.calls for message in messages):

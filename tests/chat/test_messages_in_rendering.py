@@ -130,7 +130,7 @@ def test_a_template_for_lists_of_parts_gets_them(tmp_path: Path) -> None:
             [{"role": "system", "content": "be kind"}, user("a"), said("b"), {"role": "tool", "content": "t"}],
             ["'be kind'"],
         ),
-        ("chatml", [user("a"), said("b")], ["ends with a message of the assistant", "message 2 is 'b'", "type sft"]),
+        ("chatml", [user("a"), said("b")], ["ends with a message of the assistant", "message 2 is 'b'", "type: sft"]),
         ("qwen3", [user("a"), said("b", reasoning_content="t")], ["ends with a message of the assistant"]),
         ("yi", [user("a"), {"from": "gpt", "value": "b"}], ["ends with a message of the assistant"]),
         ("chatml", {"prompt": [user("a")], "tools": TOOLS}, ["drops the column `tools`", "'get_weather'"]),
