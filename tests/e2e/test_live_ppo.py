@@ -67,7 +67,8 @@ def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Ses
     start = fault_opening(assets, tmp_path_factory.mktemp("ppo"), actors=1, **ppo(assets))
     outcome = asyncio.run(execute(start))
     figures = ("", "_greedy", "_pass@1", "_pass@2")
-    assert outcome.after.keys() == outcome.before.keys() == {f"test/has_seven{figure}" for figure in figures}
+    expected = {"reward_mean", *(f"test/has_seven{figure}" for figure in figures)}
+    assert outcome.after.keys() == outcome.before.keys() == expected
     assert outcome.after["test/has_seven_pass@1"] == pytest.approx(outcome.after["test/has_seven"])
     assert outcome.best_checkpoint in {start.checkpoints.location(2), start.checkpoints.location(STEPS)}
     return start
