@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from fakes.chat_policy import make_chat_tokenizer, save_chat_policy
+from fakes.chat_policy import make_chat_tokenizer
+from fakes.prompt_inputs import save_policy
 from rlhfless.cli import main
 from rlhfless.prepare.model import special_tokens
 from rlhfless.prepare.shown_rows import pieces
@@ -25,7 +26,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat_policy(tmp_path_factory.mktemp("policy") / "model")
+    return save_policy(tmp_path_factory.mktemp("policy") / "model", make_chat_tokenizer(), 512)
 
 
 class Folder:

@@ -1,9 +1,6 @@
-"""A policy whose tokenizer reads bytes and writes ChatML, as many of the field's do; its weights are never loaded."""
+"""A policy whose tokenizer reads bytes and writes ChatML, as many of the field's do."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,34 +28,3 @@ def make_chat_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
     )
-
-
-def save_chat_policy(folder: Path, context_tokens: int = 512) -> Path:
-    """A folder like those `save_pretrained` writes."""
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    tokenizer = make_chat_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": len(tokenizer),
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "max_position_embeddings": context_tokens,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    layers += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    weights: dict[str, tuple[int, ...]] = {f"model.layers.0.{name}.weight": (8, 8) for name in layers}
-    weights |= {f"model.layers.0.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
-    weights |= {
-        "model.norm.weight": (8,),
-        "model.embed_tokens.weight": (len(tokenizer), 8),
-        "lm_head.weight": (len(tokenizer), 8),
-    }
-    save_file({name: np.zeros(shape, np.float32) for name, shape in weights.items()}, folder / "model.safetensors")
-    return folder

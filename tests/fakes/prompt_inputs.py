@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fakes.words import CONTEXT_TOKENS, WORDS, make_tokenizer
+from fakes.words import CONTEXT_TOKENS, make_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users may speak') }}{% endif %}"
@@ -26,20 +26,18 @@ def chat_tokenizer():
     return tokenizer
 
 
-@pytest.fixture
-def model_folder(tmp_path):
-    """A folder like those `save_pretrained` writes."""
-    folder = tmp_path / "model"
-    make_tokenizer().save_pretrained(folder)
+def save_policy(folder, tokenizer, context_tokens=CONTEXT_TOKENS):
+    """Write a folder as `save_pretrained` does: a Llama of one layer of zeros, with this tokenizer."""
+    tokenizer.save_pretrained(folder)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": len(WORDS),
+        "vocab_size": len(tokenizer),
         "hidden_size": 8,
         "intermediate_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
-        "max_position_embeddings": CONTEXT_TOKENS,
+        "max_position_embeddings": context_tokens,
     }
     (folder / "config.json").write_text(json.dumps(config))
     names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -48,11 +46,17 @@ def model_folder(tmp_path):
     weights |= {f"model.layers.0.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
     weights |= {
         "model.norm.weight": (8,),
-        "model.embed_tokens.weight": (len(WORDS), 8),
-        "lm_head.weight": (len(WORDS), 8),
+        "model.embed_tokens.weight": (len(tokenizer), 8),
+        "lm_head.weight": (len(tokenizer), 8),
     }
     save_file({name: np.zeros(shape, np.float32) for name, shape in weights.items()}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A policy of WORDS."""
+    return save_policy(tmp_path / "model", make_tokenizer())
 
 
 @pytest.fixture
