@@ -185,6 +185,8 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             raise DataFault("`tools` is no JSON", f"{error}: {shown(row['tools'])}", hint) from error
     value = [value] if isinstance(value, Mapping) else value
     named = isinstance(value, Sequence) and all(isinstance(tool, Mapping) and _tool_name(tool) for tool in value)
+    if named:
+        _require_json("tools", "a function schema", value)
     return [dict(tool) for tool in value] if value and named and not isinstance(value, str) else None
 
 
@@ -311,8 +313,18 @@ def _call(field: str, where: str, call: Any) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, Mapping | str):
         raise _no_call(field, where, call)
+    _require_json(field, where, arguments)
     call_id = call.get("id")
     return ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)
+
+
+def _require_json(field: str, where: str, value: Any) -> None:
+    """Raises DataFault for a value that JSON lacks, such as a date of Parquet: templates print its Python form."""
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        hint = "write it as a text or a number"
+        raise DataFault(f"`{field}` has a value that JSON lacks", f"{where}: {error}", hint) from error
 
 
 def _no_call(field: str, where: str, value: Any) -> DataFault:

@@ -111,6 +111,8 @@ def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    from rlhfless.prepare.arrow_rows import arrow_rows
+
     try:
         with file.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
             table = pyarrow.parquet.ParquetFile(stream)
@@ -120,28 +122,10 @@ def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
             for batch in table.iter_batches(PARQUET_ROWS):  # what is compressed can be a thousand times as large
                 size_bytes += batch.nbytes
                 _require_size(field, str(file), sizes, size_bytes)
-                narrow = [each for each in batch.schema if re.search(r"\b(half)?float\b", str(each.type))]
-                for row in batch.to_pylist():
-                    values.append(row | {each.name: _shortest(row[each.name], each.type) for each in narrow})
-    except (pyarrow.ArrowException, OSError) as error:
+                values += arrow_rows(batch)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _error(field, f"{str(file)!r} cannot be read as Parquet: {error}", _FORMATS) from error
     return [Row(f"{file.name} row {i}", row) for i, row in enumerate(values, start=1)]
-
-
-def _shortest(value: Any, kind: Any) -> Any:
-    """A value whose numbers of 16 and 32 bits are as a person writes them: 0.1, and not 0.10000000149."""
-    import numpy as np
-    import pyarrow
-
-    if value is None:
-        return None
-    if pyarrow.types.is_struct(kind):
-        return {each.name: _shortest(value[each.name], each.type) for each in kind}
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return [_shortest(item, kind.value_type) for item in value]
-    if pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
-        return float(str((np.float16 if pyarrow.types.is_float16(kind) else np.float32)(value)))
-    return value
 
 
 def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
@@ -149,6 +133,8 @@ def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
         hint = "install it with `pip install 'rlhfless[data]'`, or name a file"
         raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", hint)
     import datasets
+
+    from rlhfless.prepare.arrow_rows import arrow_rows
 
     name, _, configuration = (path, "", "") if is_path(path) else path.partition(":")
     try:
@@ -160,11 +146,11 @@ def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
         source = name if is_path(path) else f"hf://datasets/{name}"
         data = datasets.load_dataset(source, configuration or None, split=split, revision=revision)
         _require_size(field, path, sizes, data.data.nbytes, rows=data.num_rows)
-        rows = data.to_list()
+        rows = list(arrow_rows(data.with_format("arrow")[:]))
     except InputError:
         raise
     except Exception as error:  # datasets raises dozens of kinds of error, including network errors
-        what = f"{path!r} could not be loaded as a data set: {class_and_line(error)}"
+        what = f"{path!r} could not be loaded as a data set: {class_and_line(error.__cause__ or error)}"
         hint = "check the name, the split and the network; a configuration is given as `name:configuration`"
         raise _error(field, what, hint) from error
     return [Row(f"{path} ({split}) row {i}", values) for i, values in enumerate(rows, start=1)]
