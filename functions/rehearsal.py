@@ -164,7 +164,7 @@ def _network(
         model.forward = getattr(model, INSIDE).__wrapped__
         setattr(model, INSIDE, model.__call__)
     model.to_empty(device=CPU)
-    if training.gradient_checkpointing:
+    if training.recomputes:
         checkpoint_activations(model)
     return policy_of(model, CPU, compute, mesh, logits_elements, form.head)
 

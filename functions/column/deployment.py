@@ -70,7 +70,7 @@ class ColumnFunction(RankedFunction):
             worker=kind.worker,
             model=launch.within_context(spec.model),
             dtype=spec.learner.dtype,
-            micro_batch_tokens=spec.learner.micro_batch_tokens,
+            micro_batch_tokens=spec.learner.pass_tokens,
             share_prefixes=spec.learner.share_prefixes,
             logits_elements=spec.learner.logits_elements,
             temperature=spec.generation.temperature,

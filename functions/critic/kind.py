@@ -20,7 +20,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     critic = terms.spec.critic
     if critic is None:
         return ()
-    tokens = max(critic.micro_batch_tokens, terms.sequence_tokens)
+    tokens = max(critic.pass_tokens, terms.sequence_tokens)
     return on_device(value_phases(terms.shape, tokens, sharded(critic, critic.optimizer)), terms.sheet.kind)
 
 

@@ -56,7 +56,7 @@ class CriticRank(TrainingRank):
 
     def values(self, batch: PackedBatch) -> tuple[FloatArray, int]:
         """See by_group. *Collective.*"""
-        return by_group(self._policy, batch, values_of(self._policy), self._training.micro_batch_tokens)
+        return by_group(self._policy, batch, values_of(self._policy), self._training.pass_tokens)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """See TrainingRank. The batch has the values from before the step (`values`), and `returns`: raises ValueError

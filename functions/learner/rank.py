@@ -87,7 +87,7 @@ class LearnerRank(TrainingRank):
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
         """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""
-        return share_logprobs(self._policy, batch, self._temperature, self._training.micro_batch_tokens)[0]
+        return share_logprobs(self._policy, batch, self._temperature, self._training.pass_tokens)[0]
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """See TrainingRank. *Collective.*

@@ -66,7 +66,7 @@ class SupervisedRank(TrainingRank):
         """The model's outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank; by the
         average of its weights, if one is kept. *Collective.*"""
         with self.averaged():
-            values, _ = share_outputs(self._policy, batch, self._outputs, self._training.micro_batch_tokens)
+            values, _ = share_outputs(self._policy, batch, self._outputs, self._training.pass_tokens)
             return of_all_ranks(self._policy, values)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
@@ -84,7 +84,7 @@ class SupervisedRank(TrainingRank):
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         if self._type == "sft":
             return super()._cut(batch)
-        return cut_pairs(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)
+        return cut_pairs(batch, self._training.pass_tokens, pays_below=self._policy.packs_below)
 
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None

@@ -30,10 +30,10 @@ def load_trained(
         parameter_dtype="float32",
         compute_dtype=training.dtype,
         device=device,
-        gradient_checkpointing=training.gradient_checkpointing,
+        gradient_checkpointing=training.recomputes,
         mesh=mesh,
         offload=training.offload,
         share_prefixes=training.share_prefixes,
         **head,
     )
-    return with_measured_rates(network, training.micro_batch_tokens)
+    return with_measured_rates(network, training.pass_tokens)

@@ -207,11 +207,11 @@ class TrainingRank:
 
     def _sequences_of_rank(self, batch: PackedBatch) -> IntArray:
         """The sequences of a mini-batch that this rank learns from."""
-        return share_of(self._policy, batch, self._training.micro_batch_tokens)
+        return share_of(self._policy, batch, self._training.pass_tokens)
 
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         """The micro-batches of this rank's sequences."""
-        return cut(batch, self._training.micro_batch_tokens, pays_below=self._policy.packs_below)
+        return cut(batch, self._training.pass_tokens, pays_below=self._policy.packs_below)
 
     def _update(self, batch: PackedBatch, planned: int) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""

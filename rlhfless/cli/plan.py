@@ -209,7 +209,8 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
     cache = "" if plan.kv_tokens is None else f"KV cache of an actor: {max(plan.kv_tokens, 0):,} tokens; "
     say(
         f"{cache}largest micro-batch: {plan.micro_batch_tokens:,} tokens (learner.micro_batch_tokens is "
-        f"{asked.spec.learner.micro_batch_tokens:,})"
+        f"{asked.spec.learner.pass_tokens:,}); activations are "
+        f"{'computed twice' if asked.spec.learner.recomputes else 'kept'} (learner.gradient_checkpointing)"
     )
     say(
         f"host memory {plan.host_bytes / GIB:.1f} GiB in all; shared memory {plan.shared_bytes / GIB:.1f} GiB on the "

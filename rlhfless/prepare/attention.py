@@ -18,10 +18,10 @@ def attention_warnings(spec: RunSpec, longest: int) -> list[str]:
     if not reason:
         return []
     heads = config.get_text_config().num_attention_heads
-    layer = 4 * heads * longest * max(longest, spec.learner.micro_batch_tokens)
+    layer = 4 * heads * longest * max(longest, spec.learner.pass_tokens)
     return [
         f"model.path: {spec.model.path!r} is trained with transformers' eager attention, because {reason}. Its scores "
-        f"take {layer / GIB:.3g} GiB in each layer for learner.micro_batch_tokens of {spec.learner.micro_batch_tokens} "
+        f"take {layer / GIB:.3g} GiB in each layer for learner.micro_batch_tokens of {spec.learner.pass_tokens} "
         f"and sequences of {longest} tokens, which the memory plan does not count; if the learner runs out of memory, "
         "lower learner.micro_batch_tokens or shorten the sequences"
     ]

@@ -346,10 +346,10 @@ def _best_problems(spec: RunSpec, held_out: Sequence[Prompt]) -> list[Problem]:
 
 
 def _pass_warnings(spec: RunSpec, max_model_len: int) -> list[str]:
-    if spec.learner.micro_batch_tokens >= max_model_len:
+    if spec.learner.pass_tokens >= max_model_len:
         return []
     return [
-        f"learner.micro_batch_tokens: {spec.learner.micro_batch_tokens} is below the longest sequence of "
+        f"learner.micro_batch_tokens: {spec.learner.pass_tokens} is below the longest sequence of "
         f"{max_model_len} tokens; such a sequence gets a pass of its own, and more memory"
     ]
 

@@ -73,7 +73,7 @@ class MemoryTerms:
     def micro_batch_tokens(self) -> int:
         """Tokens of a forward pass: a micro-batch holds at least one sequence, or a pair of them."""
         together = self.spec.sequences_per_prompt if self.spec.supervised else 1
-        return max(self.spec.learner.micro_batch_tokens, together * self.sequence_tokens)
+        return max(self.spec.learner.pass_tokens, together * self.sequence_tokens)
 
 
 def no_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:  # noqa: ARG001

@@ -180,7 +180,7 @@ def sharded(training: TrainingSpec, optimizer: AdamWSpec) -> Sharded:
     return Sharded(
         training.split_over(training.world_size),
         training.dtype,
-        training.gradient_checkpointing,
+        training.recomputes,
         training.offload,
         sharing=training.share_prefixes,
         copies=training.copies,

@@ -187,7 +187,7 @@ def peak(subject: Subject) -> Measured:
     if subject.gpus:
         spec, held = _changed(spec, ranks=len(up(subject).about)), subject.results["held_bytes"]
     else:
-        rows = max(spec.learner.micro_batch_tokens // tokens, 1)
+        rows = max(spec.learner.pass_tokens // tokens, 1)
         tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
     phases = planned(spec, subject.asked.shape, subject.kind, tokens)[KIND.name]
     measured = {"held_gib": held / GIB, "planned_gib": phases["learn"] / GIB, "share": held / phases["learn"]}

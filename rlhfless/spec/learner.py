@@ -45,6 +45,10 @@ class AdamWSpec(SpecModel):
     less, for matrices and embeddings."""
 
 
+PASS_TOKENS = 8192
+"""Tokens of a forward pass before the memory plan has decided."""
+
+
 class TrainingSpec(SpecModel):
     """How a model that is trained is split over ranks, and how they compute it."""
 
@@ -57,8 +61,9 @@ class TrainingSpec(SpecModel):
     exchange gradients only (HSDP). `auto`: where ranks are on several GPU nodes and those of one node can hold the
     states, the ranks of a node; else all ranks."""
 
-    micro_batch_tokens: Tokens = 8192
-    """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
+    micro_batch_tokens: Tokens | Literal["auto"] = "auto"
+    """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own. `auto`: 8,192, and
+    on GPUs up to 65,536 where the memory plan has room."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
@@ -67,8 +72,9 @@ class TrainingSpec(SpecModel):
     """Master weights, gradients and optimiser are in the host's memory and not on the GPU, and the optimiser steps on
     the CPU: 16 bytes per parameter less, and a slower step."""
 
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: less memory, a third more operations. `auto`: off, and on GPUs on
+    where the memory plan has no room to keep activations."""
 
     share_prefixes: bool = True
     """Prompt tokens that samples share are computed once per micro-batch, and not once per sample, where that saves
@@ -82,6 +88,16 @@ class TrainingSpec(SpecModel):
     def average_decay(self) -> float | None:
         """Of the moving average of its weights; None without one."""
         return None
+
+    @property
+    def pass_tokens(self) -> int:
+        """`micro_batch_tokens` as a number: PASS_TOKENS where `auto` is still to be decided."""
+        return PASS_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def recomputes(self) -> bool:
+        """`gradient_checkpointing` as a truth value: False where `auto` is still to be decided."""
+        return self.gradient_checkpointing is True
 
     @property
     def world_size(self) -> int:

@@ -36,7 +36,7 @@ from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import LearnerSpec, PartialSpec, TailBatchingSpec
 
-FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
+FORWARD_TOKENS = LearnerSpec().pass_tokens
 """Tokens of a forward pass where the spec of a trace does not say."""
 
 NEARLY = 0.9
@@ -148,7 +148,8 @@ def _prefix_use(trace: Trace) -> PrefixUse:
     if not learner.get("share_prefixes", True):
         return PrefixUse(planned=True)
     pays_below = ALWAYS if _packed_all(trace) else expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
-    budget_tokens = int(learner.get("micro_batch_tokens", FORWARD_TOKENS))
+    given = learner.get("micro_batch_tokens", "auto")
+    budget_tokens = FORWARD_TOKENS if given == "auto" else int(given)
     return PrefixUse(planned=True, forward=SharedForward(budget_tokens, pays_below))
 
 

@@ -25,7 +25,8 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
     first = drawn[0]
     generation, engine = spec.get("generation", {}), spec.get("generation", {}).get("engine", {})
     # A spec that no devices have settled leaves keys at `auto`: the scenario has its own defaults for these.
-    engine = {key: value for key, value in engine.items() if value != "auto"}
+    learner = spec.get("learner") or {}
+    engine, learner = ({key: value for key, value in of.items() if value != "auto"} for of in (engine, learner))
     longest = max(int(batch.response_tokens.max()) for batch in drawn)
     recorded = {
         "prompts_per_step": first.groups,
@@ -41,7 +42,8 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
         "learner": {
             "mini_batches": spec.get("mini_batches"),
             "epochs": spec.get("epochs"),
-            "micro_batch_tokens": (spec.get("learner") or {}).get("micro_batch_tokens"),
+            "micro_batch_tokens": learner.get("micro_batch_tokens"),
+            "gradient_checkpointing": learner.get("gradient_checkpointing"),
         },
     }
     return _filled(data, recorded)

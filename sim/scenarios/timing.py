@@ -29,7 +29,11 @@ EIGHT, FULL = 8, 16
 """Bits of a byte, and of a format that is not quantised."""
 
 LEARN_OPERATIONS = 6
-"""Operations per parameter and token of a forward and a backward pass."""
+"""Operations per parameter and token of a forward and a backward pass, as an MFU counts them."""
+
+KEPT_SHARE = 6 / 8
+"""The time of a forward and backward pass that keeps its activations, as a share of one that computes them again: MFUs
+are of passes of 8 operations."""
 
 FORWARD_OPERATIONS = 2 * 6 / 8
 """The same of a forward pass alone, at the rate at which devices work while activations are computed again: 8
@@ -158,7 +162,13 @@ def state_bytes(scenario: Scenario) -> float:
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Seconds per token that is drawn of forward and backward passes on `devices` devices."""
-    return scenario.learner.learned_share * LEARN_OPERATIONS * _token_s(scenario, kind, devices)
+    learner = scenario.learner
+    return learner.learned_share * learn_operations(learner.gradient_checkpointing) * _token_s(scenario, kind, devices)
+
+
+def learn_operations(recomputes: bool) -> float:
+    """Operations per parameter and token of a learning step, at the rate of one that computes activations again."""
+    return LEARN_OPERATIONS * (1 if recomputes else KEPT_SHARE)
 
 
 def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:

@@ -165,6 +165,9 @@ class LearnerTimingSpec(SpecModel):
     """Tokens of one forward pass; a shared prefix is computed once in each. (verl's examples give a device 16 to 32
     thousand.)"""
 
+    gradient_checkpointing: bool = True
+    """Activations are computed twice: 8 operations per parameter and token in place of 6, of which `mfu` counts 6."""
+
     fixed_s: Annotated[float, Field(ge=0)] = 2.0
     """Seconds of each step whatever its size: collating, the optimiser, barriers, metrics. An assumption; published
     GRPO steps of 75 to 506 s are compatible with 0 to 5 (`benchmarks/rl_steps.py`)."""

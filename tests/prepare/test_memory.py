@@ -22,7 +22,7 @@ from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.prepare.memory.assumed import _problems_elsewhere
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed
+from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed, unplanned
 from rlhfless.records import FunctionName
 from rlhfless.scaling.function_kinds import MemoryTerms
 from rlhfless.scaling.latency.devices import device_of
@@ -551,8 +551,9 @@ def test_a_learner_on_other_devices_by_the_memory_of_those() -> None:
         ("h100", 2, 80_000_000_000),
     ]
     assert plan.fits
-    one = dataclasses.replace(question, spec=edited(run, {"learner.ranks": 1, "placement.learner_devices": 1}))
-    assert "h100: 135.8 GiB are needed" in one.plan().problems[0]
+    single = {"learner.ranks": 1, "placement.learner_devices": 1, "learner.micro_batch_tokens": 8192}
+    one = dataclasses.replace(question, spec=edited(run, single | {"learner.logits_mib": 128}))
+    assert "h100: 135.7 GiB are needed" in one.plan().problems[0]
     change = nearest_change(one)
     assert change is not None
     assert change.text == "learner.ranks: 2 and placement.learner_devices: 2"
@@ -588,11 +589,14 @@ def test_engines_on_cores_beside_a_learner_on_a_gpu() -> None:
 def test_a_run_goes_on_with_what_its_devices_settled_where_the_spec_leaves_it_open() -> None:
     """On GPUs the spec that a run was started with leaves out bfloat16: to resume with it was refused."""
     given = spec()
-    before = edited(settled(given, "h100"), {"learner.ranks": 4, "reference.ranks": 2, "scoring.reward_model_ranks": 2})
+    decided = {"learner.ranks": 4, "reference.ranks": 2, "scoring.reward_model_ranks": 2}
+    decided |= {"learner.gradient_checkpointing": True, "learner.micro_batch_tokens": 9216}
+    before = edited(settled(given, "h100"), decided)
     again = as_settled(given, before)
     check_resumable(before, again, "run.yaml")
     assert (again.model.dtype, again.learner.dtype, again.learner.gradient_checkpointing) == ("bfloat16",) * 2 + (True,)
     assert (again.learner.ranks, again.reference.ranks, again.scoring.reward_model_ranks) == (4, 2, 2)
+    assert again.learner.micro_batch_tokens == 9216
     assert as_settled(spec(learner={"ranks": 8}), before).learner.ranks == 8
     chosen = as_settled(edited(given, {"model.dtype": "float32"}), before)
     with pytest.raises(InputError, match=r"model\.dtype: 'float32', but the run began with 'bfloat16'"):
@@ -675,12 +679,14 @@ def test_more_devices_and_smaller_batches_never_need_more(ranks: int, kind: str,
 def test_what_gpus_decide_and_what_the_user_has_said() -> None:
     on_gpus = settled(spec(), "h100")
     assert (on_gpus.model.dtype, on_gpus.learner.dtype) == ("bfloat16", "bfloat16")
-    assert on_gpus.learner.gradient_checkpointing
+    assert unplanned(spec(), "h100").learner.recomputes, "sizes are not known"
     said = spec(model={"path": "m", "dtype": "float16"}, learner={"gradient_checkpointing": False})
     assert settled(said, "h100").model.dtype == "float16"
-    assert not settled(said, "h100").learner.gradient_checkpointing
+    assert not unplanned(said, "h100").learner.recomputes
     on_cores = settled(spec(), "cpu-core")
     assert (on_cores.model.dtype, on_cores.placement.mode) == ("float32", "colocated")
+    learner = on_cores.learner
+    assert (learner.micro_batch_tokens, learner.gradient_checkpointing) == (8192, False), "bits depend on both"
 
 
 def test_float32_on_gpus_is_refused_with_its_reason() -> None:

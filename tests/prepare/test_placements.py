@@ -140,3 +140,55 @@ def test_small_models_generate_all_samples_of_a_step_at_once() -> None:
     assert _asked("14B", "h100", 8).spec.generation.engine.max_sequences == 256
     chosen = _asked("0.6B", "h100", 2, generation={"engine": {"max_sequences": 64}}).spec.generation.engine
     assert (chosen.max_sequences, chosen.max_batch_tokens) == (64, 8192)
+
+
+@pytest.mark.parametrize("kind", ["l40s", "h100"])
+def test_auto_fits_wherever_activation_checkpointing_does(kind: str) -> None:
+    for model, count in itertools.product(("0.6B", "1.5B", "3B", "7B"), range(1, 9)):
+        fits = _asked(model, kind, count, learner={"gradient_checkpointing": True}).plan().fits
+        asked = _asked(model, kind, count)
+        plan, learner = asked.plan(), asked.spec.learner
+        assert plan.fits is fits, (model, count)
+        assert 8192 <= learner.pass_tokens <= 65_536
+        if fits and not learner.recomputes:
+            assert plan.kv_tokens is not None
+            assert plan.kv_tokens >= min(1024 // count, 256) * 2048, "all samples of an actor, or those of a batch"
+
+
+def test_small_models_on_many_gpus_keep_their_activations() -> None:
+    """0.6B keeps 2.0 MB of a token in 28 layers, 7B 7.0 MB: 16 and 57 GB for passes of 8,192."""
+    kept = {
+        (model, count)
+        for model, count in itertools.product(MODELS, COUNTS)
+        if not _asked(model, "h100", count).spec.learner.recomputes
+    }
+    assert kept == {("0.6B", 8), ("0.6B", 16), ("1.5B", 4), ("1.5B", 8), ("1.5B", 16)}
+    asked = _asked("0.6B", "h100", 8)
+    assert asked.spec.generation.engine.gpu_memory_fraction == 0.6, "0.85 without"
+    assert _asked("0.6B", "h100", 8, learner={"gradient_checkpointing": True}).spec.learner.recomputes
+    chosen = {"generation": {"engine": {"gpu_memory_fraction": 0.85}}}
+    assert _asked("0.6B", "h100", 8, **chosen).spec.learner.recomputes, "the user's fraction stays"
+    eager = replace(asked, spec=asked.given or asked.spec, scores_kept=True)
+    assert placed(eager).learner.recomputes
+    assert placed(eager).learner.micro_batch_tokens == 8192
+    shrinks = _asked("0.6B", "h100", 8, placement={"mode": "disaggregated", "learner_devices": 4},
+                     learner={"ranks": 4, "min_ranks": 1}).spec  # fmt: skip
+    fewest = edited(shrinks, {"learner.ranks": 1})
+    assert replace(asked, spec=fewest).plan().fits
+
+
+def test_tokens_of_a_pass_by_hand() -> None:
+    """7B, whose learner has two of three H100. A rank holds 16 P / 2 and what every process does; at its peak also what
+    is gathered, 2 (R + 2 G), the gradients of head and layer, 2 V h + 8 G, and for each token the inputs of 28 layers,
+    one layer's activations, and what shared prefixes take."""
+    asked = _asked("7B", "h100", 3, placement={"mode": "disaggregated", "learner_devices": 2})
+    p, head = asked.shape.parameters, 152_064 * 3584
+    g = (p - 2 * head) // 28
+    token = 28 * 2 * 3584 + (16 * 3584 + 10 * (3584 + 512) + 8 * 18_944) + 3584 * 40
+    assert token == 593_920
+    left = 80_000_000_000 - int(0.8 * GIB) - 8 * p - 2 * (2 * head + 2 * g) - (2 * head + 8 * g)
+    expected = 1024 * int(left / token / 1.25 / 1024)
+    assert 8192 < expected < 65_536
+    assert asked.spec.learner.micro_batch_tokens == expected
+    assert _asked("7B", "h100", 3, learner={"micro_batch_tokens": 9000}).spec.learner.micro_batch_tokens == 9000
+    assert _asked("0.6B", "h100", 1).spec.learner.micro_batch_tokens == 65_536

@@ -37,7 +37,7 @@ from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, LEARN_OPERATIONS
+from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
 from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
@@ -71,9 +71,6 @@ PROMPT_TOKENS = 256
 
 LOWEST_MFU = 1e-4
 """The lowest MFU of a learner; a measured time beyond it is a fixed time of each step."""
-
-FORWARD_SHARE = FORWARD_OPERATIONS / LEARN_OPERATIONS
-"""Time of a forward pass in the simulator, as a share of a learning step's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +270,11 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -
     tokens = Drawn.of(spec, lengths.signal).learned_samples * (lengths.mean_tokens + lengths.prompt_tokens)
     learn_s = latency.learn.at(tokens * spec.epochs)
     flops_per_s = asked.learner_sheet.flops_per_s.value * asked.learner_count
-    peak_s = 6 * asked.shape.active * tokens * spec.epochs / flops_per_s
+    operations = learn_operations(spec.learner.recomputes)
+    peak_s = operations * asked.shape.active * tokens * spec.epochs / flops_per_s
     mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
     evaluated = evaluated_share(spec.mini_batches, spec.epochs, spec.algorithm.needs.old_logprobs)
-    simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated / spec.epochs)
+    simulated_s = peak_s / mfu * (1 + FORWARD_OPERATIONS / operations * evaluated / spec.epochs)
     evaluate_s = latency.evaluate.at(tokens) * evaluated if latency.evaluate is not None else 0.0
     fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + latency.driver_s
     return {"mfu": mfu, "expert_mfu": mfu, "fixed_s": fixed_s}
@@ -322,7 +320,8 @@ def _scenario(
             # steps no move would pay. The learner's sizes stand side by side in a plan.
             "min_devices": spec.learner.min_ranks if spec.placement.mode == "disaggregated" else None,
             "state_bytes_per_parameter": _state_bytes(asked),
-            "micro_batch_tokens": spec.learner.micro_batch_tokens,
+            "micro_batch_tokens": spec.learner.pass_tokens,
+            "gradient_checkpointing": spec.learner.recomputes,
         }
         | measured.get("learner", {}),
         # On CPU cores scoring shares the cores of the other functions.

@@ -13,7 +13,7 @@ from typing import Any
 from rlhfless.functions.generation.kind import kv_bytes
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import format_problems, is_set, placed, settled, timed
+from rlhfless.prepare.memory.settled import format_problems, is_set, placed, settled, timed, unplanned
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of, publisher_of
@@ -37,6 +37,10 @@ _DEVICES = re.compile(r"(?:([1-9]\d{,99}) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 PROMPT_TOKENS = 1024
 """Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
 
+
+EAGER_MODELS = ("gpt_oss",)
+"""Types of models that transformers trains with eager attention alone; others have a soft cap
+(functions/attention_form.py finds them by their classes, which takes an import of torch)."""
 
 RESPONSE_TOKENS = 1024
 """The same for a written response, of runs that learn from those."""
@@ -81,14 +85,16 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
 
     Raises InputError if the model's sizes cannot be read from its config.json.
     """
-    shape, limit = _shape(spec)
+    shape, config = _shape(spec)
+    limit = config.get("max_position_embeddings")
     spec = _within_context(spec, limit)
     wanted = sequence_tokens or PROMPT_TOKENS + (RESPONSE_TOKENS if spec.supervised else spec.generation.max_tokens)
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
     others = reward_shapes(spec), draft_shape(spec)
     given = settled(spec, kind)
-    asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
+    eager = bool(config.get("attn_logit_softcapping")) or config.get("model_type") in EAGER_MODELS
+    asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, eager, given)
     asked = replace(asked, spec=placed(asked))
     return replace(asked, spec=timed(asked))
 
@@ -105,11 +111,11 @@ def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
     """A spec with everything that `count` devices of a kind decide, or the kind alone for a model whose sizes are not
     known. On CPU cores the hub is not asked for them."""
     if _on_cores(spec, kind) and not is_path(spec.model.path):
-        return settled(spec, kind)
+        return unplanned(spec, kind)
     try:
         return question_of(spec, kind, count).spec
     except (InputError, UnknownDevice):
-        return settled(spec, kind)
+        return unplanned(spec, kind)
 
 
 def _on_cores(spec: RunSpec, kind: str) -> bool:
@@ -294,10 +300,11 @@ def model_config(model: str) -> Mapping[str, Any]:
         return known
 
 
-def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:
+def _shape(spec: RunSpec) -> tuple[ModelShape, Mapping[str, Any]]:
+    """The sizes of a model, and the configuration that they are from."""
     try:
         config = _config(spec.model.path)
-        return ModelShape.of_config(config), config.get("max_position_embeddings")
+        return ModelShape.of_config(config), config
     except (UnknownShape, ValueError, OSError) as error:
         what = f"the sizes of {spec.model.path!r} cannot be read: {error}"
         hint = "name a folder with the config.json of a decoder-only transformer, or a model of the hub"

@@ -61,7 +61,7 @@ def nearest_change(asked: Question) -> Change | None:
 
 def _of_batches(asked: Question) -> Iterator[Edit]:
     """Smaller micro-batches, which cost little time; of each trained model down to the longest sequence."""
-    sizes = {name: part.micro_batch_tokens // 2 for name, part in asked.spec.trained.items()}
+    sizes = {name: part.pass_tokens // 2 for name, part in asked.spec.trained.items()}
     while any(tokens >= max(asked.sequence_tokens, 256) for tokens in sizes.values()):
         for name, tokens in sizes.items():
             if tokens >= max(asked.sequence_tokens, 256):
@@ -76,7 +76,7 @@ def _of_formats(asked: Question) -> Iterator[Edit]:
     for name, part in spec.trained.items():
         if on_gpu and part.dtype == "float32":
             yield _edit(f"{name}.dtype", "bfloat16")
-        if not part.gradient_checkpointing:
+        if part.gradient_checkpointing is False:
             yield _edit(f"{name}.gradient_checkpointing", True)
         if on_gpu and part.copies > 1:
             yield _edit(f"{name}.shard_ranks", "auto")

@@ -18,6 +18,7 @@ from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.learner import PASS_TOKENS
 from rlhfless.spec.run import OPTIMIZER_KEYS
 
 SLOWEST_BYTES_PER_S = 1e8
@@ -36,6 +37,13 @@ LOGITS_MIB = (2048, 1024, 512, 256)
 """Blocks of logits in float32. Each reads and writes the head's gradient once, 6.5 GB for 7 B parameters: by an H100's
 data sheet 2 ms, beside matrix products of 1.2 ms at 128 MiB and 19 ms at 2048. Not measured."""
 
+PASS_STEP, MOST_PASS_TOKENS = 1024, 65_536
+"""Tokens of forward passes that `auto` chooses from; beyond the most, larger matrix products are no faster."""
+
+SPARE_TOKENS = 1.25
+"""A pass has room if one of this many times its tokens fits: torch reserves 10 to 25 % more than is allocated
+(docs/gpus.md), and activations are most of what a pass takes."""
+
 MOST = "scaling.generation.max_actors"
 TENSOR_PARALLEL = "generation.engine.tensor_parallel_size"
 FRACTION = "generation.engine.gpu_memory_fraction"
@@ -53,31 +61,41 @@ and more devices per actor, turns or a larger fraction are tried before that is 
 
 
 def settled(spec: RunSpec, kind: str) -> RunSpec:
-    """The spec with the defaults for devices of a kind: on GPUs bfloat16 and activation checkpointing."""
+    """The spec with the defaults for devices of a kind: bfloat16 on GPUs. `placed` decides what depends on memory."""
     learning = spec.placement.kind_of_learner(kind)
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
     if kind == CPU_KIND:
         engine = spec.generation.engine
         spec = edited(spec, {TENSOR_PARALLEL: engine.devices_per_actor, MAX_SEQUENCES: engine.sequence_limit})
-    for name in spec.trained if learning != CPU_KIND else ():
-        wanted |= {f"{name}.dtype": "bfloat16", f"{name}.gradient_checkpointing": True}
+    wanted |= {f"{name}.dtype": "bfloat16" for name in spec.trained if learning != CPU_KIND}
     spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
     if learning == CPU_KIND:
         spec = edited(spec, dict.fromkeys(_open_ranks(spec), 1))
+        for name, part in spec.trained.items():
+            passes = {"micro_batch_tokens": part.pass_tokens, "gradient_checkpointing": part.recomputes}
+            spec = edited(spec, {f"{name}.{key}": value for key, value in passes.items()})
     if kind != CPU_KIND:
         return spec
     return _with_fewest(edited(spec, {"placement.mode": "colocated"}) if spec.placement.mode == "auto" else spec)
+
+
+def unplanned(spec: RunSpec, kind: str) -> RunSpec:
+    """`settled` for a model whose sizes are not known: GPUs recompute activations, which every model that fits can."""
+    spec = settled(spec, kind)
+    return edited(spec, {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(spec)})
 
 
 SETTLED = (
     "model.dtype",
     "learner.dtype",
     "learner.gradient_checkpointing",
+    "learner.micro_batch_tokens",
     "learner.logits_mib",
     "learner.ranks",
     "learner.shard_ranks",
     "critic.dtype",
     "critic.gradient_checkpointing",
+    "critic.micro_batch_tokens",
     "critic.ranks",
     "critic.shard_ranks",
     "reference.ranks",
@@ -153,10 +171,70 @@ def placed(asked: Question) -> RunSpec:
     """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, turns and moment formats.
 
     The first candidate of `_candidates` that fits with room for a batch of sequences is taken; failing that the first
-    that fits at all. 8-bit moments round the optimiser's state, so they are tried when nothing else fits. Then states
-    are split inside of nodes where that fits, too, and the blocks of logits are enlarged.
+    that fits at all. 8-bit moments round the optimiser's state, so they are tried when nothing else fits. All that is
+    decided with activation checkpointing, and with forward passes of PASS_TOKENS. Then states are split inside of nodes
+    where that fits, too; and what memory is left goes to kept activations, larger passes and larger blocks of logits.
     """
-    return _with_large_logits(asked, _inside_nodes(asked, _with_large_batches(asked, _with_all_ranks(asked))))
+    open_keys = {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(asked.spec)}
+    small = replace(asked, spec=edited(asked.spec, open_keys))
+    spec = _inside_nodes(small, _with_large_batches(small, _with_all_ranks(small)))
+    if not _fits(asked, spec):
+        open_passes = (name for name, part in spec.trained.items() if part.micro_batch_tokens == "auto")
+        return edited(spec, {f"{name}.micro_batch_tokens": PASS_TOKENS for name in open_passes})
+    return _with_large_logits(asked, _with_large_passes(asked, _with_kept_activations(asked, spec)))
+
+
+def _open_checkpointing(spec: RunSpec) -> tuple[str, ...]:
+    return tuple(name for name, part in spec.trained.items() if part.gradient_checkpointing == "auto")
+
+
+def _with_kept_activations(asked: Question, spec: RunSpec) -> RunSpec:
+    """The spec without activation checkpointing for each trained model that leaves it open and has room for that, if
+    need be beside engines whose KV cache still holds all samples of a step."""
+    for name in _open_checkpointing(asked.spec):
+        tokens, kept = spec.trained[name].pass_tokens, {f"{name}.gradient_checkpointing": False}
+        changed = (edited(each, kept) for each in _with_smaller_engines(asked, spec))
+        spec = next((each for each in changed if _has_room(asked, each, name, tokens)), spec)
+    return spec
+
+
+def _with_smaller_engines(asked: Question, spec: RunSpec) -> Iterator[RunSpec]:
+    """The spec, then with smaller fractions of co-located engines, if they are open, down to what samples need."""
+    yield spec
+    if spec.supervised or spec.placement.mode != "colocated" or spec.placement.in_turns or is_set(asked.spec, FRACTION):
+        return
+    for fraction in FRACTIONS:
+        smaller = edited(spec, {FRACTION: fraction})
+        if fraction < spec.generation.engine.gpu_memory_fraction and _holds(asked, smaller, _samples_per_actor(spec)):
+            yield smaller
+
+
+def _samples_per_actor(spec: RunSpec) -> int:
+    return math.ceil(spec.prompts_per_step * spec.sequences_per_prompt / spec.scaling.generation.most_actors)
+
+
+def _with_large_passes(asked: Question, spec: RunSpec) -> RunSpec:
+    """The spec with an open `micro_batch_tokens` of each trained model decided on GPUs: the most that has room, in
+    steps of PASS_STEP."""
+    for name in (name for name, part in spec.trained.items() if part.micro_batch_tokens == "auto"):
+        if asked.learner_sheet.kind == CPU_KIND:
+            continue
+        low, high = PASS_TOKENS // PASS_STEP, MOST_PASS_TOKENS // PASS_STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if _has_room(asked, spec, name, PASS_STEP * middle) else (low, middle - 1)
+        spec = edited(spec, {f"{name}.micro_batch_tokens": PASS_STEP * low})
+    return spec
+
+
+def _has_room(asked: Question, spec: RunSpec, name: str, tokens: int) -> bool:
+    """Whether passes of a trained model of SPARE_TOKENS times `tokens` fit, with any number of ranks that it may have.
+    What the plan does not count leaves no room to spare."""
+    if asked.scores_kept or spec.placement.learner_elsewhere:
+        return False
+    spec = edited(spec, {f"{name}.micro_batch_tokens": math.ceil(SPARE_TOKENS * tokens)})
+    fewest = edited(spec, {"learner.ranks": spec.learner.fewest_ranks})
+    return _fits(asked, spec) and (fewest == spec or _fits(asked, fewest))
 
 
 def _with_large_batches(asked: Question, spec: RunSpec) -> RunSpec:
@@ -165,7 +243,7 @@ def _with_large_batches(asked: Question, spec: RunSpec) -> RunSpec:
     engine = spec.generation.engine
     if spec.supervised or engine.max_sequences != "auto" or asked.sheet.kind == CPU_KIND:
         return spec
-    samples = math.ceil(spec.prompts_per_step * spec.sequences_per_prompt / spec.scaling.generation.most_actors)
+    samples = _samples_per_actor(spec)
     batch = {} if is_set(spec, BATCH_TOKENS) else {BATCH_TOKENS: GPU_BATCH_TOKENS}
     for sequences in (size for size in LARGE_BATCHES if size < 2 * samples):
         changed = edited(spec, {MAX_SEQUENCES: sequences} | batch)

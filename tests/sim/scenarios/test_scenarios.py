@@ -143,6 +143,9 @@ def test_learning_and_memory_by_hand() -> None:
     # 6 operations by 0.24 of 362 TFLOP/s on each of 2 devices; a forward pass does 2 of 8 operations in that time.
     assert timing.learn_token_s(one, "l40s", 2) == pytest.approx(6 * active / (2 * 362e12 * 0.24))
     assert timing.forward_token_s(one, "l40s", 2) == pytest.approx(timing.learn_token_s(one, "l40s", 2) / 4)
+    kept = one.model_copy(update={"learner": one.learner.model_copy(update={"gradient_checkpointing": False})})
+    assert timing.learn_token_s(one, "l40s", 2) == pytest.approx(4 / 3 * timing.learn_token_s(kept, "l40s", 2))
+    assert timing.forward_token_s(one, "l40s", 2) == timing.forward_token_s(kept, "l40s", 2)
     part = one.model_copy(update={"learner": one.learner.model_copy(update={"learned_share": 0.25})})
     assert timing.learn_token_s(part, "l40s", 2) == pytest.approx(timing.learn_token_s(one, "l40s", 2) / 4)
     assert timing.forward_token_s(part, "l40s", 2) == timing.forward_token_s(one, "l40s", 2), "such as a reference's"
