@@ -5,7 +5,7 @@
 Each figure is the median of several rounds. The copy is `Tensor.clone`, one thread: the fastest that bytes can
 get from one place to another. `ratio` is a figure's rate divided by the copy's.
 
-publish   digest, write, sync, rename          (FolderStore.put)
+publish   digest, write, sync, rename          (FolderStore.put), in one file and in parts by turns
 read      map and digest, no copy              (FolderStore.read)
 load      the same inside a real engine, with packing for its kernels, and the prefix cache's reset
 fetch     by another node, over HTTP and this machine's loopback, with a digest (HttpStore.read): all of a version, and
@@ -40,7 +40,7 @@ from where import machine
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, Transport
-from rlhfless.weights import http
+from rlhfless.weights import http, parts
 from rlhfless.weights.broadcast import Broadcaster, BroadcastReader
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.http import HttpStore
@@ -83,14 +83,20 @@ def _next_version(tensors: dict[str, torch.Tensor], number: int) -> None:
 
 
 def measure_store(store: FolderStore, size_mb: int) -> None:
-    """Publish and read without an engine."""
+    """Publish, in one file and in several by turns, and read without an engine."""
     tensors = {f"layer.{i}": torch.randn(size_mb * 250_000 // 16) for i in range(16)}
     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    files = {parts.PARTS: store, 1: FolderStore(store.folder / "one")}
+    publish_s: dict[int, list[float]] = {count: [] for count in files}
 
     def publish(number: int) -> None:
-        _next_version(tensors, number)
-        stored = store.put("bench", 0, number, tensors)
-        store.retain({stored.version})
+        for count, target in files.items():
+            parts.PARTS = count
+            _next_version(tensors, number)
+            target.retain(set())  # the next one is written over it
+            started = time.perf_counter()
+            target.put("bench", 0, number, tensors)
+            publish_s[count].append(time.perf_counter() - started)
 
     def read(_: int) -> None:
         digest = Digest()
@@ -99,7 +105,12 @@ def measure_store(store: FolderStore, size_mb: int) -> None:
 
     copy_s = _copy_s(tensors)
     _row("store: copy", size_bytes, copy_s, copy_s)
-    _row("store: publish", size_bytes, _median_s(publish), copy_s)
+    for number in range(ROUNDS):
+        publish(number)
+    for count, seconds in publish_s.items():
+        _row(f"store: publish, {count} files", size_bytes, statistics.median(seconds), copy_s)
+    parts.PARTS = max(files)
+    files[1].retain(set())
     _row("store: read", size_bytes, _median_s(read), copy_s)
     store.retain(set())
 

@@ -37,7 +37,7 @@ from rlhfless.functions.sharding import class_of
 from rlhfless.functions.training.model_files import write_model_files
 from rlhfless.records.checkpoints import NOTES_FILE, STATE_FOLDER, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
-from rlhfless.weights.files import TensorStream, write_tensors
+from rlhfless.weights.files import TensorStream, write_file
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -108,7 +108,7 @@ class _Contents:
             return
         try:
             with path.open("xb+") as file:
-                write_tensors(file, self.stream, lambda: {"format": "pt"})
+                write_file(file, self.stream, {"format": "pt"})
         except BaseException:
             drain(self.stream)  # the other ranks wait for each tensor
             raise

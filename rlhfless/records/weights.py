@@ -17,7 +17,7 @@ class WeightVersion:
     step: int
     """The number of training steps the weights have seen."""
     digest: str
-    """xxh3-128 of names, dtypes, shapes and bytes of all tensors (see rlhfless.weights.digest)."""
+    """A hash of names, dtypes, shapes and bytes of all tensors (see rlhfless.weights.digest)."""
 
     @property
     def label(self) -> str:

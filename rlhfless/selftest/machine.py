@@ -23,7 +23,7 @@ from rlhfless.scaling.memory import GIB, stored_versions, version_bytes
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.digest import digest_of
-from rlhfless.weights.files import TensorStream, write_tensors
+from rlhfless.weights.files import TensorStream, write_file
 from rlhfless.weights.http import HttpStore
 from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore
@@ -176,7 +176,7 @@ def weights(subject: Subject) -> Measured:
     with _timed(rates, "hash", size):
         digest_of(tensors.items())
     with (subject.folder / "plain").open("wb") as file, _timed(rates, "write", size):
-        write_tensors(file, TensorStream.of(tensors), dict)
+        write_file(file, TensorStream.of(tensors), {})
     (subject.folder / "plain").unlink()
     folder = FolderStore(subject.folder / "rates")
     with HttpStoreServer(folder.folder) as store:

@@ -28,9 +28,10 @@ import torch.distributed as dist
 from rlhfless.spec import Transport
 from rlhfless.weights.digest import NO_HASHES, tensor_at
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import read_layout, version_of
+from rlhfless.weights.files import read_header, version_of
 from rlhfless.weights.http import HttpStore
 from rlhfless.weights.http_server import JOIN, MEMBER, STALL_TIMEOUT_S
+from rlhfless.weights.parts import mapped
 from rlhfless.weights.store import FolderStore
 
 PACK_BYTES = 64 << 20
@@ -86,22 +87,25 @@ class Broadcaster:
         group = self._group
         if group is None or group.failed or set(group.ranks) != set(members):
             group = self._group = _Group(self._host, members)
-        path = self._store.path(version_of(name))
-        begin, layout = read_layout(path)
+        memory = mapped(self._store.path(version_of(name)))
+        begin, layout, _ = read_header(memory)
         packs = list(_packs(layout))
-        threading.Thread(target=self._send, args=(path, begin, packs, group), name="broadcast", daemon=True).start()
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        threading.Thread(
+            target=self._send, args=(name, data[begin:], packs, group), name="broadcast", daemon=True
+        ).start()
         return {"host": self._host, "port": group.store.port, "ranks": group.ranks, "packs": packs}
 
-    def _send(self, path: Path, begin: int, packs: list[Tensors], group: _Group) -> None:
+    def _send(self, name: str, data: torch.Tensor, packs: list[Tensors], group: _Group) -> None:
         try:
             with self._sending:
-                device, file = _device(), torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+                device = _device()
                 group.joined = group.joined or _form_group(group.store, 0, len(group.ranks) + 1, device)
                 for pack in packs:
-                    _broadcast(group.joined, file[begin + pack[0][3] : begin + pack[-1][4]].to(device))
+                    _broadcast(group.joined, data[pack[0][3] : pack[-1][4]].to(device))
         except Exception:  # of any library; the members' own parts fail then, too
             group.failed, group.joined = True, None  # the members see closed connections
-            log.exception("the broadcast of %s broke off", path.name)
+            log.exception("the broadcast of %s broke off", name)
 
 
 class _Group:

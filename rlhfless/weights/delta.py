@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from rlhfless.weights.digest import threads
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import put
+from rlhfless.weights.files import Put
+from rlhfless.weights.parts import mapped
 
 Words = npt.NDArray[np.uint16]
 Places = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -48,7 +49,7 @@ SAMPLED = 64
 
 def delta(old: Path, new: Path, out: IO[bytes]) -> bool:
     """Writes the changes from `old` to `new` to `out`. Returns False, with nothing written, if the files are not alike,
-    or too many of their words differ. Raises OSError for a file that is not there."""
+    or too many of their words differ. Raises OSError for a version that is not there, TornVersion for a damaged one."""
     header, after, rest = _parts(new)
     _, before, _ = _parts(old)
     if len(before) != len(after) or _changed_share(before, after) > MOST_CHANGED:
@@ -74,20 +75,23 @@ def _changes(before: Words, after: Words, number: int) -> bytes:
     return b"".join((_CHUNK.pack(number, count), where.tobytes(), after[chunk][places].tobytes()))
 
 
-def apply(old: Path, changes: Data, file: int) -> None:
-    """Writes the new version to an open file: the old one's words, with the changed ones replaced.
+def apply(old: Path, changes: Data, put: Put) -> int:
+    """Writes the new version: the old one's words, with the changed ones replaced. Returns its size in bytes.
 
     Raises WeightFileError if the changes are not of this version; the new version's digest shows whether they were
     complete.
     """
     _, before, _ = _parts(old)
+    header_bytes: int
+    words: int
+    rest: int
     header_bytes, words, rest = _HEAD.unpack(_part(changes, 0, _HEAD.size))
     if words != len(before):
         raise WeightFileError(f"changes of {words:,} words are not of {old}, which has {len(before):,}")
     begins = _HEAD.size + header_bytes + rest
     changed = dict(_chunks(changes, begins, words))
-    put(file, _part(changes, _HEAD.size, header_bytes), 0)
-    put(file, _part(changes, _HEAD.size + header_bytes, rest), header_bytes + 2 * words)
+    put(_part(changes, _HEAD.size, header_bytes), 0)
+    put(_part(changes, _HEAD.size + header_bytes, rest), header_bytes + 2 * words)
 
     def fill(number: int) -> None:
         # Through a buffer that stays in a core's cache: to map the new file costs a fault for each of its pages.
@@ -95,11 +99,12 @@ def apply(old: Path, changes: Data, file: int) -> None:
         if number in changed:
             where, values = changed[number]
             chunk[_places(where, chunk.size)] = values
-        put(file, chunk.view(np.uint8).data, header_bytes + 2 * number * CHUNK_WORDS)
+        put(chunk.view(np.uint8).data, header_bytes + 2 * number * CHUNK_WORDS)
 
     with ThreadPoolExecutor(threads(), "apply") as pool:
         for _ in pool.map(fill, range(-(-words // CHUNK_WORDS))):
             pass
+    return header_bytes + 2 * words + rest
 
 
 def _chunks(changes: Data, at: int, words: int) -> Iterator[tuple[int, tuple[Places, Words]]]:
@@ -132,12 +137,11 @@ def _part(changes: Data, start: int, size: int) -> memoryview:
 
 
 def _parts(path: Path) -> tuple[bytes, Words, bytes]:
-    """The header of a safetensors file, all words behind it, and the last byte where their number of bytes is odd."""
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    begins = 8 + int.from_bytes(mapped[:8], "little")
-    words = (len(mapped) - begins) // 2
-    return mapped[:begins], np.frombuffer(mapped, "<u2", words, begins), mapped[begins + 2 * words :]
+    """The header of a version, all words behind it, and the last byte where their number of bytes is odd."""
+    memory = mapped(path)
+    begins = 8 + int.from_bytes(memory[:8], "little")
+    words = (len(memory) - begins) // 2
+    return memory[:begins], np.frombuffer(memory, "<u2", words, begins), memory[begins + 2 * words :]
 
 
 def _changed_share(before: Words, after: Words) -> float:

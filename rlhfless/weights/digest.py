@@ -1,8 +1,9 @@
 """The digest of a set of weights: two versions are the same if their digests are.
 
-Each tensor is hashed on its own (name, dtype, shape, bytes) with xxh3-128, and the hashes are combined in
-the order of the names. So a reader may take the tensors in any order, layer by layer, and still arrive at
-the publisher's digest - so an engine can prove which tensors it *consumed*, not only which were offered to it.
+Each tensor is hashed on its own (name, dtype, shape, and the hash of each PIECE_BYTES of its bytes) with xxh3-128, and
+the hashes are combined in the order of the names. So threads share the work on a large tensor, and a reader may take
+the tensors in any order, layer by layer, and still arrive at the publisher's digest - so an engine can prove which
+tensors it *consumed*, not only which were offered to it.
 
 xxh3 is fast (memory bandwidth) and not cryptographic: it finds mistakes, not attackers.
 
@@ -24,8 +25,9 @@ import xxhash
 CHUNK_BYTES = 1 << 20
 """What is hashed and then copied at once: it stays in a core's cache between the two."""
 
-STAGED_BYTES = 1 << 26
-"""What is copied from a GPU at once: 64 MiB takes 1 to 3 ms, far more than starting the copy does."""
+PIECE_BYTES = 1 << 24
+"""What one thread hashes and copies at a time, and what is copied from a GPU at once: 16 MiB takes 0.3 ms there, far
+more than starting the copy does."""
 
 MOST_THREADS = 8
 """That hash and copy at the same time; about so many cores use up the bandwidth of a machine's memory."""
@@ -38,50 +40,48 @@ def threads() -> int:
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
-def host_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor` in row-major order, chunk by chunk; each chunk is valid until the next one is asked for.
-
-    From a GPU the next part is copied, to pinned memory, while the caller works on the one before.
-    """
-    for part in _staged(tensor) if tensor.is_cuda else (tensor_bytes(tensor),):
-        for start in range(0, part.nbytes, CHUNK_BYTES):
-            yield part[start : start + CHUNK_BYTES]
-
-
-def _staged(tensor: torch.Tensor) -> Iterator[memoryview]:
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bytes `[bytes]` of `tensor` in row-major order, on its device, in pieces of PIECE_BYTES."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(flat.device))
-    parts = torch.split(flat, STAGED_BYTES)
-    # Pinned memory comes from torch's cache of it, so only a first version waits for it to be made.
-    buffers = [torch.empty(min(STAGED_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True) for _ in parts[:2]]
-
-    def begin(number: int) -> torch.cuda.Event:
-        with torch.cuda.stream(stream):
-            buffers[number % 2][: len(parts[number])].copy_(parts[number], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            return event
-
-    copied = begin(0)
-    for number, part in enumerate(parts):
-        copied.synchronize()
-        if number + 1 < len(parts):
-            copied = begin(number + 1)
-        yield buffers[number % 2][: len(part)].numpy().data
+    return torch.split(flat, PIECE_BYTES) if len(flat) else ()
 
 
-def hasher_of(name: str, tensor: torch.Tensor) -> xxhash.xxh3_128:
-    """The hash of a tensor, before its bytes are added."""
-    return xxhash.xxh3_128(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
+def chunks(piece: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a piece, chunk by chunk; each is valid until the next one is asked for."""
+    data = _staged(piece) if piece.is_cuda else piece.numpy().data
+    for start in range(0, data.nbytes, CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
+def _staged(piece: torch.Tensor) -> memoryview:
+    """A copy of a piece in pinned memory, which comes from torch's cache of it: only a first version waits for it."""
+    stream = torch.cuda.Stream(piece.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(piece.device))
+    buffer = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.stream(stream):
+        buffer.copy_(piece, non_blocking=True)
+    stream.synchronize()
+    return buffer.numpy().data
+
+
+def piece_hash(piece: torch.Tensor) -> bytes:
+    """The hash of a piece. Other threads run meanwhile."""
+    hasher = xxhash.xxh3_128()
+    for chunk in chunks(piece):
+        hasher.update(chunk)
+    return hasher.digest()
+
+
+def combined_hash(name: str, tensor: torch.Tensor, hashes: Iterable[bytes]) -> bytes:
+    """The hash of a tensor, of which the pieces have these."""
+    hasher = xxhash.xxh3_128(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
+    hasher.update(b"".join(hashes))
+    return hasher.digest()
 
 
 def hash_of(name: str, tensor: torch.Tensor) -> bytes:
-    """The hash of a tensor. Other threads run meanwhile."""
-    hasher = hasher_of(name, tensor)
-    for chunk in host_chunks(tensor) if tensor.is_cuda else (tensor_bytes(tensor),):
-        hasher.update(chunk)
-    return hasher.digest()
+    """The hash of a tensor."""
+    return combined_hash(name, tensor, map(piece_hash, pieces(tensor)))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -168,7 +168,7 @@ def digest_by_threads(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -
     """The digest of all `tensors`, which `count` threads hash."""
     digest = Digest()
     with ThreadPoolExecutor(count, "hash") as pool:
-        hashed = [(name, pool.submit(hash_of, name, tensor), tensor.nbytes) for name, tensor in tensors]
-        for name, future, size_bytes in hashed:
-            digest.record(name, future.result(), size_bytes)
+        hashed = [(name, each, [pool.submit(piece_hash, piece) for piece in pieces(each)]) for name, each in tensors]
+        for name, tensor, hashes in hashed:
+            digest.record(name, combined_hash(name, tensor, (each.result() for each in hashes)), tensor.nbytes)
     return digest

@@ -1,45 +1,36 @@
-"""One safetensors file per version: a reader sees all of it or none of it, and reads it without a copy.
+"""What a version holds, and how it is written and read: the bytes of one safetensors file, in parts (`parts`).
 
-The writer fills a temporary file in the same folder, syncs it and renames it: a file that can be seen is
-complete. (`fsync` is what makes that true after a power cut as well. On tmpfs, such as /dev/shm, it does
-nothing and costs nothing.) A file is never changed after its rename, so readers may map it into memory.
+The format is 8 bytes with the length of the header, a JSON header, then the bytes of the tensors. It is written here
+and not by the safetensors package because that copies every tensor once more, and refuses tensors which share memory
+(tied embeddings); and read here because the package reads single files.
 
-The format is safetensors' own: 8 bytes with the length of the header, a JSON header, then the bytes of
-the tensors. It is written here and not by the safetensors package because that copies every tensor once
-more, and refuses tensors which share memory (tied embeddings). It is read by the package.
-
-Several threads hash and write, each a tensor of its own, chunk by chunk, while the next tensors are made. The file of a
-version that was dropped is written over if no reader has it open or mapped any more (`spare`): to get fresh memory from
-the kernel takes longer than to fill it.
+Several threads hash and write, each a piece of a tensor, chunk by chunk, while the next tensors are made.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError, safe_open
+import xxhash
 
-from rlhfless.folders import in_memory, private
+from rlhfless.folders import in_memory
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
-from rlhfless.weights.digest import Digest, dtype_name, hasher_of, host_chunks, threads
+from rlhfless.weights.digest import Digest, chunks, combined_hash, dtype_name, pieces, tensor_at, threads
 from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.parts import TornVersion, mapped, put
 
-SUFFIX = ".safetensors"
-TEMPORARY_PREFIX = ".writing-"
+SUFFIX = ".weights"
 _SEPARATOR = "~"  # cannot occur in a run's name, and needs no escaping in paths and URLs
 
 _SAFETENSORS_DTYPES = {
@@ -60,7 +51,7 @@ _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned 
 
 
 def file_name(version: WeightVersion) -> str:
-    """The file of a version: its label, with `~` for `/`."""
+    """The name of a version in a folder: its label, with `~` for `/`."""
     if _SEPARATOR in version.run_id or "/" in version.run_id or version.run_id.startswith("."):
         raise ValueError(f"run id {version.run_id!r} must not contain `~` or `/`, nor start with a dot")
     return version.label.replace("/", _SEPARATOR) + SUFFIX
@@ -70,7 +61,7 @@ def version_of(path: str | Path) -> WeightVersion:
     """The inverse of `file_name`, for a path or URL. Raises ValueError for any other name."""
     name = str(path).rsplit("/", 1)[-1]
     if not name.endswith(SUFFIX):
-        raise ValueError(f"{path} is not a weight file: the name must end with {SUFFIX}")
+        raise ValueError(f"{path} is not a version of weights: the name must end with {SUFFIX}")
     return WeightVersion.parse(name.removesuffix(SUFFIX).replace(_SEPARATOR, "/"))
 
 
@@ -93,10 +84,14 @@ class TensorStream:
         return cls(layout, iter(tensors.items()))
 
 
+Put = Callable[[bytes | memoryview, int], None]
+"""Writes bytes at a place; several threads call it."""
+
+
 def write_tensors(
-    file: IO[bytes], stream: TensorStream, metadata: Callable[[], Mapping[str, str]], digest: Digest | None = None
+    put: Put, stream: TensorStream, metadata: Callable[[], Mapping[str, str]], digest: Digest | None = None
 ) -> int:
-    """Writes a whole safetensors file, and adds what it writes to `digest`. Returns its size in bytes.
+    """Writes all of the format, and adds what it writes to `digest`. Returns its size in bytes.
 
     `metadata` is asked when all tensors have been written; before that, for its length alone. Raises ValueError if the
     stream does not have the tensors of its layout.
@@ -104,48 +99,51 @@ def write_tensors(
     digest = digest or Digest()
     header, size_bytes = _header(stream.layout, metadata())
     left = dict(_offsets(stream.layout))
-    count, turn = threads(), threading.Lock()
+    count = threads()
     with ThreadPoolExecutor(count, "write") as pool:
-        writing: deque[tuple[str, Future[bytes], int]] = deque()
+        writing: deque[tuple[str, torch.Tensor, list[Future[bytes]]]] = deque()
 
         def take() -> None:
-            name, future, size = writing.popleft()
-            digest.record(name, future.result(), size)
+            name, tensor, hashes = writing.popleft()
+            digest.record(name, combined_hash(name, tensor, (each.result() for each in hashes)), tensor.nbytes)
 
         for name, tensor in stream.tensors:
             if name not in left or left[name][1] - left[name][0] != tensor.nbytes:
                 raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
-            place = len(header) + left.pop(name)[0]
-            writing.append((name, pool.submit(_write, file.fileno(), turn, place, name, tensor), tensor.nbytes))
+            place, written = len(header) + left.pop(name)[0], []
+            for piece in pieces(tensor):
+                written.append(pool.submit(_write, put, place, piece))
+                place += len(piece)
+            writing.append((name, tensor, written))
             if len(writing) > count:  # tensors that wait are memory
                 take()
         while writing:
             take()
     if left:
         raise ValueError(f"the stream ended without {sorted(left)[:3]}")
-    os.truncate(file.fileno(), len(header) + size_bytes)  # the last tensors may be empty
-    put(file.fileno(), _header(stream.layout, metadata())[0], 0)
+    put(_header(stream.layout, metadata())[0], 0)
     return len(header) + size_bytes
 
 
-def _write(file: int, turn: threading.Lock, place: int, name: str, tensor: torch.Tensor) -> bytes:
-    """Write a tensor at `place`; its hash. Threads take turns: the kernel lets one at a time write to a file, and the
-    others would wait for that at work."""
-    hasher = hasher_of(name, tensor)
-    for chunk in host_chunks(tensor):
-        hasher.update(chunk)
+def write_file(file: IO[bytes], stream: TensorStream, metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file."""
+    turn = threading.Lock()  # the kernel lets one thread at a time write to a file
+
+    def put_in_turn(data: bytes | memoryview, place: int) -> None:
         with turn:
-            put(file, chunk, place)
+            put(file.fileno(), data, place)
+
+    write_tensors(put_in_turn, stream, lambda: metadata)
+
+
+def _write(put: Put, place: int, piece: torch.Tensor) -> bytes:
+    """Write a piece at `place`; its hash."""
+    hasher = xxhash.xxh3_128()
+    for chunk in chunks(piece):
+        hasher.update(chunk)
+        put(chunk, place)
         place += len(chunk)
     return hasher.digest()
-
-
-def put(file: int, data: bytes | memoryview, place: int) -> None:
-    """Write all of `data` at `place` of an open file; the kernel may take less at once."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, place)
-        view, place = view[written:], place + written
 
 
 def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -179,96 +177,42 @@ def way_on_node(folder: Path) -> Transport:
     return "shared_memory" if in_memory(folder) else "file"
 
 
-def read_layout(path: Path) -> tuple[int, list[tuple[str, str, list[int], int, int]]]:
-    """Where the tensors of a file begin; and name, dtype, shape, first byte from there and end of each, in order."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+def read_header(memory: mmap.mmap) -> tuple[int, list[tuple[str, str, list[int], int, int]], Mapping[str, str]]:
+    """Where the tensors begin; name, dtype, shape, first byte from there and end of each, in order; and metadata.
+
+    Raises ValueError, KeyError or TypeError for bytes that are not safetensors.
+    """
+    begins = 8 + int.from_bytes(memory[:8], "little")
+    header = json.loads(memory[8:begins])
+    metadata = header.pop("__metadata__", {})
     names = {short: name for name, short in _SAFETENSORS_DTYPES.items()}
-    tensors = [
-        (name, names[of["dtype"]], of["shape"], *of["data_offsets"])
-        for name, of in header.items()
-        if name != "__metadata__"
-    ]
-    return 8 + length, sorted(tensors, key=lambda tensor: tensor[3:])
+    tensors = [(name, names[of["dtype"]], of["shape"], *of["data_offsets"]) for name, of in header.items()]
+    if begins + max((end for *_, end in tensors), default=0) != len(memory):
+        raise ValueError("its tensors do not end where it does")
+    return begins, sorted(tensors, key=lambda tensor: tensor[3:]), metadata
 
 
-@dataclass(slots=True)
-class Draft:
-    """A file that is being written."""
+def read_version(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields `(name, tensor)` of all tensors; the tensors are views of the mapped version.
 
-    file: IO[bytes]
-    path: Path | None
-    """The name that it will take; None to drop it."""
-
-
-@contextmanager
-def replacing(folder: Path, path: Path | None = None) -> Iterator[Draft]:
-    """Gives a temporary file in `folder` to fill; it takes the draft's `path` there if the block succeeds."""
-    private(folder)  # weights may be secret, and a process that can write them controls the actors' weights
-    temporary = folder / (TEMPORARY_PREFIX + uuid4().hex)
-    draft: Draft | None = None
-    try:
-        with _open_blank(temporary) as file:
-            draft = Draft(file, path)
-            yield draft
-            file.flush()
-            os.fsync(file.fileno())
-        if draft.path is not None:
-            temporary.rename(draft.path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-_SPARE = TEMPORARY_PREFIX + "spare"
-
-
-def spare(path: Path) -> None:
-    """Drop a version, if it is there; its file waits for the next one. Readers that have it open keep what it holds."""
-    with suppress(FileNotFoundError):
-        path.rename(path.with_name(_SPARE))
-
-
-def _open_blank(path: Path) -> IO[bytes]:
-    """A file at `path` to write to: the folder's spare one if it is this process's alone, or else a new one."""
-    try:
-        path.with_name(_SPARE).rename(path)
-        file = path.open("rb+")
-    except FileNotFoundError:
-        return path.open("xb+")
-    try:
-        # The kernel grants it if no one else has the file open or mapped. From now on nobody can: the name is gone.
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        file.close()
-        path.unlink()
-        return path.open("xb+")
-    return file
-
-
-def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `(name, tensor)` of all tensors; the tensors are views of the mapped file.
-
-    They stay valid when the file is deleted meanwhile: the kernel keeps the bytes until the last view
-    is gone. `digest` is only named in errors; the consumer of the tensors checks it.
+    They stay valid when the version is deleted meanwhile: the kernel keeps the bytes until the last view is gone.
+    `digest` is only named in errors; the consumer of the tensors checks it.
 
     Raises:
-        WeightFileError: the file is missing, truncated, or not a safetensors file.
+        WeightFileError: the version is missing, truncated, or has no header of safetensors.
     """
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
-    except (FileNotFoundError, RuntimeError) as error:
-        # safetensors opens a file twice, the second time through torch, which raises RuntimeError for every failure
-        if isinstance(error, RuntimeError) and path.exists():
-            raise
+        memory = mapped(path)
+        begins, layout, _ = read_header(memory)
+    except FileNotFoundError as error:
         raise WeightFileError(
-            f"weight file {path} (digest {digest}) does not exist; it was never published, or was already "
-            "deleted as an old version"
+            f"weights {path} (digest {digest}) do not exist; they were never published, or were already deleted as an "
+            "old version"
         ) from error
-    except SafetensorError as error:
+    except (TornVersion, ValueError, KeyError, TypeError) as error:
         raise WeightFileError(
-            f"weight file {path} (digest {digest}) is truncated or damaged ({error}); publish it again"
+            f"weights {path} (digest {digest}) are truncated or damaged ({error}); publish them again"
         ) from error
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    for name, dtype_named, shape, start, _ in layout:
+        yield name, tensor_at(data, begins + start, dtype_named, shape)

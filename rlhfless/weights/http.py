@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from rlhfless.spec import Transport
 from rlhfless.weights.delta import apply
 from rlhfless.weights.digest import digest_by_threads, threads
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import Draft, file_name, put, read_file, replacing, spare, version_of, way_on_node
+from rlhfless.weights.files import Put, file_name, read_version, version_of, way_on_node
 from rlhfless.weights.http_server import PREFIX, SINCE, STALL_TIMEOUT_S
+from rlhfless.weights.parts import Draft, drafting, put, spare
 from rlhfless.weights.seal import known_hashes, seal
 from rlhfless.weights.store import FolderStore
 
@@ -71,7 +73,7 @@ class HttpStore:
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`. Raises WeightFileError also if the download fails for good."""
-        yield from read_file(self._local(location), version_of(location).digest)
+        yield from read_version(self._local(location), version_of(location).digest)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
         """See `WeightReader.hashes`. Downloads as `read` does."""
@@ -81,7 +83,7 @@ class HttpStore:
         """See `FolderStore.release`."""
 
     def _local(self, location: str) -> Path:
-        """The version's file on this node, which is downloaded if there is none."""
+        """The version on this node, which is downloaded if it is not there."""
         version = version_of(location)
         if self._home is not None and _is_sound(at_home := self._home / file_name(version), version):
             self.transport = way_on_node(self._home)
@@ -105,9 +107,10 @@ class HttpStore:
         slow = rate.exists() and float(rate.read_text() or "inf") < _FAST_BYTES_PER_S  # empty: its writer was killed
         if before and slow and self._patch(url, path, version, self._cache.path(before[-1])):
             return
-        with replacing(path.parent, path) as draft:
+        with drafting(path.parent, path) as draft:
             began_s = time.monotonic()
-            size = self._download_pieces(url, draft.file.fileno(), f"weights {url} (digest {version.digest})")
+            size = self._download_pieces(url, draft.put, f"weights {url} (digest {version.digest})")
+            draft.finish(size)
             rate.write_text(str(size / max(time.monotonic() - began_s, 1e-9)))
             _check(url, draft, version)
 
@@ -116,27 +119,27 @@ class HttpStore:
         what = f"changes of weights {url} (digest {version.digest})"
         try:
             with tempfile.TemporaryFile(dir=path.parent) as changes:
-                self._download_pieces(f"{url}{SINCE}{before.name}", changes.fileno(), what, attempts=1)
+                self._download_pieces(f"{url}{SINCE}{before.name}", partial(put, changes.fileno()), what, attempts=1)
                 with (
                     mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data,
-                    replacing(path.parent, path) as draft,
+                    drafting(path.parent, path) as draft,
                 ):
-                    apply(before, data, draft.file.fileno())
+                    draft.finish(apply(before, data, draft.put))
                     _check(url, draft, version)
         except WeightFileError as error:
             log.debug("the whole version is downloaded: %s", error)
             return False
         return True
 
-    def _download_pieces(self, url: str, file: int, what: str, attempts: int = _ATTEMPTS) -> int:
+    def _download_pieces(self, url: str, put: Put, what: str, attempts: int = _ATTEMPTS) -> int:
         """Download all of a URL; returns its size."""
-        size = self._download_piece(url, file, 0, what, attempts)
+        size = self._download_piece(url, put, 0, what, attempts)
         with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
             rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
-            list(pool.map(lambda start: self._download_piece(url, file, start, what, attempts), rest))
+            list(pool.map(lambda start: self._download_piece(url, put, start, what, attempts), rest))
         return size
 
-    def _download_piece(self, url: str, file: int, start: int, what: str, attempts: int) -> int:
+    def _download_piece(self, url: str, put: Put, start: int, what: str, attempts: int) -> int:
         """Download the piece that begins at byte `start`; returns the size of the whole file."""
         place = start
         for attempt in range(attempts):
@@ -144,7 +147,7 @@ class HttpStore:
                 with self._open(url, place, start + _PIECE_BYTES) as response:
                     size = int(response.headers["Content-Range"].rpartition("/")[2])
                     while data := response.read(_CHUNK_BYTES):
-                        put(file, data, place)
+                        put(data, place)
                         place += len(data)
                 if place == min(start + _PIECE_BYTES, size):
                     return size
@@ -185,17 +188,16 @@ class HttpStore:
 
 def _check(url: str, draft: Draft, version: WeightVersion) -> None:
     """Seals a version that has been received. Raises WeightFileError if it is not the one that its name says."""
-    draft.file.flush()
-    received = digest_by_threads(read_file(Path(draft.file.name), version.digest), threads()).hexdigest()
+    received = digest_by_threads(read_version(draft.folder, version.digest), threads()).hexdigest()
     if received != version.digest:
         raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
-    seal(draft.file.fileno(), version.digest)
+    seal(draft.folder, version.digest)
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:
-    """Whether the file is there and complete. A file that was cut short must be fetched again: an engine that loads it
+    """Whether the version is there and complete. One that was cut short must be fetched again: an engine that loads it
     would fail, be replaced, and load it again. The engine that consumes the bytes checks their digest."""
     try:
-        return path.exists() and all(True for _ in read_file(path, version.digest))
+        return path.exists() and all(True for _ in read_version(path, version.digest))
     except WeightFileError:
         return False

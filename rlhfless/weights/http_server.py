@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.delta import delta
-from rlhfless.weights.files import TEMPORARY_PREFIX, version_of
+from rlhfless.weights.files import version_of
+from rlhfless.weights.parts import TEMPORARY_PREFIX, OpenVersion, TornVersion
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 PREFIX = "/versions/"
@@ -30,6 +31,10 @@ _CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
 
 Join = Callable[[str, str], Mapping[str, Any] | None]
 """(a version's name, who asks) -> how to receive it, or None."""
+
+
+Pieces = Callable[[int, int], Iterable[tuple[IO[bytes], int, int]]]
+"""(first byte, end) -> file, first byte there, and length of each piece of them."""
 
 
 class HttpStoreServer:
@@ -115,12 +120,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         name, _, since = self.path.removeprefix(PREFIX).partition(SINCE)
         try:
-            file = (self._changes(name, since) if since else self._path(name)).open("rb")
-        except (ValueError, FileNotFoundError):
+            if since:
+                with self._changes(name, since).open("rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    self._answer(size, lambda start, end: [(file, start, end - start)])
+            else:
+                with OpenVersion(self._path(name)) as version:
+                    self._answer(version.size_bytes, version.pieces)
+        except (ValueError, FileNotFoundError, TornVersion):
             self.send_error(HTTPStatus.NOT_FOUND, "no such version, or no changes that are shorter")
-            return
-        with file:
-            self._answer(file)
 
     def _answer_join(self) -> None:
         name, _, member = self.path.removeprefix(JOIN).partition(MEMBER)
@@ -145,7 +153,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.comparing:
             if not path.exists():
                 _drop_changes(new.parent, version_of(name).digest)
-                # Not by `replacing`, which would take the spare file that the next version is written over.
                 draft = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
                 with draft.open("wb") as file:
                     delta(old, new, file)
@@ -154,8 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise FileNotFoundError(path)
         return path
 
-    def _answer(self, file: IO[bytes]) -> None:
-        size, asked = os.fstat(file.fileno()).st_size, self.headers.get("Range")
+    def _answer(self, size: int, pieces: Pieces) -> None:
+        asked = self.headers.get("Range")
         first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last or size) + 1, size)
         self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
@@ -163,7 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.end_headers()
-        self.connection.sendfile(file, start, end - start)  # without a copy of its own
+        for file, offset, length in pieces(start, end):
+            self.connection.sendfile(file, offset, length)  # without a copy of its own
 
     def log_message(self, format: str, *args: object) -> None:
         """Silent: readers report their own failures."""

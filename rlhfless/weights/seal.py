@@ -1,8 +1,8 @@
-"""The hashes of a file's tensors, so that a node hashes each byte once.
+"""The hashes of a version's tensors, so that a node hashes each byte once.
 
-The header of a file keeps the hash of each tensor. The process that has hashed all of a file's bytes on a node, because
-it wrote or fetched them, seals the file there, and readers of that node take the hashes from the header. The seal is in
-the file's time of modification, so whatever writes to the file afterwards breaks it; then readers hash the bytes
+The header of a version keeps the hash of each tensor. The process that has hashed all of its bytes on a node, because
+it wrote or fetched them, seals the files there, and readers of that node take the hashes from the header. The seal is
+in the files' time of modification, so whatever writes to them afterwards breaks it; then readers hash the bytes
 themselves. Stores to a shared mapping leave that time as it is, so they do not break the seal.
 """
 
@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from rlhfless.weights.digest import Digest
+from rlhfless.weights.files import read_header
+from rlhfless.weights.parts import TornVersion, mapped
 
 _HASHES = "hashes"
 _HASH_BYTES = 16
@@ -28,10 +29,11 @@ def hashes_note(names: Collection[str], digest: Digest) -> Mapping[str, str]:
     return {_HASHES: "".join(digest.hashes.get(name, bytes(_HASH_BYTES)).hex() for name in sorted(names))}
 
 
-def seal(file: int, digest: str) -> None:
-    """Seals an open file. The caller has hashed all its bytes, and has written the last one."""
+def seal(folder: Path, digest: str) -> None:
+    """Seals a version. The caller has hashed all its bytes, and has written the last one."""
     now = time.time_ns()
-    os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
+    for file in folder.iterdir():
+        os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
 
 
 _SECOND = 10**9
@@ -44,18 +46,19 @@ def _boot() -> str:
 
 
 def _mark(digest: str) -> int:
-    """The nanoseconds of the time of modification of a sealed file."""
+    """The nanoseconds of the time of modification of sealed files."""
     return xxhash.xxh3_64_intdigest(f"{_boot()}/{digest}".encode()) % _SECOND
 
 
 def known_hashes(path: Path, digest: str) -> dict[str, bytes]:
-    """By tensor: the hashes of a file that is sealed on this node; empty for any other file."""
+    """By tensor: the hashes of a version that is sealed on this node; empty for any other."""
     try:
-        if path.stat().st_mtime_ns % _SECOND != _mark(digest):
+        if any(file.stat().st_mtime_ns % _SECOND != _mark(digest) for file in path.iterdir()):
             return {}
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names, packed = sorted(file.keys()), bytes.fromhex((file.metadata() or {}).get(_HASHES, ""))
-    except (OSError, RuntimeError, SafetensorError, ValueError):  # `read_file` says what is wrong with it
+        _, layout, metadata = read_header(mapped(path))
+        packed = bytes.fromhex(metadata.get(_HASHES, ""))
+    except (OSError, TornVersion, ValueError, KeyError, TypeError):  # `read_version` says what is wrong with it
         return {}
+    names = sorted(name for name, *_ in layout)
     each = [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]
     return dict(zip(names, each, strict=True)) if len(each) == len(names) else {}

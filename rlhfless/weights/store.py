@@ -2,7 +2,7 @@
 
 Pulling needs no process group, so engines may come and go, and a late engine simply reads the newest version.
 
-Invariants: a version that can be seen is complete (see `files`); it never changes; its name carries its
+Invariants: a version that can be seen is complete (see `parts`); it never changes; its name carries its
 digest, so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes the name at
 once, and the bytes stay as long as any reader has the file open or mapped; the next version is written over them
 only if none has. No lock is needed for that. A reader does fail if a version that was *announced* to it is deleted
@@ -31,16 +31,14 @@ from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import (
     SUFFIX,
-    TEMPORARY_PREFIX,
     TensorStream,
     file_name,
-    read_file,
-    replacing,
-    spare,
+    read_version,
     version_of,
     way_on_node,
     write_tensors,
 )
+from rlhfless.weights.parts import TEMPORARY_PREFIX, drafting, spare
 from rlhfless.weights.seal import hashes_note, known_hashes, seal
 
 Tensors = Mapping[str, torch.Tensor] | TensorStream
@@ -135,16 +133,17 @@ class FolderStore:
             return {"version": version().label, **hashes_note(stream.layout, digest)}
 
         file_name(version())  # refuses a bad name before anything is written
-        with _reporting_full(self.folder), replacing(self.folder) as draft:
-            size_bytes = write_tensors(draft.file, stream, notes, digest)
-            seal(draft.file.fileno(), version().digest)
+        with _reporting_full(self.folder), drafting(self.folder) as draft:
+            size_bytes = write_tensors(draft.put, stream, notes, digest)
+            draft.finish(size_bytes)
+            seal(draft.folder, version().digest)
             path = self.path(version())
             draft.path = None if _is_whole(path, version().digest) else path
         return StoredWeights(version(), str(path), size_bytes, digest.tensors)
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`."""
-        return read_file(Path(location), version_of(location).digest)
+        return read_version(Path(location), version_of(location).digest)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
         """See `WeightReader.hashes`."""
@@ -156,7 +155,7 @@ class FolderStore:
         return way_on_node(self.folder)
 
     def release(self) -> None:
-        """See `WeightReader.release`: a file that is dropped stays as long as it is mapped."""
+        """See `WeightReader.release`: files that are dropped stay as long as they are mapped."""
 
     def versions(self) -> tuple[WeightVersion, ...]:
         """See `WeightStore.versions`."""
@@ -193,10 +192,10 @@ def _reporting_full(folder: Path) -> Iterator[None]:
 
 
 def _is_whole(path: Path, digest: str) -> bool:
-    """Whether the file of the version is there and complete."""
+    """Whether the version is there and complete."""
     if not path.exists():
         return False
     try:
-        return digest_of(read_file(path, digest)) == digest
+        return digest_of(read_version(path, digest)) == digest
     except WeightFileError:
         return False

@@ -205,7 +205,7 @@ async def test_old_bytes_under_a_new_name_stop_the_run(live: Live) -> None:
     fake = replace(run.published.version, step=5, digest="0" * 32)
     name = Path(run.published.location).name
     forged = name.replace("~4~", "~5~").replace(run.published.version.digest, fake.digest)
-    shutil.copy(old, folder / forged)
+    shutil.copytree(old, folder / forged)
     published = replace(run.published, version=fake, location=run.published.location.replace(name, forged))
     with pytest.raises(WeightCheckFailed, match="consumed"):
         await run.weights.load(actor, published, run.call(5))

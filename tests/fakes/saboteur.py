@@ -90,7 +90,7 @@ async def drain_actor(run: Run) -> None:
 
 
 async def cut_store_file(run: Run) -> None:
-    path = Path(run.published.location)
+    path = Path(run.published.location) / "0"
     os.truncate(path, path.stat().st_size // 2)
 
 

@@ -16,6 +16,7 @@ from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.broadcast import BroadcastReader
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import SUFFIX
 from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import StoredWeights
 
@@ -70,7 +71,7 @@ def test_all_workers_receive_each_version_in_one_broadcast(server: HttpStoreServ
         assert together(readers, stored) == [(stored.version.digest, "nccl")] * READERS
         groups.append(readers[0]._group)
     assert groups[0] == groups[1] == groups[2], "the same members stay one group"
-    assert not list(tmp_path.glob("cache-*/*.safetensors")), "nothing was pulled"
+    assert not list(tmp_path.glob(f"cache-*/*{SUFFIX}")), "nothing was pulled"
 
 
 def test_a_replacement_pulls_and_is_in_the_next_broadcast(server: HttpStoreServer, tmp_path: Path) -> None:

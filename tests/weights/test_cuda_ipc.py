@@ -17,6 +17,7 @@ from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.cuda_ipc import IpcReader, IpcStore
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import SUFFIX
 from rlhfless.weights.store import StoredWeights
 
 EXPORTED: dict[bytes, torch.Tensor] = {}
@@ -87,7 +88,7 @@ def test_each_version_is_read_from_the_learners_memory(store: IpcStore, reader: 
         assert mapped["weight"].untyped_storage().data_ptr() == EXPORTED[b"handle-0"].data_ptr(), "no copy"
         reader.release()
     assert len(EXPORTED) == 1, "all versions take turns in one piece of memory"
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
     assert [version.step for version in store.versions()] == [2]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from rlhfless.weights import http, http_server
 from rlhfless.weights.delta import CHUNK_WORDS, apply, delta
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import Put
 from rlhfless.weights.http_server import HttpStoreServer
+from rlhfless.weights.parts import mapped, put
 from rlhfless.weights.store import FolderStore
 
 
@@ -56,8 +58,9 @@ def test_applying_it_gives_the_same_bytes(
         return
     made = tmp_path_factory.mktemp("made") / "made"
     with made.open("wb+") as file:
-        apply(Path(old.location), changes.getvalue(), file.fileno())
-    assert made.read_bytes() == Path(new.location).read_bytes()
+        size = apply(Path(old.location), changes.getvalue(), partial(put, file.fileno()))
+    assert made.read_bytes() == mapped(Path(new.location))[:]
+    assert size == new.size_bytes
 
 
 def test_its_size_by_hand(tmp_path: Path) -> None:
@@ -97,12 +100,12 @@ def test_changes_that_are_damaged_or_another_version_s_are_refused(tmp_path: Pat
     data = changes.getvalue()
     for damaged in (data[:-1], data[: len(data) // 2], b"", data[:10]):
         with (tmp_path / "out").open("wb+") as file, pytest.raises(WeightFileError, match="cut short, or damaged"):
-            apply(Path(old.location), damaged, file.fileno())
+            apply(Path(old.location), damaged, partial(put, file.fileno()))
     with (
         (tmp_path / "out").open("wb+") as file,
         pytest.raises(WeightFileError, match=r"changes of 1,\d+ words are not"),
     ):
-        apply(Path(small.location), data, file.fileno())
+        apply(Path(small.location), data, partial(put, file.fileno()))
 
 
 # -- over HTTP
@@ -113,9 +116,9 @@ def received(reader: http.HttpStore, monkeypatch: pytest.MonkeyPatch) -> list[tu
     seen: list[tuple[str, int]] = []
     pieces = http.HttpStore._download_pieces
 
-    def counting(self: http.HttpStore, url: str, file: int, what: str, attempts: int = 1) -> int:
-        size = pieces(self, url, file, what, attempts)
-        seen.append(("changes" if http_server.SINCE in url else "all", os.fstat(file).st_size))
+    def counting(self: http.HttpStore, url: str, to: Put, what: str, attempts: int = 1) -> int:
+        size = pieces(self, url, to, what, attempts)
+        seen.append(("changes" if http_server.SINCE in url else "all", size))
         return size
 
     monkeypatch.setattr(http.HttpStore, "_download_pieces", counting)
@@ -169,7 +172,7 @@ def test_it_gets_all_where_changes_are_no_shorter_or_do_not_give_the_version(
         # What the node has of the version before was damaged: the digest says so.
         same = {"w": dict(reader.read(second.location))["w"].clone()}
         same["w"][0] += 1
-        path = tmp_path / "cache" / Path(second.location).name
+        path = tmp_path / "cache" / Path(second.location).name / "0"
         damaged = bytearray(path.read_bytes())
         damaged[-1] ^= 1
         path.write_bytes(damaged)

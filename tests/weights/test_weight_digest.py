@@ -19,9 +19,9 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def test_digest_by_hand() -> None:
-    # Header "name\0dtype\0shape\0", then the bytes; the hashes of the tensors hashed again, by name.
-    one = xxhash.xxh3_128(b"a\0uint8\0(2,)\0" + bytes([7, 8])).digest()
-    two = xxhash.xxh3_128(b"b\0uint8\0(1,)\0" + bytes([9])).digest()
+    # Header "name\0dtype\0shape\0", then the hash of each piece; the hashes of the tensors hashed again, by name.
+    one = xxhash.xxh3_128(b"a\0uint8\0(2,)\0" + xxhash.xxh3_128(bytes([7, 8])).digest()).digest()
+    two = xxhash.xxh3_128(b"b\0uint8\0(1,)\0" + xxhash.xxh3_128(bytes([9])).digest()).digest()
     expected = xxhash.xxh3_128(one + two).hexdigest()
     b, a = torch.tensor([9], dtype=torch.uint8), torch.tensor([7, 8], dtype=torch.uint8)
     assert digest_of([("b", b), ("a", a)]) == expected

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import stat
 import threading
 import urllib.error
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights import digest as digest_module
-from rlhfless.weights import http, http_server, seal
+from rlhfless.weights import http, http_server, parts, seal
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
@@ -79,11 +80,12 @@ def test_what_is_put_can_be_read(pair: Pair) -> None:
     assert _same(dict(pair.reader().read(stored.location)), _tensors())
 
 
-def test_the_file_is_plain_safetensors(pair: Pair) -> None:
+def test_a_small_version_is_one_file_of_plain_safetensors(pair: Pair) -> None:
     stored = pair.store.put("run", 0, 0, _tensors())
     path = pair.folder / file_name(stored.version)
-    assert _same(load_file(path), _tensors())
-    assert stored.size_bytes == path.stat().st_size
+    assert {file.name for file in path.iterdir()} == {"0", "manifest.json"}
+    assert _same(load_file(path / "0"), _tensors())
+    assert stored.size_bytes == (path / "0").stat().st_size
 
 
 def test_tied_tensors_are_published_under_both_names(pair: Pair) -> None:
@@ -100,16 +102,19 @@ def test_the_same_weights_twice_are_one_version(pair: Pair) -> None:
     assert pair.store.versions() == (first.version,)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "part gone", "gone"])
 def test_a_damaged_version_is_written_again(pair: Pair, damage: str) -> None:
     stored = pair.store.put("run", 1, 5, _tensors())
     path = pair.folder / file_name(stored.version)
+    part = path / "0"
     if damage == "cut":
-        os.truncate(path, stored.size_bytes // 2)
+        os.truncate(part, stored.size_bytes // 2)
     elif damage == "changed":
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        part.write_bytes(part.read_bytes()[:-1] + b"x")
+    elif damage == "part gone":
+        part.unlink()
     else:
-        path.unlink()
+        shutil.rmtree(path)
     assert pair.store.put("run", 1, 5, _tensors()) == stored
     assert digest_of(pair.reader().read(stored.location)) == stored.version.digest
 
@@ -190,7 +195,7 @@ def test_readers_never_see_half_a_version(pair: Pair) -> None:
                 try:
                     digest = digest_of(folder.read(str(folder.path(version))))
                 except WeightFileError as error:
-                    if "does not exist" in str(error):  # dropped after it was listed
+                    if "do not exist" in str(error):  # dropped after it was listed
                         continue
                     raise
                 assert digest == version.digest
@@ -209,17 +214,17 @@ def test_readers_never_see_half_a_version(pair: Pair) -> None:
 def test_a_version_that_goes_while_it_is_opened_is_said_to_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opened are the header first and the storage after it; the file can go between the two."""
+    """Opened are the manifest first and the parts after it; the version can go between the two."""
     store = FolderStore(tmp_path)
     stored = store.put("run", 0, 0, _tensors())
-    open_storage = torch.UntypedStorage.from_file
+    sizes = parts.Stripes.sizes
 
-    def too_late(*args: object, **options: object) -> object:
+    def too_late(stripes: parts.Stripes, size_bytes: int) -> list[int]:
         store.delete(stored.version)
-        return open_storage(*args, **options)
+        return sizes(stripes, size_bytes)
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", too_late)
-    with pytest.raises(WeightFileError, match="does not exist"):
+    monkeypatch.setattr(parts.Stripes, "sizes", too_late)
+    with pytest.raises(WeightFileError, match="do not exist"):
         dict(store.read(stored.location))
 
 
@@ -234,7 +239,7 @@ def test_a_failed_publish_leaves_nothing(pair: Pair) -> None:
 def test_a_truncated_file_is_refused(tmp_path: Path, keep_bytes: int) -> None:
     store = FolderStore(tmp_path)
     stored = store.put("run", 0, 0, _tensors())
-    os.truncate(stored.location, keep_bytes % stored.size_bytes)
+    os.truncate(Path(stored.location) / "0", keep_bytes % stored.size_bytes)
     with pytest.raises(WeightFileError) as refused:
         dict(store.read(stored.location))
     assert stored.location in str(refused.value)
@@ -244,16 +249,17 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep_bytes: int) -> None:
 def test_a_changed_byte_shows_in_the_digest(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     stored = store.put("run", 0, 0, _tensors())
-    data = bytearray(Path(stored.location).read_bytes())
+    part = Path(stored.location) / "0"
+    data = bytearray(part.read_bytes())
     data[-20] ^= 1
-    Path(stored.location).write_bytes(data)
+    part.write_bytes(data)
     assert digest_of(store.read(stored.location)) != stored.version.digest
 
 
 def test_names_are_reversible() -> None:
     version = WeightVersion("my-run-1", 3, 14, "ab" * 16)
     assert version_of(f"http://host:1/versions/{file_name(version)}") == version
-    with pytest.raises(ValueError, match="not a weight file"):
+    with pytest.raises(ValueError, match="not a version of weights"):
         version_of("/somewhere/model.bin")
 
 
@@ -300,7 +306,7 @@ def test_http_fetches_a_file_of_the_cache_that_was_cut_short_again(served: HttpS
     stored = _put(served)
     reader = http.HttpStore(served.token, tmp_path / "cache")
     dict(reader.read(stored.location))
-    os.truncate(tmp_path / "cache" / file_name(stored.version), stored.size_bytes // 2)
+    os.truncate(tmp_path / "cache" / file_name(stored.version) / "0", stored.size_bytes // 2)
     assert digest_of(reader.read(stored.location)) == stored.version.digest
 
 
@@ -311,17 +317,18 @@ def test_http_continues_an_interrupted_download(
     ranges: list[str | None] = []
     answer = http_server._Handler._answer
 
-    def hang_up_once(self: http_server._Handler, file: object) -> None:
+    def hang_up_once(self: http_server._Handler, size: int, pieces: http_server.Pieces) -> None:
         ranges.append(self.headers.get("Range"))
         if len(ranges) == 1:
             self.send_response(206)
             self.send_header("Content-Range", f"bytes 0-{stored.size_bytes - 1}/{stored.size_bytes}")
             self.send_header("Content-Length", str(stored.size_bytes))
             self.end_headers()
-            self.wfile.write(file.read(1000))  # type: ignore[attr-defined]
+            ((part, start, length),) = pieces(0, 1000)
+            self.connection.sendfile(part, start, length)
             self.close_connection = True
         else:
-            answer(self, file)  # type: ignore[arg-type]
+            answer(self, size, pieces)
 
     monkeypatch.setattr(http_server._Handler, "_answer", hang_up_once)
     assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (stored.version.digest)
@@ -336,9 +343,9 @@ def test_http_fetches_a_version_in_pieces(
     ranges: list[str | None] = []
     answer = http_server._Handler._answer
 
-    def noting(self: http_server._Handler, file: object) -> None:
+    def noting(self: http_server._Handler, size: int, pieces: http_server.Pieces) -> None:
         ranges.append(self.headers.get("Range"))
-        answer(self, file)  # type: ignore[arg-type]
+        answer(self, size, pieces)
 
     monkeypatch.setattr(http_server._Handler, "_answer", noting)
     stored = _put(served)
@@ -376,14 +383,14 @@ def test_bytes_that_were_hashed_on_this_node_are_not_hashed_again(pair: Pair, mo
 def test_of_a_file_that_was_changed_no_hash_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     store = FolderStore(tmp_path / "store")
     old, stored = store.put("run", 0, 0, _tensors(2.0)), store.put("run", 0, 1, _tensors())
-    path = Path(stored.location)
+    path = Path(stored.location) / "0"
     assert store.hashes(stored.location)
     if how == "written to":
         with path.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"x")
     elif how == "replaced":
-        Path(old.location).rename(path)
+        (Path(old.location) / "0").rename(path)
     elif how == "copied":
         path.write_bytes(path.read_bytes())
     else:
@@ -393,7 +400,7 @@ def test_of_a_file_that_was_changed_no_hash_is_known(tmp_path: Path, monkeypatch
 
 def test_http_refuses_a_damaged_download_and_caches_none(served: HttpStoreServer, tmp_path: Path) -> None:
     stored = _put(served)
-    path = tmp_path / "store" / file_name(stored.version)
+    path = tmp_path / "store" / file_name(stored.version) / "0"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -423,7 +430,7 @@ def test_http_keeps_the_last_two_versions_of_the_cache(served: HttpStoreServer, 
 
 
 def _inode(stored: StoredWeights) -> int:
-    return Path(stored.location).stat().st_ino
+    return (Path(stored.location) / "0").stat().st_ino
 
 
 def test_a_new_version_is_written_over_one_that_was_dropped(tmp_path: Path) -> None:
@@ -436,7 +443,7 @@ def test_a_new_version_is_written_over_one_that_was_dropped(tmp_path: Path) -> N
         dict(store.read(old.location))
     new = store.put("run", 0, 2, _tensors())
     assert _inode(new) == inode
-    assert Path(new.location).stat().st_size == new.size_bytes
+    assert (Path(new.location) / "0").stat().st_size == new.size_bytes
     assert _same(dict(store.read(new.location)), _tensors())
     assert _same(dict(store.read(kept.location)), _tensors(2.0))
 

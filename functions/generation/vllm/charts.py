@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhfless.folders import home
+from rlhfless.folders import home, private
 from rlhfless.functions.generation.vllm.read_back import Chart
-from rlhfless.weights.files import replacing
 
 CONTENTS = 3
 """Raised when charts have more in them than those of earlier releases: fused experts, quantised layers."""
@@ -65,7 +65,9 @@ def kept_or_made(key: str, model: torch.nn.Module, make: Callable[[], Chart]) ->
 def _keep(file: Path, plain: dict[str, Any]) -> None:
     """Without a place to keep it the next engine makes its own."""
     try:
-        with replacing(file.parent, file) as draft:
-            torch.save(plain, draft.file)
+        private(file.parent)
+        new = file.with_name(f"{file.name}.{os.getpid()}.new")
+        torch.save(plain, new)
+        new.replace(file)
     except OSError as error:
         log.warning("the chart is not kept in %s: %s", file.parent, error)

@@ -29,7 +29,7 @@ def test_nothing_is_left_of_an_engine_whose_caller_is_killed(tmp_path: Path) -> 
     model = make_tiny_model(tmp_path / "model", tied=True)
     store = FolderStore(tmp_path / "store")
     published = model.publish(store.put("run", 1, 1, model.tensors()))
-    Path(published.location).write_bytes(b"torn")
+    (Path(published.location) / "0").write_bytes(b"torn")
     command = [sys.executable, str(FRONT), str(tmp_path), published.location]
     front = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
