@@ -77,6 +77,12 @@ WORK_COLOURS: Mapping[Work, str] = {
     Work.WAKE: "#6e6e6e",
 }
 
+CRITIC_COLOURS: Mapping[Work, tuple[str, str]] = {
+    Work.LOGPROBS: ("critic values", "#8fbc3f"),
+    Work.LEARN: ("critic learn", "#556b2f"),
+}
+"""Name and colour of a critic's work, which is of the same kinds as that of the reference and the learner."""
+
 CPU_ONLY = frozenset({FunctionName.SCORING})
 """Functions without an accelerator: they have no row in a Gantt chart."""
 
@@ -153,22 +159,23 @@ def gantt(
     for holding in sorted(holdings, key=lambda holding: holding.state is not ReplicaState.SLEEPING):
         low, high = max(holding.start_s, start_s), min(holding.end_s, end_s)
         if low < high and holding.device in row:
-            states = [(holding.state, STATE_COLOURS[holding.state], low, high, 0.4)]
+            states = [(str(holding.state), STATE_COLOURS[holding.state], low, high, 0.4)]
             for what, ink, begin, end, half in (*states, *_worked(calls.get(holding.incarnation, []), low, high)):
                 corner = begin - start_s, row[holding.device] - half
                 bar = Rectangle(corner, end - begin, 2 * half, color=ink, linewidth=0, snap=False)
                 bar.set_gid(tip(f"{holding.replica} {what}: {begin - start_s:.1f} to {end - start_s:.1f} s"))
                 axes.add_patch(bar)
-    keys = _keys(deadline=deadline_s is not None)
+    critic = any(holding.function == FunctionName.CRITIC for holding in holdings)
+    keys = _keys(deadline=deadline_s is not None, critic=critic)
     figure.legend(handles=keys, loc="lower left", ncols=6, fontsize=7.5, handlelength=1.0, columnspacing=1.2)
     return figure
 
 
-def _keys(deadline: bool) -> list[Patch | Line2D]:
+def _keys(*, deadline: bool, critic: bool) -> list[Patch | Line2D]:
     """What the colours of `gantt` mean."""
     named = {"starting": STATE_COLOURS[ReplicaState.STARTING], "held, idle": STATE_COLOURS[ReplicaState.SERVING]}
     named |= {"without weights": STATE_COLOURS[ReplicaState.STALE], "asleep": STATE_COLOURS[ReplicaState.SLEEPING]}
-    named |= {str(work).replace("_", " "): ink for work, ink in WORK_COLOURS.items()}
+    named |= {_named(work): ink for work, ink in WORK_COLOURS.items()} | dict(CRITIC_COLOURS.values() if critic else ())
     keys: list[Patch | Line2D] = [
         Patch(facecolor=ink, label=name, edgecolor=GRID, linewidth=0.5) for name, ink in named.items()
     ]
@@ -177,12 +184,19 @@ def _keys(deadline: bool) -> list[Patch | Line2D]:
     return keys
 
 
-def _worked(calls: Sequence[Invocation], low: float, high: float) -> Iterator[tuple[Work, str, float, float, float]]:
-    """Work of one replica within a holding: kind, colour, begin, end, and half of the height of its bar."""
+def _named(work: Work) -> str:
+    return "reference" if work is Work.LOGPROBS else str(work).replace("_", " ")
+
+
+def _worked(calls: Sequence[Invocation], low: float, high: float) -> Iterator[tuple[str, str, float, float, float]]:
+    """Work of one replica within a holding: name, colour, start, end, and half of the height of its bar."""
     for work in dict.fromkeys(call.work for call in calls):
-        spans = union((call.start_s, call.end_s) for call in calls if call.work is work)
-        for begin, end in clip(spans, low, high):
-            yield work, WORK_COLOURS[work], begin, end, 0.28
+        of_work = [call for call in calls if call.work is work]
+        name, ink = _named(work), WORK_COLOURS[work]
+        if of_work[0].function == FunctionName.CRITIC:
+            name, ink = CRITIC_COLOURS.get(work, (name, ink))
+        for begin, end in clip(union((call.start_s, call.end_s) for call in of_work), low, high):
+            yield name, ink, begin, end, 0.28
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

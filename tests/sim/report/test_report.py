@@ -201,3 +201,14 @@ def test_a_static_fleet_runs_the_same_without_beats() -> None:
     first, second = (compare(each).results["best_static"][0] for each in (watched, again))
     assert [step.time_s for step in first.steps] == pytest.approx([step.time_s for step in second.steps], rel=1e-9)
     assert first.usd == pytest.approx(second.usd, rel=1e-9)
+
+
+def test_a_critics_work_is_named_in_gantt_charts() -> None:
+    compared = compare(scenario(critic={}, reference={"devices": 1}, seeds=1, policies=[{"name": "static_colocated"}]))
+    (figure,) = pictures(compared).gantts.values()
+    tips = {str(bar.get_gid()).split(":")[1].split(" ", 2)[2] for bar in figure.axes[0].patches}
+    assert {"critic values", "critic learn", "learn", "reference"} <= tips
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert {"critic values", "critic learn", "reference"} <= {*names}
+    assert len(names) == len({*names})
