@@ -50,10 +50,14 @@ def eager_reason(config: Any) -> str:
     if cap := getattr(text, "attn_logit_softcapping", None):
         return f"its attention has a soft cap (attn_logit_softcapping: {cap:g})"
     made: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    attends = getattr(text, "num_attention_heads", None)  # Mamba has no attention
-    if made is None or made._supports_sdpa or not attends:
+    if made is None or made._supports_sdpa or not has_attention(config):
         return ""
     return f"transformers has no other for {made.__name__}"
+
+
+def has_attention(config: Any) -> bool:
+    """Whether a model has attention layers; Mamba and RWKV have none."""
+    return bool(getattr(config.get_text_config(), "num_attention_heads", None))
 
 
 def is_fused(model: Any) -> bool:

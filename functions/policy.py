@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
-from rlhfless.functions.attention_form import ignored_by_sdpa, is_fused, load_fused
+from rlhfless.functions.attention_form import has_attention, ignored_by_sdpa, is_fused, load_fused
 from rlhfless.functions.attention_kernels import gradient_difference, runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.context_rope import choose_frequencies
@@ -399,7 +399,7 @@ def _choose_attention(policy: PolicyNetwork, path: str) -> None:
             reason = f"its outputs differ by {difference:.2g} of the largest"
     if policy.most(bool(reason)):
         model.set_attn_implementation("eager")
-    if not is_fused(model):
+    if not is_fused(model) and has_attention(model.config):
         log.warning(
             "model %r is computed with its own eager attention, whose memory grows with the square of a sequence's "
             "length, and prefixes are computed for each sequence. torch's fused attention does not have its form: %s",

@@ -19,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     Llama4TextConfig,
+    Mamba2Config,
     MambaConfig,
     PreTrainedConfig,
     VaultGemmaConfig,
@@ -121,6 +122,27 @@ def test_models_that_the_fused_attention_computes_keep_it(form: str, tmp_path: P
     policy = loaded(save(FUSED[form](), tmp_path))
     assert policy.model.config._attn_implementation != "eager"
     assert (policy.packs_below > 0) == (form in ("llama", "qwen2", "granite", "cohere"))
+
+
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        (MambaConfig(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=2), False),
+        (
+            Mamba2Config(
+                vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=1
+            ),
+            False,
+        ),
+        (FORMS["cap 1"](), True),
+    ],
+    ids=["mamba", "mamba2", "gemma2"],
+)
+def test_a_model_without_attention_gets_no_warning_of_it(
+    config: PreTrainedConfig, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded(save(config, tmp_path), share_prefixes=False)
+    assert ("eager attention" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(
