@@ -32,7 +32,7 @@ class TokenizerInfo:
     vocabulary_tokens: int
     eos_token_id: int
     pad_token_id: int
-    """The tokenizer's padding token, or its end-of-sequence token if it has none."""
+    """The tokenizer's padding token, or its end-of-sequence token if the model has none."""
     special_tokens: tuple[str, ...] = ()
     """See `special_tokens`."""
 
@@ -60,8 +60,9 @@ def load_policy(spec: ModelSpec) -> PolicyModel:
         require_name(spec.tokenizer, "model.tokenizer")
     config = read_config(spec)
     tokenizer = read_tokenizer(spec)
-    info, warnings = _tokenizer_info(spec, tokenizer)
-    problems = [*_kind_problems(spec, config), *_vocabulary_problems(info, config)]
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    info, warnings = _tokenizer_info(spec, tokenizer, rows)
+    problems = [*_kind_problems(spec, config), *_vocabulary_problems(info, rows)]
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and (spec.max_context_tokens or 0) > limit:
         what = f"{spec.max_context_tokens} is above the model's own limit of {limit} tokens"
@@ -184,8 +185,8 @@ def _shape(spec: ModelSpec, config: Any) -> ModelShape | None:
         return None
 
 
-def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tuple[str, ...]]:
-    """Raises InputError if the tokenizer is empty, or no token can end a response."""
+def _tokenizer_info(spec: ModelSpec, tokenizer: Any, rows: int | None) -> tuple[TokenizerInfo, tuple[str, ...]]:
+    """`rows`: of the model's embedding. Raises InputError if the tokenizer is empty, or no token can end a response."""
     path, field = (spec.tokenizer, "model.tokenizer") if spec.tokenizer else (spec.path, "model.path")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         what = f"{path!r} has no tokenizer: what transformers makes of it has special tokens only"
@@ -194,14 +195,20 @@ def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tup
     if eos is None:
         what = f"the tokenizer of {path!r} has no end-of-sequence token, so no response could end by itself"
         raise _error(field, what, "set `eos_token` in its tokenizer_config.json")
+    tokens, missing = len(tokenizer), ""
     warnings: tuple[str, ...] = ()
     if pad is None:
+        missing = "the tokenizer has no padding token"
+    elif rows is not None and pad == rows == tokens - 1:  # added without a row for it, as many tools do
+        missing = f"the tokenizer's padding token {tokenizer.pad_token!r} is beyond the model's vocabulary"
+        tokens = rows
+    if missing:
         pad = eos
         warnings = (
-            f"{field}: the tokenizer has no padding token; its end-of-sequence token {tokenizer.eos_token!r} "
+            f"{field}: {missing}; its end-of-sequence token {tokenizer.eos_token!r} "
             "pads instead (padding is masked, so nothing is learned from it)",
         )
-    return TokenizerInfo(path, len(tokenizer), eos, pad, tuple(special_tokens(tokenizer).values())), warnings
+    return TokenizerInfo(path, tokens, eos, pad, tuple(special_tokens(tokenizer).values())), warnings
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:
@@ -225,8 +232,7 @@ def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
     return []
 
 
-def _vocabulary_problems(info: TokenizerInfo, config: Any) -> list[Problem]:
-    rows = getattr(config.get_text_config(), "vocab_size", None)
+def _vocabulary_problems(info: TokenizerInfo, rows: int | None) -> list[Problem]:
     if rows is None or info.vocabulary_tokens <= rows:
         return []
     what = f"{info.path!r} has {info.vocabulary_tokens} tokens, but the model's vocabulary has {rows}"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from rlhfless.prepare import rewards as reward_checks
 from rlhfless.prepare.memory.assumed import question_of, settled_on
@@ -233,6 +233,19 @@ def test_no_padding_token_falls_back_with_a_warning_and_no_end_token_is_refused(
     del config["eos_token"]
     path.write_text(json.dumps(config))
     assert "has no end-of-sequence token" in fault()
+
+
+def test_a_padding_token_that_was_added_without_a_row_of_the_model(check, fault, model_folder, edit_config):
+    """Llama 2 has no padding token, and many tools add one: nothing is ever padded with it."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(model_folder)
+    prepared = check()
+    assert "'[PAD]' is beyond the model's vocabulary; its end-of-sequence token '<eos>' pads" in prepared.warnings[0]
+    assert prepared.tokenizer.pad_token_id == prepared.tokenizer.eos_token_id
+    assert prepared.tokenizer.vocabulary_tokens == 64
+    edit_config(vocab_size=63)
+    assert "has 65 tokens, but the model's vocabulary has 63" in fault()
 
 
 # -- lengths
