@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rlhfless.loop.failures import log_failures
+from rlhfless.loop.failures import log_failures, usable
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import drawn
 from rlhfless.loop.summary import mean_parts
 from rlhfless.records import Experience, Group
-from rlhfless.spec import EvaluationSpec
+from rlhfless.spec import EvaluationSpec, ScoringSpec
 
 
 async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
@@ -28,16 +28,18 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
         log_failures(experience, step)
     run.evaluated_samples(step, sampled, greedy)
     sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
-    return mean_reward(sampled) | {
+    return mean_reward(sampled, run.spec.scoring) | {
         f"{name}/{figure}" if name else figure: value
         for name in sets
         for figure, value in figures_of(_of(sampled, name), _of(greedy, name), run.spec.evaluation).items()
     }
 
 
-def mean_reward(sampled: Experience) -> dict[str, float]:
-    """`reward_mean`: the mean weighted reward over the samples of all sets, without those that failed."""
-    totals = [sample.scored.total for sample in sampled.samples if not sample.scored.failures]
+def mean_reward(sampled: Experience, scoring: ScoringSpec) -> dict[str, float]:
+    """`reward_mean`: the mean weighted reward over the samples of all sets. One whose reward failed counts if samples
+    like it are learned from (`scoring.on_failure`)."""
+    scores = [sample.scored for sample in sampled.samples]
+    totals = [score.total for score in scores if usable(score.failures, scoring)]
     return {"reward_mean": math.fsum(totals) / len(totals)} if totals else {}
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from rlhfless.loop import evaluation
 from rlhfless.loop.evaluation import evaluate_held_out, figures_of, mean_reward, pass_at
+from rlhfless.loop.failures import LOGPROBS
 from rlhfless.records import Experience, FinishReason, Group, Prompt, Rollout, Score
-from rlhfless.spec import EvaluationSpec
+from rlhfless.spec import EvaluationSpec, ScoringSpec
 
 
 def group(name: str, values: list[float | None]) -> Group:
@@ -33,8 +34,22 @@ def test_the_mean_reward_is_weighted_and_leaves_failed_samples_out() -> None:
         score=[Score(0.0, {}, {"right": "no answer"})]
     )
     sampled = Experience((group("a", [1, 0]), group("b", [0.5]), failed))
-    assert mean_reward(sampled) == {"reward_mean": pytest.approx(0.5)}
-    assert mean_reward(Experience((failed,))) == {}
+    assert mean_reward(sampled, ScoringSpec()) == {"reward_mean": pytest.approx(0.5)}
+    assert mean_reward(Experience((failed,)), ScoringSpec()) == {}
+
+
+def test_the_mean_reward_counts_failed_parts_as_0_where_training_does() -> None:
+    """As `reward_mean` of the steps; a sample without finite logprobs is left out by both."""
+    half, odd = (
+        Group.of(Prompt("c", (1,), ""), group("c", [0]).samples[0].rollouts).adding(score=[score])
+        for score in (
+            Score(0.5, {"format": 0.5, "right": 0.0}, {"right": "no answer"}),
+            Score(1.0, {"right": 1.0}, {LOGPROBS: "nan"}),
+        )
+    )
+    sampled = Experience((group("a", [1, 0]), half, odd))
+    assert mean_reward(sampled, ScoringSpec(on_failure="zero")) == {"reward_mean": pytest.approx(1.5 / 3)}
+    assert mean_reward(sampled, ScoringSpec(on_failure="drop")) == {"reward_mean": pytest.approx(0.5)}
 
 
 def test_by_hand() -> None:
@@ -87,7 +102,7 @@ async def test_the_samples_of_an_evaluation_are_told(monkeypatch: pytest.MonkeyP
         average=average,
         published=SimpleNamespace(version=SimpleNamespace(step=6)),
         evaluated_samples=lambda *given: told.append(given),
-        spec=SimpleNamespace(evaluation=EvaluationSpec()),
+        spec=SimpleNamespace(evaluation=EvaluationSpec(), scoring=ScoringSpec()),
     )
     figures = await evaluate_held_out(run, 7)
     assert figures["right"] == 0.5
