@@ -88,6 +88,17 @@ def test_failed_samples_are_among_those_of_a_step() -> None:
     assert all(2 <= sum(bool(one["failures"]) for one in samples) <= 3 for samples in shown)
 
 
+def test_a_failed_sample_is_not_one_of_lowest_reward() -> None:
+    """It has no reward: it comes last, whatever its total is, in steps and evaluations."""
+    failing = group("p", [None, 0.25, 1.0, None, -0.5])
+    for shown in (
+        READER.of_step(Experience((failing,))),
+        READER.of_evaluation(Experience((failing,)), Experience(())),
+    ):
+        assert [one["sample_index"] for one in shown][:3] == [2, 4, 0]
+    assert [one["sample_index"] for one in READER.of_step(Experience((group("p", [None, None]),)))] == [0, 1]
+
+
 def test_a_prompt_that_comes_again_is_told_again() -> None:
     """Whatever its place in the step is."""
     groups = [group(f"p{at}", [1.0, 0.0]) for at in range(16)]

@@ -15,7 +15,7 @@ from rlhfless.spec import RewardSpec
 from rlhfless.text import storable, storable_values
 
 GROUPS = 4
-"""Prompts of a step, or of a set of an evaluation; of each the samples of lowest and highest reward."""
+"""Prompts of a step, or of a set of an evaluation; of each the best sample, the worst, and one that failed."""
 
 MOST_HELD_OUT = 24
 """Most prompts of an evaluation of many sets; each set has one at least."""
@@ -104,9 +104,12 @@ def _chosen(groups: Iterable[Group], most: int) -> list[Group]:
 
 
 def _extremes(group: Group) -> list[tuple[Group, Sample]]:
-    """The samples with the highest and the lowest reward."""
-    ordered = sorted(group.samples, key=lambda sample: (sample.scored.total, sample.sample_index))
-    return [(group, sample) for sample in ({id(each): each for each in (ordered[-1], ordered[0])}).values()]
+    """The samples with the highest and the lowest reward, and last one whose reward failed: it has no reward."""
+    scored = [sample for sample in group.samples if not sample.scored.failures]
+    failed = [sample for sample in group.samples if sample.scored.failures]
+    ordered = sorted(scored, key=lambda sample: (sample.scored.total, sample.sample_index))
+    shown = [*ordered[-1:], *ordered[:1], *failed[:1]]
+    return [(group, sample) for sample in {id(each): each for each in shown}.values()]
 
 
 def _short(value: Any) -> Any:
