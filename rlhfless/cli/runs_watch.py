@@ -13,7 +13,7 @@ from rlhfless.cli.runs_tables import best_by
 from rlhfless.cli.tables import final_report
 from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
-from rlhfless.control.lifecycle import AT_REST, Status
+from rlhfless.control.lifecycle import AT_REST, DRIVEN, Status
 from rlhfless.control.objects.runs import EventObject, RunObject
 from rlhfless.telemetry.console import Console
 
@@ -38,8 +38,10 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
     reasons = threading.Thread(target=_show_reasons, args=(client.url, run.id, console, over), daemon=True)
     reasons.start()
     before: dict[str, float] = {}
+    worked = Worked()
     try:
         for event in client.watch(run.id):
+            worked.add(event)
             _show(console, event, before)
             if console.closed_by_reader:
                 raise BrokenPipeError
@@ -57,7 +59,7 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
         console.close()
     ended = client.get_run(run.id)
     if ended.status is Status.SUCCEEDED:
-        console.show(_report(client, ended, before))
+        console.show(_report(client, ended, before, worked.seconds))
     else:
         typer.echo(f"{run.id} {_status(ended.status, ended.status_reason)}", err=True)
     return ended
@@ -106,11 +108,26 @@ def _show(console: Console, event: EventObject, before: dict[str, float]) -> Non
         console.show(event.message if event.level == "info" else f"{event.level}: {event.message}")
 
 
-def _report(client: Client, run: RunObject, before: dict[str, float]) -> RenderableType:
+class Worked:
+    """The seconds in which a run had a driver, from all its events: neither its queue nor its pauses."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def add(self, event: EventObject) -> None:
+        if event.type != "status":
+            return
+        if self._since is not None:
+            self.seconds += event.created_at - self._since
+        self._since = event.created_at if event.data["status"] in DRIVEN else None
+
+
+def _report(client: Client, run: RunObject, before: dict[str, float], worked_s: float) -> RenderableType:
     return final_report(
         f"run {run.id} succeeded",
         run.steps,
-        (run.finished_at or run.status_since) - run.created_at,
+        worked_s,
         [(row.function, row) for row in client.usage(run.id).functions],
         before,
         {name.removeprefix(EVAL): value for name, value in run.latest.items() if name.startswith(EVAL)},
