@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rlhfless.cli.tables import final_report, functions_table, table
 from rlhfless.loop.driver import Outcome
+from rlhfless.prepare.faults import SkippedRows
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import Summary, summarise
@@ -19,13 +20,15 @@ from rlhfless.scaling.acquisition import by_kind, mean_phases
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase
 from rlhfless.telemetry.numbers import count, decimal, money
+from rlhfless.telemetry.terminal import whole
 
 
-def run_report(title: str, outcome: Outcome, folder: Path) -> RenderableType:
-    """A run's results, device time and cost, read back from its own trace as any other reader would."""
+def run_report(title: str, outcome: Outcome, folder: Path, skipped: Sequence[SkippedRows]) -> RenderableType:
+    """A run's results, device time and cost, read back from its own trace as any other reader would; and the rows that
+    it did without."""
     trace = read_trace(folder / TRACE_FOLDER)
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
-    return final_report(
+    report = final_report(
         title,
         outcome.steps,
         outcome.wall_s,
@@ -44,6 +47,7 @@ def run_report(title: str, outcome: Outcome, folder: Path) -> RenderableType:
         outcome.recovered.steps_again,
         outcome.attempts,
     )
+    return Group(report, *(whole(str(each)) for each in skipped))
 
 
 def trace_report(run_id: str, summary: Summary) -> RenderableType:

@@ -169,7 +169,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
     stop = OrderlyStop(spec.timeouts.stop_s, say, remove_files)
     try:
         for warning in (*prepared.warnings, *changed):
-            console.show(f"warning: {warning}")
+            say(f"warning: {warning}")
         outcome = stop.run(execute(Session(spec, prepared, run_id, folder, console, sinks)))
     except Interrupted as interrupted:
         console.close()
@@ -186,7 +186,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
     finally:
         sinks.close()
         log.close()
-    console.show(run_report(f"run {run_id} succeeded", outcome, folder))
+    console.show(run_report(f"run {run_id} succeeded", outcome, folder, prepared.skipped))
 
 
 def shown(path: Path) -> str:

@@ -35,10 +35,12 @@ def validate(
     loaded, devices = on_these_devices(own)
     prepared = preflight(loaded)
     typer.echo(resolved_yaml(loaded) if everything else set_yaml(own), nl=False)
+    skipped = sum(len(each.rows) for each in prepared.skipped)
     for warning in prepared.warnings:
         typer.secho(legible(f"warning: {warning}"), err=True, fg="yellow")
     typer.secho(
-        f"ok: {len(prepared.train)} training and {len(prepared.held_out)} held-out prompts, "
+        f"ok: {len(prepared.train)} training and {len(prepared.held_out)} held-out prompts"
+        f"{f' ({skipped} rows skipped)' if skipped else ''}, "
         f"sequences of up to {prepared.max_model_len} tokens, on {devices}",
         err=True,
         fg="green",

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import yaml
 
 from rlhfless.spec import SizesSpec
-from rlhfless.spec.data import is_path
+from rlhfless.spec.data import MOST_SKIPPED, is_path
 from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.sizes import too_large
@@ -44,22 +44,25 @@ class Row:
     values: Mapping[str, Any]
 
 
-def read_rows(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
-    """All rows of a data set. `field` is the spec's field that named it, for messages.
+def read_rows(
+    field: str, path: str, split: str, sizes: SizesSpec, broken: list[tuple[Row, str]] | None = None
+) -> list[Row]:
+    """All rows of a data set. `field` is the spec's field that named it, for messages. `broken` gets the lines of JSONL
+    that hold no row, with their faults; without it they are refused.
 
     Raises InputError if it does not exist, cannot be read, is empty, or is above `sizes`, which is checked before its
     rows are made.
     """
     file = Path(path)
     if is_path(path) and os.path.isfile(path):
-        rows = _parquet(field, file, sizes) if _is_parquet(field, file) else _jsonl(field, file, sizes)
+        rows = _parquet(field, file, sizes) if _is_parquet(field, file) else _jsonl(field, file, sizes, broken)
     elif os.path.isdir(path) if is_path(path) else _HUB_NAME.fullmatch(path) and not path.endswith(_FILE_SUFFIXES):
         rows = _dataset(field, path, split, sizes)
     else:
         siblings = os.listdir(file.parent) if is_path(path) and os.path.isdir(file.parent) else []
         hint = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
         raise _error(field, f"{path!r}: no such file", hint)
-    if not rows:
+    if not rows and not broken:
         raise _error(field, f"{path!r} is empty", "give it at least one row")
     return rows
 
@@ -81,8 +84,8 @@ def _require_size(field: str, path: str, sizes: SizesSpec, data_bytes: int, rows
             raise _error(field, *too_large(f"the number of {noun} of {path!r}", figure, bound, sizes))
 
 
-def _jsonl(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
-    rows, faults = [], []
+def _jsonl(field: str, file: Path, sizes: SizesSpec, broken: list[tuple[Row, str]] | None) -> list[Row]:
+    rows, faults = [], list[tuple[Row, str]]()
     try:
         _require_size(field, str(file), sizes, file.stat().st_size)
         text = file.read_text(encoding="utf-8-sig")
@@ -95,15 +98,20 @@ def _jsonl(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
         try:
             values = parsed_json(line, as_written=True)
         except ValueError as error:
-            faults.append(f"{file}:{number}: not JSON: {error}")
+            faults.append((Row(f"{file.name}:{number}", {}), f"not JSON: {error}"))
             continue
         if isinstance(values, dict):
             rows.append(Row(f"{file.name}:{number}", values))
         else:
-            faults.append(f"{file}:{number}: an object is needed, got {shown(values)}")
-    if faults:
+            faults.append((Row(f"{file.name}:{number}", {}), f"an object is needed, got {shown(values)}"))
+    if broken is not None:
+        broken += faults
+    elif faults:
+        named = "; ".join(f"{file.parent / row.where}: {what}" for row, what in faults[:_MAX_NAMED])
         more = f" (and {len(faults) - _MAX_NAMED} more)" if len(faults) > _MAX_NAMED else ""
-        raise _error(field, "; ".join(faults[:_MAX_NAMED]) + more, _FORMATS)
+        few = "." in field and len(faults) <= MOST_SKIPPED * (len(rows) + len(faults))
+        way_out = "; or set `on_bad_row: skip` to run without these lines" if few else ""
+        raise _error(field, named + more, _FORMATS + way_out)
     return rows
 
 

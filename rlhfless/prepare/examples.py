@@ -25,7 +25,6 @@ from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
 from rlhfless.records.fields import dotted_names, field_value, find_field
 from rlhfless.spec import DataSpec, DemonstrationsSpec, PreferencesSpec, RunSpec
-from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import nearest, shown
 
 MOST_READ = 1_000
@@ -39,7 +38,8 @@ def load_examples(spec: RunSpec, policy: PolicyModel, every: int = 1) -> PromptS
     """The examples of a run that learns from written responses, for training and held out; of each `every` rows one.
     Raises InputError with the problems of all rows."""
     data = spec.data
-    sets = load_prompts(
+    rows = _Rows(data, policy, scored=spec.type == "reward_model")
+    return load_prompts(
         data,
         policy.tokenizer,
         max_context_tokens=policy.context_tokens,
@@ -48,16 +48,10 @@ def load_examples(spec: RunSpec, policy: PolicyModel, every: int = 1) -> PromptS
         read=frozenset(fields_of(data)),
         every=every,
         edit=partial(_edited, data=data),
+        finish=rows.examples,
         end_token_ids=policy.end_token_ids,
         answered=spec.type == "reward_model",
     )
-    total = len(sets.train) + len(sets.held_out)
-    faults, notes = Faults(f"{data.section}.path", total), Faults(f"{data.section}.path", total)
-    rows = _Rows(data, policy, faults, notes, scored=spec.type == "reward_model")
-    train, held_out = (tuple(filter(None, map(rows.example, part))) for part in (sets.train, sets.held_out))
-    if problems := faults.problems():
-        raise InputError(data.section, problems)
-    return PromptSets(train, held_out, (*sets.warnings, *notes.warnings()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ def example_lengths(spec: RunSpec) -> ExampleLengths:
     """The lengths of a run's examples, from about MOST_READ of its rows. Raises InputError."""
     policy, path = load_policy(spec.model), spec.data.path
     assert path is not None, "data of written responses has a path"
-    rows = len(read_rows(f"{spec.data.section}.path", path, spec.data.split, spec.sizes))
+    rows = len(read_rows(f"{spec.data.section}.path", path, spec.data.split, spec.sizes, broken=[]))
     train = cast(Sequence[Example], load_examples(spec, policy, every=max(rows // MOST_READ, 1)).train)
     prompts = [len(example.token_ids) for example in train for _ in example.sequences]
     both = [len(tokens) for example in train for tokens in example.sequences]
@@ -165,11 +159,9 @@ def _says(message: Any, text: str) -> bool:
 class _Rows:
     """Makes examples of prompts whose columns have the responses. `scored`: for a reward model."""
 
-    def __init__(self, data: DataSpec, policy: PolicyModel, faults: Faults, notes: Faults, *, scored: bool) -> None:
+    def __init__(self, data: DataSpec, policy: PolicyModel, *, scored: bool) -> None:
         self._data = data
         self._policy = policy
-        self._faults = faults
-        self._notes = notes
         self._scored = scored
         self._encoder = Encoder(policy.tokenizer, policy.end_token_ids, templated=data.chat_template)
         key = f"{data.section}.chat_template"
@@ -179,18 +171,22 @@ class _Rows:
             else None
         )
 
-    def example(self, prompt: Prompt) -> Example | None:
+    def examples(self, prompts: Sequence[Prompt], faults: Faults, notes: Faults) -> list[Prompt]:
+        """See Finish."""
+        return [example for prompt in prompts if (example := self._example(prompt, faults, notes))]
+
+    def _example(self, prompt: Prompt, faults: Faults, notes: Faults) -> Example | None:
         """None, with a fault, if the row has no usable response."""
         row = Row(prompt.place, prompt.columns)
         try:
-            made = [self._learned(row, prompt, field) for field in fields_of(self._data)]
+            made = [self._learned(row, prompt, field, notes) for field in fields_of(self._data)]
         except DataFault as fault:
-            self._faults.add(fault.kind, row, fault.detail, fault.hint)
+            faults.add(fault.kind, row, fault.detail, fault.hint)
             return None
         if len({each.token_ids for each in made}) < len(made):
-            self._faults.add("both responses are the same", row, "nothing is preferred", "remove these rows")
+            faults.add("both responses are the same", row, "nothing is preferred", "remove these rows")
         for each in made:
-            self._check(row, each)
+            self._check(row, each, faults)
         return Example(
             prompt.prompt_id,
             prompt.token_ids,
@@ -198,10 +194,11 @@ class _Rows:
             sequences=tuple(each.token_ids for each in made),
             learned_from=tuple(each.spans[0][0] for each in made),
             spans=tuple(each.spans for each in made),
+            source=prompt.source,
             where=prompt.where,
         )
 
-    def _learned(self, row: Row, prompt: Prompt, field: str) -> Learned:
+    def _learned(self, row: Row, prompt: Prompt, field: str, notes: Faults) -> Learned:
         response = self._response(row, field)
         if self._template is None:
             if self._scored:
@@ -218,14 +215,14 @@ class _Rows:
             return self._scoring(self._template.scored([*written, *response], tools_of(row.values)).text)
         if whole and written[0].role == ASSISTANT:
             hint = "it is not learned: nothing comes before it"
-            self._notes.add("the assistant begins the conversation", row, shown(written[0].text), hint)
+            notes.add("the assistant begins the conversation", row, shown(written[0].text), hint)
         turns = learned_turns(self._template, written, response, first, row.values, prompt.text)
         if not turns.ended:
             what = f"it ends an answer with {shown(turns.text[-20:])}"
             hint = (
                 "an end-of-sequence token is learned after it; set eos_token_id in the model's generation_config.json"
             )
-            self._notes.add("the chat template ends an answer with no end-of-sequence token", row, what, hint)
+            notes.add("the chat template ends an answer with no end-of-sequence token", row, what, hint)
         return turns.encoded(self._encoder, prompt.token_ids, prompt.text, self._policy.tokenizer_info.eos_token_id)
 
     @property
@@ -258,11 +255,11 @@ class _Rows:
             raise DataFault(f"`{field}` is no response", f"got {shown(value)}", hint)
         return messages
 
-    def _check(self, row: Row, learned: Learned) -> None:
+    def _check(self, row: Row, learned: Learned, faults: Faults) -> None:
         most, tokens = self._policy.context_tokens, len(learned.token_ids)
         if most is not None and tokens > most:
             hint = f"shorten or remove them, or raise model.max_context_tokens (now {most})"
-            self._faults.add(f"prompt and response have more than {most} tokens", row, f"{tokens} tokens", hint)
+            faults.add(f"prompt and response have more than {most} tokens", row, f"{tokens} tokens", hint)
 
 
 def _text_of(messages: Sequence[Message], field: str, section: str) -> str:

@@ -23,11 +23,12 @@ from rlhfless.prepare.checkpoint_trial import checkpoint_problems
 from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.examples import load_examples
+from rlhfless.prepare.faults import SkippedRows
 from rlhfless.prepare.memory.settled import is_set
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
-from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings, trial_calls
+from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings, trial_calls, unscorable
 from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
 from rlhfless.scaling.latency.shape import ModelShape
@@ -54,6 +55,8 @@ class Prepared:
     shape: ModelShape | None
     """The policy's sizes, for a first estimate of its speed; None if its config does not have them."""
     warnings: tuple[str, ...]
+    skipped: tuple[SkippedRows, ...] = ()
+    """See PromptSets."""
 
 
 def preflight(spec: RunSpec) -> Prepared:
@@ -116,7 +119,13 @@ def _preflight(spec: RunSpec) -> Prepared:
     warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len), *doubts]
     warnings += attention_warnings(spec, max_model_len)
     return Prepared(
-        policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings)
+        policy.tokenizer_info,
+        prompts.train,
+        prompts.held_out,
+        max_model_len,
+        policy.shape,
+        tuple(warnings),
+        prompts.skipped,
     )
 
 
@@ -150,6 +159,7 @@ def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
         sizes=spec.sizes,
         read=columns_read(spec.rewards),
         named_sets=spec.evaluation.sets,
+        finish=partial(unscorable, spec),
         end_token_ids=policy.end_token_ids,
     )
 

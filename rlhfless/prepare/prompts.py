@@ -19,7 +19,7 @@ import numpy as np
 from rlhfless.chat.messages import DataFault
 from rlhfless.chat.template import kwargs_problems
 from rlhfless.prepare.data_rows import Row, read_rows
-from rlhfless.prepare.faults import Faults
+from rlhfless.prepare.faults import Faults, SkippedRows
 from rlhfless.prepare.prompt_text import PromptReader
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
@@ -43,6 +43,16 @@ class PromptSets:
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     warnings: tuple[str, ...]
+    skipped: tuple[SkippedRows, ...] = ()
+    """By source, for sources with such rows; `warnings` tells of them, too."""
+
+
+Finish = Callable[[Sequence[Prompt], Faults, Faults], list[Prompt]]
+"""Makes of the prompts of a source what the run uses. Adds to its faults, and to its notes for warnings."""
+
+
+def _as_they_are(prompts: Sequence[Prompt], faults: Faults, notes: Faults) -> list[Prompt]:  # noqa: ARG001
+    return list(prompts)
 
 
 def load_prompts(
@@ -55,6 +65,7 @@ def load_prompts(
     read: frozenset[str] | None = None,
     named_sets: Sequence[NamedSetSpec] = (),
     edit: Callable[[Row], Row] = lambda row: row,
+    finish: Finish = _as_they_are,
     every: int = 1,
     end_token_ids: Sequence[int] = (),
     answered: bool = False,
@@ -62,9 +73,10 @@ def load_prompts(
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
     `named_sets`: further held-out prompts. `read`: the columns that rewards read, None for all; NaN in one of them
-    gives a warning. `edit` is applied to each row first, and may raise DataFault. `every`: of so many rows one is
-    taken. `end_token_ids`: further tokens that end a response. `answered`: no policy draws from the prompts, so they
-    need not open its turn. Raises InputError with the problems of all sets.
+    gives a warning. `edit` is applied to each row first, and may raise DataFault; `finish` to the prompts of each
+    source without a fault. `every`: of so many rows one is taken. `end_token_ids`: further tokens that end a response.
+    `answered`: no policy draws from the prompts, so they need not open its turn. Raises InputError with the problems of
+    all sets.
     """
     wanted = spec.held_out
     sources: dict[str, _Source] = {
@@ -82,13 +94,17 @@ def load_prompts(
     }
     problems = kwargs_problems(f"{spec.section}.chat_template_kwargs", tokenizer, spec.chat_template_kwargs)
     warnings: list[str] = []
+    skipped: list[SkippedRows] = []
     sets: dict[str, list[Prompt]] = {}
     for field, source in sources.items():
         reader = PromptReader(source.spec, tokenizer, end_token_ids, answered=answered)
-        rows, prompts = _load(field, source, sizes, reader, max_context_tokens, edit, every, problems, warnings)
-        sets[field] = [source.named(prompt) for prompt in prompts]
+        loaded = _load(field, source, sizes, reader, max_context_tokens, edit, finish, every)
+        sets[field] = list(loaded.prompts)
+        problems += loaded.problems
+        warnings += loaded.warnings
+        skipped += loaded.skipped
         if not problems:
-            warnings += prompt_warnings(field, rows, sets[field], tokenizer, read)
+            warnings += prompt_warnings(field, loaded.rows, loaded.prompts, tokenizer, read)
     if problems:
         raise InputError("prompts", problems)
     train, held_out = list(chain(*(sets[field] for field in trained_on))), sets.get(f"{spec.section}.held_out.path", [])
@@ -98,7 +114,7 @@ def load_prompts(
     train = _without(train, [*held_out, *chain(*named)], spec.section, warnings)
     kept = _first_of_each(held_out, wanted.max_prompts) if wanted is not None else []
     further = chain.from_iterable(prompts[: each.max_prompts] for prompts, each in zip(named, named_sets, strict=True))
-    return PromptSets(tuple(train), (*kept, *further), tuple(warnings))
+    return PromptSets(tuple(train), (*kept, *further), tuple(warnings), tuple(skipped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +127,9 @@ class _Source:
     split: str
     spec: DataSpec
 
-    def named(self, prompt: Prompt) -> Prompt:
-        """A prompt of it. Its id names the set, too: two sets may have the same prompt."""
-        return replace(prompt, prompt_id=f"{self.name}/{prompt.prompt_id}", source=self.name) if self.name else prompt
+    def named(self, prompt: Prompt, prompt_id: str) -> Prompt:
+        """A prompt of it with an id. It names the set, too: two sets may have the same prompt."""
+        return replace(prompt, prompt_id=f"{self.name}/{prompt_id}" if self.name else prompt_id)
 
 
 def _of_set(spec: DataSpec, each: MixtureSetSpec) -> DataSpec:
@@ -177,6 +193,18 @@ class PromptOrder:
         return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What was read of one source; not usable if there are problems."""
+
+    rows: Sequence[Row] = ()
+    prompts: Sequence[Prompt] = ()
+    """One for each of `rows`."""
+    problems: Sequence[Problem] = ()
+    warnings: Sequence[str] = ()
+    skipped: Sequence[SkippedRows] = ()
+
+
 def _load(
     field: str,
     source: _Source,
@@ -184,45 +212,59 @@ def _load(
     reader: PromptReader,
     max_context_tokens: int | None,
     edit: Callable[[Row], Row],
+    finish: Finish,
     every: int,
-    problems: list[Problem],
-    warnings: list[str],
-) -> tuple[list[Row], list[Prompt]]:
-    """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
+) -> _Loaded:
     spec = source.spec
+    broken: list[tuple[Row, str]] | None = [] if spec.on_bad_row == "skip" else None
     try:
-        given = read_rows(field, source.path, source.split, sizes)[::every]
+        given = read_rows(field, source.path, source.split, sizes, broken)[::every]
     except InputError as error:
-        problems += error.problems
-        return [], []
-    faults, notes = Faults(field, len(given)), Faults(field, len(given))
-    rows, texts = list[Row](), list[str | None]()
+        return _Loaded(problems=error.problems)
+    broken = (broken or [])[::every]
+    total = len(given) + len(broken)
+    faults, notes = Faults(field, total), Faults(field, total)
+    for row, what in broken:
+        faults.add("a line is no row", row, what, "correct the line, or remove it")
+    rows, texts = list[Row](), list[str]()
     for row in given:
         try:
             edited = edit(row)
         except DataFault as error:
             faults.add(error.kind, row, error.detail, error.hint)
-        else:
-            rows.append(edited)
-            texts.append(reader.text(edited, faults, notes))
-    ids = _ids(rows, texts, spec, faults)
-    tokens = reader.tokens([text or "" for text in texts])
-    for row, text, token_ids in zip(rows, texts, tokens, strict=True):
+            continue
+        text = reader.text(edited, faults, notes)
         if text is not None:
-            _check_length(row, len(token_ids), max_context_tokens, faults)
-            reader.check_tokens(row, token_ids, faults, notes)
-    problems += faults.problems()
-    warnings += notes.warnings()
-    return rows, [
-        Prompt(prompt_id, tuple(token_ids), text or "", _other_columns(row, spec), where=row.where)
-        for row, text, prompt_id, token_ids in zip(rows, texts, ids, tokens, strict=True)
-    ]
+            rows.append(edited)
+            texts.append(text)
+    prompts = []
+    for row, text, token_ids in zip(rows, texts, reader.tokens(texts), strict=True):
+        _check_length(row, len(token_ids), max_context_tokens, faults)
+        reader.check_tokens(row, token_ids, faults, notes)
+        prompts.append(
+            Prompt("", tuple(token_ids), text, _other_columns(row, spec), source=source.name, where=row.where)
+        )
+    prompts = finish([prompt for prompt in prompts if prompt.where not in faults.places], faults, notes)
+    # Last, so that a row that is skipped has no part in the ids of others.
+    prompts = [prompt for prompt in prompts if prompt.where not in faults.places]
+    by_place = {row.where: row for row in rows}
+    rows = [by_place[prompt.where] for prompt in prompts]
+    ids = _ids(rows, prompts, spec, faults)
+    named = [source.named(prompt, prompt_id) for prompt, prompt_id in zip(prompts, ids, strict=True)]
+    skipped = faults.skipped(spec)
+    return _Loaded(
+        [row for row in rows if row.where not in faults.places],
+        [prompt for prompt in named if prompt.where not in faults.places],
+        faults.problems(spec),
+        [*notes.warnings(), *([str(skipped)] if skipped else [])],
+        [skipped] if skipped else [],
+    )
 
 
-def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: DataSpec, faults: Faults) -> list[str]:
+def _ids(rows: Sequence[Row], prompts: Sequence[Prompt], spec: DataSpec, faults: Faults) -> list[str]:
     if spec.id_field is None:
         seen: dict[str, int] = {}
-        return [_hash_id(text or "", seen) for text in texts]
+        return [_hash_id(prompt.text, seen) for prompt in prompts]
     first: dict[str, Row] = {}
     ids = []
     for row in rows:

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.prepare.data_rows import Row
+from rlhfless.prepare.faults import Faults
 from rlhfless.prepare.model import require_name
 from rlhfless.prepare.model_weights import Head, weight_problems
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample, checker
 from rlhfless.rewards.confinement import protection
 from rlhfless.rewards.mathematics import MathReward
-from rlhfless.rewards.protocol import column_problems, within_range
+from rlhfless.rewards.protocol import RowFaults, column_problems, within_range
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import (
     CodeSpec,
@@ -32,6 +34,7 @@ from rlhfless.spec import (
     RunSpec,
     ScoringSpec,
 )
+from rlhfless.spec.data import skip_hint
 from rlhfless.spec.errors import InputError, Problem, class_and_line
 
 
@@ -41,8 +44,33 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
     for index, reward in enumerate(spec.rewards):
         own = [prompt for prompt in prompts if reward.scores(prompt.source)]
         for what in _faults(reward, own, spec.scoring.http_hosts):
-            problems.append(Problem(f"rewards.{index}", f"reward {reward.label!r}: {what}"))
+            bad = {prompt.prompt_id for prompt, _ in what.faults} if isinstance(what, RowFaults) else ()
+            hint = skip_hint(spec.data, len(bad), len(own)).removeprefix("; or ")
+            problems.append(Problem(f"rewards.{index}", f"reward {reward.label!r}: {what}", hint))
     return problems
+
+
+def unscorable(spec: RunSpec, prompts: Sequence[Prompt], faults: Faults, notes: Faults) -> list[Prompt]:  # noqa: ARG001
+    """The prompts; adds to `faults` those that a reward cannot score. A `Finish` where such rows are skipped: where
+    they are not, `reward_problems` names them."""
+    for reward in spec.rewards if spec.data.on_bad_row == "skip" else ():
+        left = [prompt for prompt in prompts if reward.scores(prompt.source)]
+        # A check names one kind of fault at a time: what comes after it is looked for in the other rows.
+        while bad := _bad_rows(_row_faults(reward, left, spec.scoring.http_hosts)):
+            for place, (prompt, why) in bad.items():
+                kind, hint = f"reward {reward.label!r} cannot score it", "correct the rows, or the keys of the reward"
+                faults.add(kind, Row(place, prompt.columns), why, hint)
+            left = [prompt for prompt in left if prompt.where not in bad]
+    return list(prompts)
+
+
+def _bad_rows(problems: Sequence[str]) -> dict[str, tuple[Prompt, str]]:
+    """The rows that are faulty by themselves, by place, with the first fault of each."""
+    rows: dict[str, tuple[Prompt, str]] = {}
+    for what in problems:
+        for prompt, why in what.faults if isinstance(what, RowFaults) else ():
+            rows.setdefault(prompt.where, (prompt, why))
+    return rows
 
 
 def reward_warnings(spec: RunSpec, prompts: Sequence[Prompt]) -> list[str]:
@@ -85,8 +113,13 @@ def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
 
 
 def _faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:
+    models = _model_faults(reward) if isinstance(reward, RewardModelSpec) else []
+    return [*_row_faults(reward, prompts, hosts), *models]
+
+
+def _row_faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:
     if isinstance(reward, RewardModelSpec):
-        return [*_prompt_faults(reward, prompts), *_model_faults(reward)]
+        return _prompt_faults(reward, prompts)
     try:
         return checker(reward, hosts).problems(prompts)
     except RewardError as error:
@@ -100,7 +133,7 @@ def _prompt_faults(reward: RewardModelSpec, prompts: Sequence[Prompt]) -> list[s
     needed = "a text or a list of messages is needed" if reward.chat_template else "a text is needed"
     faults = column_problems(reward.prompt_field, prompts, lambda value: isinstance(value, kinds), needed)
     hint = "Without `prompt_field` the prompt is scored as the policy saw it"
-    return [f"{fault.rstrip(' .')}. {hint}" for fault in faults]
+    return [RowFaults(f"{fault.rstrip(' .')}. {hint}", fault.faults) for fault in faults]
 
 
 def _model_faults(reward: RewardModelSpec) -> list[str]:

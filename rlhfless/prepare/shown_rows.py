@@ -99,7 +99,8 @@ def shown_rows(spec: RunSpec, policy: PolicyModel, name: str | None, number: int
         hint = f"{nearest(name or '', names)}The data sets of this spec are {', '.join(names)}"
         raise InputError("the command line", [Problem("--dataset", f"no data set is named {name!r}", hint)])
     sets = load_sets(spec, policy)
-    rows = {each: read_rows(each.field, each.path, each.split, spec.sizes) for each in chosen}
+    broken: list[tuple[Row, str]] | None = [] if spec.data.on_bad_row == "skip" else None
+    rows = {each: read_rows(each.field, each.path, each.split, spec.sizes, broken) for each in chosen}
     most = max(map(len, rows.values()))
     if number > most:
         what = f"{number}, but there are {most} rows"
@@ -143,6 +144,9 @@ def _shown(
 
 def _found(spec: RunSpec, sets: PromptSets, data_set: _DataSet, row: Row) -> tuple[str, Prompt | None]:
     """What the run uses a row for, and its prompt; None if the run does not use it."""
+    skipped = dict(row for each in sets.skipped if each.field == data_set.field for row in each.rows)
+    if why := skipped.get(row.where):
+        return f"skipped: {why}", None
     held_out = spec.data.held_out
     shared = held_out is not None and held_out.fraction is not None  # the file has held-out prompts, too
     places = [] if data_set.held_out else [("training", sets.train)]

@@ -67,7 +67,7 @@ def answer_faults(spec: AnswerSpec, prompts: Sequence[Prompt]) -> list[str]:
     """A message if the expected answers of some prompts cannot be used."""
     assert spec.answer_field is not None
     if problems := column_problems(spec.answer_field, prompts, lambda value: answer_text(value) is not None):
-        return problems
+        return [*problems]
     faults = []
     for prompt in prompts if spec.answer_pattern is not None else ():
         try:

@@ -47,7 +47,8 @@ class CodeReward:
             return [listed("the tests cannot be used", faults, len(prompts))] if faults else []
         chosen = prompts[:: max(1, -(-len(prompts) // _MOST_SOLUTIONS))]
         faults = [(prompt, fault) for prompt in chosen if (fault := _solution_fault(prompt, self._spec))]
-        return [listed("the tests fail their own solutions", faults, len(chosen))] if faults else []
+        # A text alone: of rows that were not chosen the same is not known.
+        return [str(listed("the tests fail their own solutions", faults, len(chosen)))] if faults else []
 
     def prepare(self) -> None:
         """Makes the worker's memory and environment unreadable for the code that it will start."""

@@ -36,7 +36,7 @@ class JsonSchemaReward:
         if field is None:
             return []
         needed = "a mapping or its JSON text is needed"
-        return column_problems(field, prompts, _is_schema, needed) or _schema_problems(field, prompts)
+        return [*column_problems(field, prompts, _is_schema, needed)] or _schema_problems(field, prompts)
 
     def prepare(self) -> None:
         """Nothing to prepare."""

@@ -95,7 +95,7 @@ class MathReward:
             return []
         what = f"the expected answers in `{self._spec.answer_field}` are long texts that cannot be read as mathematics"
         hint = "name the column that holds the final answer (`answer_field`), or take it out by `answer_pattern`"
-        return [listed(what, faults, len(prompts), hint)]
+        return [str(listed(what, faults, len(prompts), hint))]  # of the column, not of rows
 
     def warnings(self, prompts: Sequence[Prompt]) -> list[str]:
         """Names the expected answers that are compared as text, because math-verify does not read them."""

@@ -210,7 +210,7 @@ def described(value: Any) -> str:
 
 def column_problems(
     column: str, prompts: Sequence[Prompt], usable: Callable[[Any], bool], needed: str = "a text or a number is needed"
-) -> list[str]:
+) -> list[RowFaults]:
     """A message if some prompts lack the column, or have a value there that is not usable."""
     missing, bad, hint = [], [], ""
     for prompt in prompts:
@@ -227,14 +227,26 @@ def column_problems(
     return problems + ([listed(f"the column `{column}` cannot be used", bad, len(prompts))] if bad else [])
 
 
-def listed(what: str, faults: Sequence[tuple[Prompt, str]], total: int, hint: str = "") -> str:
+class RowFaults(str):
+    """A message about rows that are each faulty by themselves, with the rows and the fault of each."""
+
+    faults: tuple[tuple[Prompt, str], ...]
+
+    def __new__(cls, text: str, faults: Iterable[tuple[Prompt, str]]) -> RowFaults:
+        message = super().__new__(cls, text)
+        message.faults = tuple(faults)
+        return message
+
+
+def listed(what: str, faults: Sequence[tuple[Prompt, str]], total: int, hint: str = "") -> RowFaults:
     """A message about rows: how many, and the first with each fault, with its place in the data."""
     first = {why: prompt for prompt, why in reversed(faults)}
     each = dict.fromkeys(why for _, why in faults)
     named = [f"{first[why].where or quote(first[why].text)}: {why}" for why in list(each)[:_MOST_NAMED]]
     more = f"; and {len(faults) - len(named)} more" if len(faults) > len(named) else ""
     end = f". {hint[0].upper()}{hint[1:]}" if hint else ""
-    return f"{what} in {len(faults)} of {total} prompts: {'; '.join(named)}{more}{end}".rstrip()
+    text = f"{what} in {len(faults)} of {total} prompts: {'; '.join(named)}{more}{end}".rstrip()
+    return RowFaults(text, ((prompt, f"{what}: {why}") for prompt, why in faults))
 
 
 @dataclass(frozen=True, slots=True)

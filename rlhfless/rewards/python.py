@@ -24,6 +24,7 @@ from rlhfless.rewards.protocol import (
     Outcome,
     RewardError,
     RewardSample,
+    RowFaults,
     Unscorable,
     attempt,
     column_problems,
@@ -81,7 +82,7 @@ class PythonReward:
         by_columns: dict[frozenset[str], list[Prompt]] = {}
         for prompt in prompts:
             by_columns.setdefault(frozenset(prompt.columns), []).append(prompt)
-        problems = []
+        problems: list[str] = []
         for field in self._spec.fields.values():
             if field not in ARGUMENTS:
                 problems += column_problems(field, prompts, lambda _: True)
@@ -90,11 +91,12 @@ class PythonReward:
             nested = dotted_names(affected[0].columns)
             for name in self._signature.unknown(available):
                 first = affected[0].where or quote(affected[0].text)
-                problems.append(
-                    f"{self._spec.target!r} requires `{name}`, and nothing of that name is given in "
-                    f"{len(affected)} of {len(prompts)} prompts (first: {first}). "
+                lacking = f"{self._spec.target!r} requires `{name}`, and nothing of that name is given"
+                text = (
+                    f"{lacking} in {len(affected)} of {len(prompts)} prompts (first: {first}). "
                     f"{nearest(name, available) or _nested_hint(name, nested)}Available: {', '.join(available)}"
                 )
+                problems.append(RowFaults(text, ((prompt, lacking) for prompt in affected)))
         return problems
 
     def _check_kwargs(self) -> None:

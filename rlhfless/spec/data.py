@@ -175,6 +175,10 @@ class DataSpec(SpecModel):
     shuffle: bool = True
     """A new order for every epoch, drawn from the run's seed."""
 
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """Of a row that cannot be read, rendered, learned or scored: refuse the run, or skip the row and say so. Also of
+    held-out rows and `evaluation.sets`. With more than 10 % such rows in one source the run is refused."""
+
     @model_validator(mode="after")
     def _arguments_have_a_template(self) -> DataSpec:
         require_template_kwargs(self.chat_template, self.chat_template_kwargs)
@@ -219,6 +223,17 @@ class PromptsSpec(DataSpec):
     def mixed(self) -> tuple[MixtureSetSpec, ...]:
         """See DataSpec."""
         return self.mixture
+
+
+MOST_SKIPPED = 0.1
+"""Largest share of the rows of one source that `on_bad_row: skip` skips. More point to a wrong key, not to bad rows."""
+
+
+def skip_hint(spec: DataSpec, bad: int, total: int) -> str:
+    """The end of a hint about faulty rows; empty where they cannot be skipped."""
+    if spec.on_bad_row == "skip" or not 0 < bad <= MOST_SKIPPED * total:
+        return ""
+    return f"; or set {spec.section}.on_bad_row: skip to run without {'this row' if bad == 1 else 'these rows'}"
 
 
 class WrittenSpec(DataSpec):
