@@ -113,6 +113,7 @@ LIVE = (
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
     Smoke("schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "streaming", "async"))),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
+    Smoke("logprobs", tuple(rf"8 +{row}( +{NUMBER}){{4}}" for row in ("vLLM's", "ours", "neither"))),
     Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),
     Smoke(
         "prefill",

@@ -63,6 +63,7 @@ OWN_ARGUMENTS = frozenset(
         "per_request_spec_decode_metrics",
         "quantization",
         "quantization_config",
+        "scheduler_cls",
         "scheduling_policy",
         "speculative_config",
         "weight_transfer_config",

@@ -23,9 +23,7 @@ from typing import Any, Literal, cast
 from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.inputs.engine import tokens_input
-from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -44,6 +42,7 @@ from rlhfless.functions.generation.vllm import quantised_layers, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
+from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
@@ -73,6 +72,7 @@ class Core:
         quantised_layers.install()
         self._kv_folder = kv_folder(settings)
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
+        config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config)
         configured = time.monotonic()
         cores = os.sched_getaffinity(0)
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
@@ -124,7 +124,6 @@ class Core:
             stop=list(request.stop),
             stop_token_ids=list(request.stop_token_ids),
             logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
             # Only stop texts need the text while sampling. The response's own text is decoded once, at the end.
             detokenize=bool(request.stop),
             skip_special_tokens=False,  # a stop text may be, or contain, a special token
@@ -132,7 +131,9 @@ class Core:
             extra_args=self._extra(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
-        self._internal_ids[request.request_id] = self._engine.add_request(request.request_id, prompt, parameters)
+        internal = self._engine.add_request(request.request_id, prompt, parameters)
+        self._engine.output_processor.request_states[internal].logprobs_processor = SampledLogprobs()
+        self._internal_ids[request.request_id] = internal
         self._requests[request.request_id] = request
 
     def _extra(self, request: SampleRequest) -> dict[str, Any] | None:
@@ -160,14 +161,16 @@ class Core:
         return ended
 
     def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
-        """Ends the given requests, or all; returns what they have so far. Unknown ids are ignored."""
+        """Ends the given requests, or all; returns what they have so far, and responses that end meanwhile. Unknown ids
+        are ignored."""
         chosen = self._internal_ids if request_ids is None else request_ids
         internal = [self._internal_ids[name] for name in chosen if name in self._internal_ids]
-        states = self._engine.output_processor.request_states
-        # vLLM makes the final output of an aborted request only for its own asynchronous front end.
-        outputs = [states[name].make_request_output([], None, CoreFinishReason.ABORT, None) for name in internal]
-        self._engine.abort_request(internal, internal=True)
-        return [self._take(cast(RequestOutput, output)) for output in outputs]
+        # Not LLMEngine.abort_request: it forgets the requests here, and the core still has tokens of them.
+        self._engine.engine_core.abort_requests(internal)
+        states, ended = self._engine.output_processor.request_states, list[Sampled]()
+        while any(name in states for name in internal):
+            ended += self._iterate()
+        return ended
 
     def progress(self) -> dict[str, int]:
         """Tokens drawn so far, by request."""
@@ -244,7 +247,7 @@ class Core:
             core: EngineCore = client.engine_core
             if keep:
                 core.pause_scheduler(mode, False)
-            while core.batch_queue or (core.scheduler.has_requests() and not keep):
+            while core.batch_queue or core.scheduler.has_requests():
                 self._ended += self._iterate()
             yield
             if keep:
@@ -339,13 +342,12 @@ class Core:
         del self._internal_ids[output.request_id]
         request, completion = self._requests.pop(output.request_id), output.outputs[0]
         token_ids = tuple(completion.token_ids)
-        assert isinstance(completion.logprobs, FlatLogprobs)
         assert completion.finish_reason is not None
         sampled = Sampled(
             request_id=output.request_id,
             token_ids=token_ids,
             # A pass that ended in a stop text may have gone beyond it.
-            logprobs=tuple(completion.logprobs.logprobs[: len(token_ids)]),
+            logprobs=tuple(cast(list[float], completion.logprobs)[: len(token_ids)]),
             finish_reason=FinishReason(completion.finish_reason),
             version_spans=tuple(
                 VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ()

@@ -1,0 +1,162 @@
+"""vLLM's schedulers, which send tokens and logprobs to the front end every `EVERY` iterations instead of in each.
+
+A sample is returned whole, so nothing is lost by waiting. vLLM makes three numpy arrays for each request and iteration
+out of the logprobs, encodes them, decodes them in the front end and walks them there: ten times the cost of the token
+(figures: benchmarks/logprobs.py). Here the logprobs of an iteration become one list, requests keep theirs in the core,
+and each message to the front end has one array.
+
+Everything kept is sent when a request ends or is aborted, and before a pause for a weight load is complete, so tokens
+never cross a change of version. Requests with stop texts send each token: the front end looks for the texts. An
+iteration that sends nothing else still sends an empty message, so the front end can take requests meanwhile.
+
+vLLM imports this module in the process of its core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.config import SchedulerConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+EVERY = 16
+"""Iterations between two messages of a request."""
+
+_UNUSED = np.empty(0, np.int32)
+"""In place of token ids and ranks, which the front end has or does not use."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a request has generated since its last message."""
+
+    client: int
+    every: int
+    age: int
+    """Iterations since the last message. Its first value differs from request to request, so that requests that start
+    together are not all sent in the same iteration."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prefill_stats: PrefillStats | None = None
+
+    def moved_to(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Put all of it into `output`, and keep nothing."""
+        output.new_token_ids, self.token_ids = self.token_ids, []
+        if self.logprobs:
+            values = np.array(self.logprobs, np.float32).reshape(-1, 1)
+            output.new_logprobs, self.logprobs = LogprobsLists(_UNUSED, values, _UNUSED), []
+        output.prefill_stats, self.prefill_stats = self.prefill_stats, None
+        self.age = 0
+        return output
+
+
+class _Keeping(Scheduler if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Mixed into both of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: dict[str, _Kept] = {}
+        """By id, of unfinished requests whose logprobs are asked for."""
+        self._aborted: list[tuple[int, EngineCoreOutput]] = []
+        """The last outputs of aborted requests, by client, until they are sent."""
+        self._requests_seen = 0
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        asked = request.sampling_params
+        if asked is not None and asked.num_logprobs is not None:
+            self._requests_seen += 1
+            every = 1 if asked.stop else EVERY
+            self._kept[request.request_id] = _Kept(request.client_index, every, self._requests_seen % every)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        if finished_status is RequestStatus.FINISHED_ABORTED:
+            for request in finished:
+                if (kept := self._kept.pop(request.request_id, None)) is not None:
+                    last = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
+                    self._aborted.append((kept.client, kept.moved_to(last)))
+        return finished
+
+    def has_finished_requests(self) -> bool:
+        # The core makes another iteration while this is true. A pause for a weight load is complete only after the last
+        # iteration, and so after everything kept was sent with the version that generated it.
+        pausing = self.pause_state is PauseState.PAUSED_ALL
+        unsent = pausing and any(kept.token_ids for kept in self._kept.values())
+        return unsent or bool(self._aborted) or super().has_finished_requests()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
+        sent = super().update_from_output(scheduler_output, model_runner_output)
+        sampled = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        starts = None if logprobs is None else logprobs.cu_num_generated_tokens
+        rows = model_runner_output.req_id_to_index
+        for message in sent.values():
+            message.outputs = [each for each in message.outputs if self._is_due(each, sampled, starts, rows)]
+        extra, self._aborted = self._aborted, []
+        if self.pause_state is PauseState.PAUSED_ALL:
+            for name, kept in self._kept.items():
+                if kept.token_ids:
+                    extra.append((kept.client, kept.moved_to(EngineCoreOutput(name, []))))
+        for client, output in extra:
+            sent.setdefault(client, EngineCoreOutputs(outputs=[])).outputs.append(output)
+        return sent
+
+    def _is_due(
+        self, output: EngineCoreOutput, sampled: list[float], starts: list[int] | None, rows: dict[str, int]
+    ) -> bool:
+        """Keep what the output has, or put what is kept into it and return True."""
+        kept = self._kept.get(output.request_id)
+        if kept is None:
+            return True
+        if tokens := output.new_token_ids:
+            row = rows[output.request_id]
+            first = row if starts is None else starts[row]
+            kept.token_ids += tokens
+            kept.logprobs += sampled[first : first + len(tokens)]
+        kept.prefill_stats = kept.prefill_stats or output.prefill_stats
+        kept.age += 1
+        if output.finish_reason is not None:
+            del self._kept[output.request_id]
+        elif kept.age < kept.every:
+            return False
+        kept.moved_to(output)
+        return True
+
+
+def scheduler_class(config: SchedulerConfig) -> str:
+    """Import path of the class that fits vLLM's own choice."""
+    return f"{__name__}.{'AsyncKeepingScheduler' if config.async_scheduling else 'KeepingScheduler'}"
+
+
+class KeepingScheduler(_Keeping, Scheduler):
+    """Of an engine that schedules an iteration when the one before has ended."""
+
+
+class AsyncKeepingScheduler(_Keeping, AsyncScheduler):
+    """Of an engine that schedules an iteration while the one before runs."""
+
+
+class SampledLogprobs(LogprobsProcessor):
+    """The front end's side: `logprobs` is a plain list [response] of the sampled tokens' logprobs."""
+
+    def __init__(self) -> None:
+        super().__init__(None, [], None, None, 0, None)
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        if output.new_logprobs is not None:
+            assert isinstance(self.logprobs, list)
+            self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
