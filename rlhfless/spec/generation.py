@@ -122,7 +122,7 @@ class SpeculationSpec(SpecModel):
     last tokens earlier in the prompt or the response. `suffix`: what followed the longest equal end in other responses
     to the prompt, those of earlier steps too. `draft_model`: a smaller model with the same tokenizer. `eagle3`: a head
     that reads the model's hidden states. `mtp`: the heads that the model itself has for that. On GPUs `suffix` and
-    `auto` take vLLM's older model runner, without asynchronous scheduling."""
+    `auto` take vLLM's older model runner, without asynchronous scheduling, and at most 32 sequences per actor."""
 
     depth: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
     """Most drafts of a response in one pass; `suffix` takes fewer where they are rejected. `auto`: as many as save

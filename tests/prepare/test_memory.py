@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.prepare.memory.assumed import _problems_elsewhere
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed, unplanned
+from rlhfless.prepare.memory.settled import as_settled, device_problems, placed, settled, timed, unplanned
 from rlhfless.records import FunctionName
 from rlhfless.scaling.function_kinds import MemoryTerms
 from rlhfless.scaling.latency.devices import device_of
@@ -48,7 +49,7 @@ from rlhfless.scaling.memory import (
 )
 from rlhfless.spec import AdamWSpec, CriticSpec, LearnerSpec, RunSpec
 from rlhfless.spec.compare import check_resumable
-from rlhfless.spec.errors import InputError
+from rlhfless.spec.errors import InputError, Problem
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -581,7 +582,7 @@ def test_engines_on_cores_beside_a_learner_on_a_gpu() -> None:
     run = placed(question)
     assert (run.model.dtype, run.learner.dtype, run.learner.ranks) == ("float32", "bfloat16", 1)
     assert [device.kind for device in dataclasses.replace(question, spec=run).plan().devices] == ["h100", "cpu-core"]
-    assert [each.where for each in format_problems(edited(run, {"learner.dtype": "float32"}), "cpu-core")] == [
+    assert [each.where for each in device_problems(edited(run, {"learner.dtype": "float32"}), "cpu-core")] == [
         "learner.dtype"
     ]
 
@@ -691,10 +692,25 @@ def test_what_gpus_decide_and_what_the_user_has_said() -> None:
 
 def test_float32_on_gpus_is_refused_with_its_reason() -> None:
     run = spec(model={"path": "m", "dtype": "float32"})
-    (problem,) = format_problems(settled(run, "h100"), "h100")
+    (problem,) = device_problems(settled(run, "h100"), "h100")
     assert (problem.where, "twice the memory" in problem.what) == ("model.dtype", True)
-    assert format_problems(run, "cpu-core") == []
-    assert format_problems(edited(run, {"placement.float32_on_gpus": True}), "h100") == []
+    assert device_problems(run, "cpu-core") == []
+    assert device_problems(edited(run, {"placement.float32_on_gpus": True}), "h100") == []
+
+
+def test_drafts_from_other_responses_are_refused_with_many_sequences_on_a_gpu() -> None:
+    def problems(kind: str, method: str, most: int | str) -> list[Problem]:
+        generation = {"speculation": {"method": method}, "engine": {"max_sequences": most}}
+        return device_problems(settled(spec(generation=generation), kind), kind)
+
+    for method, most in itertools.product(("suffix", "auto"), (33, 1024, "auto")):
+        (problem,) = problems("h100", method, most)
+        assert problem.where == "generation.speculation.method"
+        shown = 256 if most == "auto" else most
+        assert problem.what.startswith(f"{method} on h100 with {shown} sequences per actor")
+        assert "set generation.engine.max_sequences: 32" in str(problem.hint)
+        assert problems("h100", method, 32) == problems("cpu-core", method, most) == []
+    assert problems("h100", "ngram", 1024) == problems("h100", "off", 1024) == []
 
 
 def test_time_outs_by_hand() -> None:

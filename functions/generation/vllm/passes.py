@@ -1,8 +1,10 @@
 """The passes of a model runner that can speculate: how deep each drafts, what it costs, and what comes of it.
 
 A pass that has nothing to verify takes the runner's plain path, as in an engine that does not speculate: vLLM would
-prepare and verify no drafts, which takes a third of a small model's pass. So being able to speculate costs nothing
-while nothing is drafted. Models with recurrent layers are left out: their states need to know of drafts that are not
+prepare and verify no drafts, which takes a third of a small model's pass. So on CPUs being able to speculate costs
+nothing while nothing is drafted. On GPUs it always costs asynchronous scheduling and a kernel of noise per sequence,
+because this is vLLM's older runner there; a run with many sequences per actor is refused (`prepare.memory.settled`).
+Models with recurrent layers are left out: their states need to know of drafts that are not
 there.
 
 Our drafter is asked once a pass is over, and not by vLLM. A draft model is asked by vLLM, for as many drafts as are to

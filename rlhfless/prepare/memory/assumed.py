@@ -13,7 +13,7 @@ from typing import Any
 from rlhfless.functions.generation.kind import kv_bytes
 from rlhfless.prepare.memory.changes import nearest_change
 from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import format_problems, is_set, placed, settled, timed, unplanned
+from rlhfless.prepare.memory.settled import device_problems, is_set, placed, settled, timed, unplanned
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of, publisher_of
@@ -153,11 +153,12 @@ def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> list[Problem]:
-    """Why a settled run cannot start on `count` devices of a kind: formats, and functions that do not fit.
+    """Why a settled run cannot start on `count` devices of a kind: refused settings, and functions that do not
+    fit.
 
     Nothing is refused on CPU cores, whose memory other programs share, nor if sizes are not known.
     """
-    problems = [*format_problems(spec, kind), *_problems_elsewhere(spec, sequence_tokens)]
+    problems = [*device_problems(spec, kind), *_problems_elsewhere(spec, sequence_tokens)]
     if _on_cores(spec, kind):
         return problems
     try:

@@ -60,6 +60,11 @@ BATCH_SEQUENCES = 32
 and more devices per actor, turns or a larger fraction are tried before that is accepted."""
 
 
+MOST_DRAFTING_SEQUENCES = 32
+"""Most sequences of an actor on a GPU that drafts from other responses. vLLM's older model runner launches a kernel of
+noise per seeded row, 3 to 6 ms per iteration at 256 rows by reading, as long as a small model's pass."""
+
+
 def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the defaults for devices of a kind: bfloat16 on GPUs. `placed` decides what depends on memory."""
     learning = spec.placement.kind_of_learner(kind)
@@ -142,7 +147,27 @@ def is_set(spec: RunSpec, key: str) -> bool:
     return True
 
 
-def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
+def device_problems(spec: RunSpec, kind: str) -> list[Problem]:
+    """Why devices of a kind are not used with a spec, whatever their number."""
+    return [*_format_problems(spec, kind), *_speculation_problems(spec, kind)]
+
+
+def _speculation_problems(spec: RunSpec, kind: str) -> list[Problem]:
+    """Drafts from other responses, with many sequences on a GPU."""
+    if spec.supervised or kind == CPU_KIND or not spec.generation.speculation.remembers:
+        return []
+    method, sequences = spec.generation.speculation.method, spec.generation.engine.sequence_limit
+    if sequences <= MOST_DRAFTING_SEQUENCES:
+        return []
+    what = (
+        f"{method} on {kind} with {sequences} sequences per actor: vLLM's older model runner samples each sequence by "
+        "a kernel of its own and does not schedule ahead, which costs more than drafts save"
+    )
+    hint = f"set {MAX_SEQUENCES}: {MOST_DRAFTING_SEQUENCES}, or use ngram, draft_model, eagle3, mtp or off"
+    return [Problem("generation.speculation.method", what, hint)]
+
+
+def _format_problems(spec: RunSpec, kind: str) -> list[Problem]:
     """The problem of float32 on GPUs, which is of use for comparisons only."""
     if spec.placement.float32_on_gpus:
         return []
@@ -160,11 +185,11 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
-    """Why a run is not started on these devices: refused formats, and what does not fit; empty if it is."""
-    formats = (
-        f"{problem.where}: {problem.what}; {problem.hint}" for problem in format_problems(asked.spec, asked.sheet.kind)
+    """Why a run is not started on these devices: refused settings, and what does not fit; empty if it is."""
+    refused = (
+        f"{problem.where}: {problem.what}; {problem.hint}" for problem in device_problems(asked.spec, asked.sheet.kind)
     )
-    return (*formats, *plan.problems)
+    return (*refused, *plan.problems)
 
 
 def placed(asked: Question) -> RunSpec:

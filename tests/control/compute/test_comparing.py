@@ -237,10 +237,10 @@ def test_the_specs_own_schedule_is_compared_too() -> None:
 def test_drafts_that_nobody_measured_are_not_compared(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     spec = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"path": str(tmp_path)})})
-    choice = Choice("h100", 8, {"placement.mode": "colocated", TURNS: False, SPECULATION: {"method": "suffix"}})
+    choice = Choice("h100", 8, {"placement.mode": "colocated", TURNS: False, SPECULATION: {"method": "ngram"}})
     found = try_choice(Planner(spec), choice)
     assert (found.problems, found.predicted) == ((), None)
-    assert "drafts of suffix are not known" in str(found.reason)
+    assert "drafts of ngram are not known" in str(found.reason)
 
 
 def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:
