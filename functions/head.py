@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear
@@ -20,6 +20,8 @@ class OutputHead:
     soft_cap: float | None
     chunk_elements: int | None = None
     """The elements of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
+    fused: bool = False
+    """It is computed by rlhfless.functions.head_kernels."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
@@ -49,23 +51,35 @@ def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
     return OutputHead(model.get_output_embeddings(), float(scale), soft_cap, chunk_elements)
 
 
+Entropy = Literal["none", "value", "gradient"]
+"""Whether an entropy is computed, and whether it has a gradient."""
+
+
 def head_logprobs(
-    head: OutputHead,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    entropy_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy, [positions] each; the entropy has a gradient only with `entropy_gradient`. In chunks; where
-    there are several, the backward pass computes each chunk's logits anew."""
-    rows = max(1, (head.chunk_elements or LOGITS_CHUNK_ELEMENTS) // head.linear.weight.shape[0])
+    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
+) -> tuple[torch.Tensor, ...]:
+    """Logprobs, and the entropy if it is asked for, [positions] each. In chunks; where there are several, the backward
+    pass computes each chunk's logits again."""
+    if head.fused:
+        from rlhfless.functions.head_kernels import fused_logprobs  # imports triton
+
+        return fused_logprobs(head, hidden, targets, temperature, entropy)
+    rows = rows_of(head)
     if len(targets) > rows:
-        linear = head.linear
-        given = (hidden, linear.weight, linear.bias, targets, head, temperature, rows, entropy_gradient)
-        logprobs, entropy = _ChunkedHead.apply(*given)
-        return logprobs, entropy
+        layer = head.linear
+        given = (hidden, layer.weight, layer.bias, targets, head, temperature, rows, entropy)
+        outputs: tuple[torch.Tensor, ...] = _ChunkedHead.apply(*given)
+        return outputs
     everything = _log_softmax(head, head.linear(hidden), temperature)
-    return _taken(everything, targets), _entropy(everything if entropy_gradient else everything.detach())
+    logprobs = _taken(everything, targets)
+    if entropy == "none":
+        return (logprobs,)
+    return logprobs, _entropy(everything if entropy == "gradient" else everything.detach())
+
+
+def rows_of(head: OutputHead) -> int:
+    """Positions of the largest block of logits."""
+    return max(1, (head.chunk_elements or LOGITS_CHUNK_ELEMENTS) // head.linear.weight.shape[0])
 
 
 def _log_softmax(head: OutputHead, products: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -97,18 +111,19 @@ class _ChunkedHead(torch.autograd.Function):
         head: OutputHead,
         temperature: float,
         rows: int,
-        entropy_gradient: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        entropy: Entropy,
+    ) -> tuple[torch.Tensor, ...]:
         parts = []
         for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
             everything = _log_softmax(head, linear(part, weight, bias), temperature)
-            parts.append((_taken(everything, target), _entropy(everything)))
-        logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
+            logprobs = _taken(everything, target)
+            parts.append((logprobs,) if entropy == "none" else (logprobs, _entropy(everything)))
+        outputs = tuple(map(torch.cat, zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.head, ctx.temperature, ctx.rows, ctx.entropy_gradient = head, temperature, rows, entropy_gradient
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.head, ctx.temperature, ctx.rows, ctx.entropy = head, temperature, rows, entropy
+        if entropy == "value":
+            ctx.mark_non_differentiable(outputs[1])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -116,14 +131,14 @@ class _ChunkedHead(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight, of_bias = (None if each is None else torch.zeros_like(each, dtype=wide) for each in (weight, bias))
-        chunks = (torch.split(each, ctx.rows) for each in (hidden, targets, *gradients, of_hidden))
-        for part, target, of_logprobs, of_entropy, result in zip(*chunks, strict=True):
+        with_entropy = ctx.entropy == "gradient"
+        used = gradients if with_entropy else gradients[:1]
+        chunks = (torch.split(each, ctx.rows) for each in (hidden, targets, of_hidden, *used))
+        for part, target, result, *upstream in zip(*chunks, strict=True):
             products = linear(part, weight, bias).requires_grad_()
             with torch.enable_grad():
                 everything = _log_softmax(ctx.head, products, ctx.temperature)
-                outputs, upstream = [_taken(everything, target)], [of_logprobs]
-                if ctx.entropy_gradient:
-                    outputs, upstream = [*outputs, _entropy(everything)], [*upstream, of_entropy]
+                outputs = [_taken(everything, target), *([_entropy(everything)] if with_entropy else [])]
             (slope,) = torch.autograd.grad(outputs, products, upstream)
             result.copy_(slope @ weight)
             of_weight += slope.T @ part

@@ -43,7 +43,7 @@ from rlhfless.functions.attention_form import has_attention, ignored_by_sdpa, is
 from rlhfless.functions.attention_kernels import gradient_difference, runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.context_rope import choose_frequencies
-from rlhfless.functions.head import OutputHead, head_logprobs, output_head
+from rlhfless.functions.head import Entropy, OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row, row_side_by_side
 from rlhfless.prefixes.packing import (
@@ -220,6 +220,8 @@ def load_policy(
     policy = policy_of(model, device, compute, mesh, logits_elements, form.head)
     _choose_attention(policy, spec.path)
     _check_against_model(policy, spec.path)
+    if form is POLICY and _can_fuse_head(policy, spec.path, torch.float32 if exact_head else compute):
+        policy = dataclasses.replace(policy, head=dataclasses.replace(policy.head, fused=True))
     if share_prefixes and is_fused(model) and _can_share(policy, spec.path):
         policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
         policy = dataclasses.replace(policy, side_by_side=_can_lie_side_by_side(policy, spec.path))
@@ -272,13 +274,13 @@ def response_logprobs(
     entropy_gradient: bool = False,
 ) -> ResponseLogprobs:
     """Logprobs at `temperature` of all response tokens of `batch`; see `response_outputs`."""
-    outputs = logprob_outputs(policy, temperature, entropy_gradient=entropy_gradient)
+    outputs = logprob_outputs(policy, temperature, "gradient" if entropy_gradient else "value")
     return ResponseLogprobs(*response_outputs(policy, batch, outputs, packed))
 
 
-def logprob_outputs(policy: PolicyNetwork, temperature: float, *, entropy_gradient: bool = False) -> Outputs:
-    """The head that gives logprobs at `temperature`, and entropies."""
-    return partial(head_logprobs, policy.head, temperature=temperature, entropy_gradient=entropy_gradient)
+def logprob_outputs(policy: PolicyNetwork, temperature: float, entropy: Entropy = "none") -> Outputs:
+    """The head that gives logprobs at `temperature`, and entropies if they are asked for."""
+    return partial(head_logprobs, policy.head, temperature=temperature, entropy=entropy)
 
 
 def response_outputs(
@@ -433,6 +435,24 @@ def _check_against_model(policy: PolicyNetwork, path: str) -> None:
             f"model {path!r} ({kind}) is not supported: its logits differ from those "
             f"of a causal decoder with a linear head by {difference:.2g} of the largest (limit {limit:g})"
         )
+
+
+def _can_fuse_head(policy: PolicyNetwork, path: str, dtype: torch.dtype) -> bool:
+    """Whether the kernels of the fused head give what the plain one does on the GPUs of all ranks. *Collective.*"""
+    if policy.device.type != "cuda":
+        return False
+    reason = ""
+    try:
+        from rlhfless.functions.head_kernels import fused_difference
+
+        if not (difference := fused_difference(policy.head, policy.device, dtype)) <= CHECK_TOLERANCE[dtype]:
+            reason = f"its outputs or gradients differ by {difference:.2g} of the largest"
+    except Exception as error:  # Triton compiles here, and what it raises is of several kinds
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    if policy.most(bool(reason)):
+        log.warning("model %r: plain output head; fused kernels: %s", path, reason or "refused on another rank")
+        return False
+    return True
 
 
 @contextmanager

@@ -32,8 +32,9 @@ from rlhfless.functions.policy import (
     Form,
     PolicyNetwork,
     checkpoint_activations,
+    logprob_outputs,
     policy_of,
-    response_logprobs,
+    response_outputs,
 )
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, set_gradient_reduction, shard
 from rlhfless.functions.training.optimizer import ShardedAdamW
@@ -87,11 +88,11 @@ def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: i
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             policy = _policy(config, LearnerSpec(dtype="float32"), mesh, TORCH_DTYPES[dtype])
             batch = _batch(rows, width)
-            response_logprobs(policy, batch, 1.0)
+            response_outputs(policy, batch, logprob_outputs(policy, 1.0))
             policy.settle()
             tracker = FSDPMemTracker(policy.model)
             with tracker:
-                response_logprobs(policy, batch, 1.0)
+                response_outputs(policy, batch, logprob_outputs(policy, 1.0))
             return _peak(tracker)
     finally:
         dist.destroy_process_group()

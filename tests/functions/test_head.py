@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhfless.functions import head
-from rlhfless.functions.head import OutputHead, head_logprobs
+from rlhfless.functions.head import Entropy, OutputHead, head_logprobs
 
 POSITIONS, HIDDEN, VOCABULARY = 400, 16, 30
 
@@ -19,7 +19,10 @@ def found(dtype: torch.dtype, *, bias: bool = False, entropy_gradient: bool = Fa
     linear = torch.nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=torch.bfloat16).to(dtype)
     hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.bfloat16).to(dtype).requires_grad_()
     targets, weights = torch.randint(VOCABULARY, (POSITIONS,)), torch.rand(POSITIONS)
-    logprobs, entropy = head_logprobs(OutputHead(linear, 0.5, 3.0), hidden, targets, 0.7, entropy_gradient)
+    asked: Entropy = "gradient" if entropy_gradient else "value"
+    logprobs, entropy = head_logprobs(OutputHead(linear, 0.5, 3.0), hidden, targets, 0.7, asked)
+    (alone,) = head_logprobs(OutputHead(linear, 0.5, 3.0), hidden, targets, 0.7)
+    assert torch.equal(alone, logprobs), "without an entropy"
     assert entropy.requires_grad is entropy_gradient
     ((logprobs + 3 * entropy if entropy_gradient else logprobs) * weights).sum().backward()
     yield from (logprobs.detach(), entropy.detach(), hidden.grad)
