@@ -59,7 +59,7 @@ CACHED = 64
 
 _UNITS = (
     "mm|cm|dm|km|nm|um|ft|in|inches|yd|mi|mg|kg|lb|lbs|oz|ml|cl|dl|hr|hrs|min|mins|sec|ms|mph|kmh|rpm|hz|khz|mhz|ghz|"
-    "pa|kpa|kw|kj|mj|mol|rad|deg|cc|sq|cu|cents|usd|eur|gbp|pm|am|kb|mb|gb|tb|ohms"
+    "pa|kpa|kw|kj|kJ|mj|mL|wk|wks|mol|rad|deg|cc|sq|cu|cents|usd|eur|gbp|pm|am|kb|mb|gb|tb|ohms"
 )
 _SHORT_UNITS = "m|g|s|h|l|L|V|W|N|J|K|A|C|F|Hz"
 _UNIT = rf"(?:(?:{_UNITS})(?![A-Za-z])|(?!and\b|or\b|mod\b)[A-Za-z]{{3,}}|(?:{_SHORT_UNITS})(?![A-Za-z]))"
@@ -219,7 +219,7 @@ def _structures(text: str) -> str:
         first, *others = text.split(":")
         shares = [f"\\frac{{{each.strip()}}}{{{first.strip()}}}" for each in others]
         text = f"({', '.join(shares)})"
-    if "\\pm" in text and "\\ne" not in text:
+    if re.search(r"\\(?:pm|mp)(?![A-Za-z])", text) and "\\ne" not in text:
         text = ", ".join(_both_signs(part) for part in _parts(text))
     return text
 
@@ -229,7 +229,7 @@ def _matrix(found: re.Match[str]) -> str:
 
 
 def _both_signs(part: str) -> str:
-    if not re.search(r"\\pm(?![A-Za-z])", part) or part.strip().startswith(("(", "[")):
+    if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", part):
         return part
     plus = re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda found: "+" if found[1] == "pm" else "-", part)
     minus = re.sub(r"\\(pm|mp)(?![A-Za-z])", lambda found: "-" if found[1] == "pm" else "+", part)

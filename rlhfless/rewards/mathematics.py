@@ -27,6 +27,7 @@ from rlhfless.rewards.answers import answer_faults, answer_of
 from rlhfless.rewards.final_answers import boxed_answer, final_part, stated_answers
 from rlhfless.rewards.math_text import UNICODE_MATHS, as_latex, unreadable
 from rlhfless.rewards.protocol import Begin, Done, RewardError, RewardSample, Unscorable, attempt, listed, quote
+from rlhfless.rewards.units import Unit, differ, units_of
 from rlhfless.spec import MathSpec
 
 # The separator between solution and answer in GSM8K.
@@ -71,6 +72,8 @@ class Expected:
     parsed: tuple[Any, ...] = ()
     several: bool = False
     """Whether it is a set or tuple of values."""
+    units: frozenset[Unit] = frozenset()
+    """What its unit may mean; empty without one that is known."""
     places: int = _PLACES
     digits: int = _DIGITS
 
@@ -276,6 +279,7 @@ def _expected(text: str, parsed: tuple[Any, ...]) -> Expected:
         interval=_INTERVAL.search(latex) is not None,
         parsed=parsed,
         several=isinstance(value, Set | Tuple),
+        units=units_of(text),
         places=_PLACES + further,
         digits=_DIGITS + further,
     )
@@ -292,6 +296,8 @@ def _equal(gold: Expected, text: str) -> bool:
         if said and _TIME.fullmatch(gold.words):
             return said.removesuffix("am").removesuffix("pm") in (gold.words, gold.words.removesuffix(":00"))
         return said == gold.words
+    if differ(gold.units, units_of(text)):
+        return False
     if gold.text and as_text(text) == gold.text:
         return True
     # What is not read as a whole is wrong: parsers would take the part that they know.
@@ -340,7 +346,9 @@ def _states(gold: Expected, said: str) -> bool:
     for text in candidates:
         prose = as_words(text) or _fault(text) or _PROSE.search(re.sub(r"\\[A-Za-z]+", " ", as_latex(text)))
         if not prose and (parsed := _parsed(text)):
-            return _verified(gold, parsed)
+            return not differ(gold.units, units_of(text)) and _verified(gold, parsed)
+    if differ(gold.units, units_of(said.strip().rpartition("\n")[2][-_MOST_REPEATED:])):
+        return False
     targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
     return _verified(gold, parse(_in_dollars(said), targets, parsing_timeout=0))
 
