@@ -165,7 +165,7 @@ def measure_two(folder: Path, size_mb: int) -> None:
 
 
 def _received(reader: WeightReader, stored: StoredWeights) -> tuple[str, Transport]:
-    digest = Digest()
+    digest = Digest(reader.of_piece)
     for _ in digest.passing(reader.read(stored.location), reader.hashes(stored.location)):
         pass
     way = reader.transport

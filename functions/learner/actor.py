@@ -39,6 +39,7 @@ class StoreHome:
         # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
         from rlhfless.weights.broadcast import Broadcaster
         from rlhfless.weights.cuda_ipc import IpcStore
+        from rlhfless.weights.device_hash import piece_hash_of
         from rlhfless.weights.http_server import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 
@@ -47,7 +48,8 @@ class StoreHome:
             self.mark()
             return store
         join = Broadcaster(self.folder, host, self.readers).join if self.transport == "nccl" else None
-        return HttpStoreServer(self.folder, host=host, token=self.token, join=join)
+        of_piece = piece_hash_of(self.transport)
+        return HttpStoreServer(self.folder, host=host, token=self.token, join=join, of_piece=of_piece)
 
     def mark(self) -> None:
         """Show engines that this folder is the learner's (StoreAddress.require_shared). Again with each version: a

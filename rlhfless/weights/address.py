@@ -55,10 +55,11 @@ class StoreAddress:
         # torch.
         from rlhfless.weights.broadcast import BroadcastReader
         from rlhfless.weights.cuda_ipc import IpcReader
+        from rlhfless.weights.device_hash import piece_hash_of
         from rlhfless.weights.http import HttpStore
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
             return IpcReader(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
-        pulled = HttpStore(self.token, self.folder, self.home)
+        pulled = HttpStore(self.token, self.folder, self.home, piece_hash_of(self.transport))
         return BroadcastReader(pulled) if self.transport == "nccl" else pulled

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.spec import Transport
-from rlhfless.weights.digest import NO_HASHES, tensor_at
+from rlhfless.weights.digest import NO_HASHES, PieceHash, tensor_at
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import read_header, version_of
 from rlhfless.weights.http import HttpStore
@@ -139,6 +139,11 @@ class BroadcastReader:
     def transport(self) -> Transport:
         """See `WeightReader.transport`."""
         return self._pulled.transport if self._answer[1] is None else "nccl"
+
+    @property
+    def of_piece(self) -> PieceHash:
+        """See `WeightReader.of_piece`."""
+        return self._pulled.of_piece
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`. Raises WeightFileError also if a broadcast breaks off."""

@@ -22,7 +22,8 @@ from torch.multiprocessing import reductions
 from rlhfless.folders import wait_for_lock
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
-from rlhfless.weights.digest import digest_by_threads, dtype_name, tensor_at, threads
+from rlhfless.weights.device_hash import device_piece_hash
+from rlhfless.weights.digest import Digest, dtype_name, tensor_at
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import TensorStream, version_of
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
@@ -38,7 +39,7 @@ class IpcStore:
     """A `WeightStore` whose newest version is on the GPU of this process; the perturbed one is in a folder."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._files = FolderStore(folder)
+        self._files = FolderStore(folder, device_piece_hash)
         self._memory: torch.Tensor | None = None
         self._export: Mapping[str, Any] = {}
         self._version: WeightVersion | None = None
@@ -54,7 +55,9 @@ class IpcStore:
             note.truncate(0)
             layout = self._write(stream)
             assert self._memory is not None
-            digest = digest_by_threads(_tensors(self._memory, layout), threads())
+            digest = Digest(device_piece_hash)
+            for name, tensor in _tensors(self._memory, layout):
+                digest.add(name, tensor)
             self._version = WeightVersion(run_id, attempt, step, digest.hexdigest())
             # What was copied must be there before another process is told: its streams do not wait for this one's.
             _synchronize(self._memory)
@@ -104,7 +107,9 @@ class IpcReader:
     """A `WeightReader` of an `IpcStore`, for a process on the same GPU."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._files = FolderStore(folder)
+        self._files = FolderStore(folder, device_piece_hash)
+        self.of_piece = device_piece_hash
+        """See `WeightReader.of_piece`: what is on the GPU is hashed there."""
         self._lock: IO[str] | None = None
         self.transport: Transport = "cuda_ipc"
         """See `WeightReader.transport`."""

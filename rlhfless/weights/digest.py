@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
@@ -31,6 +31,9 @@ more than starting the copy does."""
 
 MOST_THREADS = 8
 """That hash and copy at the same time; about so many cores use up the bandwidth of a machine's memory."""
+
+PieceHash = Callable[[torch.Tensor], bytes]
+"""A hash of a piece `[bytes]`, 16 bytes: of xxh3 (`piece_hash`), or of a GPU's own (rlhfless.weights.device_hash)."""
 
 NO_HASHES: Mapping[str, bytes] = MappingProxyType({})
 
@@ -79,9 +82,9 @@ def combined_hash(name: str, tensor: torch.Tensor, hashes: Iterable[bytes]) -> b
     return hasher.digest()
 
 
-def hash_of(name: str, tensor: torch.Tensor) -> bytes:
+def hash_of(name: str, tensor: torch.Tensor, of_piece: PieceHash = piece_hash) -> bytes:
     """The hash of a tensor."""
-    return combined_hash(name, tensor, map(piece_hash, pieces(tensor)))
+    return combined_hash(name, tensor, map(of_piece, pieces(tensor)))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -106,7 +109,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Digest:
     """A digest under construction: `add` every tensor once, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_piece: PieceHash = piece_hash) -> None:
+        self.of_piece = of_piece
         self.hashes: dict[str, bytes] = {}
         """By tensor; empty for a tensor that another reader hashes."""
         self.size_bytes = 0
@@ -117,7 +121,7 @@ class Digest:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Raises ValueError if a tensor of this name was added before."""
-        self.record(name, hash_of(name, tensor), tensor.nbytes)
+        self.record(name, hash_of(name, tensor, self.of_piece), tensor.nbytes)
 
     def record(self, name: str, known: bytes, size_bytes: int) -> None:
         """Add a tensor by its hash. Raises ValueError if a tensor of this name was added before."""
@@ -145,7 +149,8 @@ class Digest:
         Hashes that are `known` are not computed; of the others this one of several `readers` computes its share.
         """
         for number, (name, tensor) in enumerate(tensors):
-            hashed = known.get(name) or (hash_of(name, tensor) if number % readers == reader else b"")
+            mine = number % readers == reader
+            hashed = known.get(name) or (hash_of(name, tensor, self.of_piece) if mine else b"")
             self.record(name, hashed, tensor.nbytes)
             yield name, tensor
 
@@ -159,16 +164,18 @@ def merged(parts: Iterable[Mapping[str, bytes]]) -> Digest:
     return digest
 
 
-def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]], of_piece: PieceHash = piece_hash) -> str:
     """The digest of all `tensors`."""
-    return digest_by_threads(tensors, 1).hexdigest()
+    return digest_by_threads(tensors, 1, of_piece).hexdigest()
 
 
-def digest_by_threads(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> Digest:
+def digest_by_threads(
+    tensors: Iterable[tuple[str, torch.Tensor]], count: int, of_piece: PieceHash = piece_hash
+) -> Digest:
     """The digest of all `tensors`, which `count` threads hash."""
-    digest = Digest()
+    digest = Digest(of_piece)
     with ThreadPoolExecutor(count, "hash") as pool:
-        hashed = [(name, each, [pool.submit(piece_hash, piece) for piece in pieces(each)]) for name, each in tensors]
+        hashed = [(name, each, [pool.submit(of_piece, piece) for piece in pieces(each)]) for name, each in tensors]
         for name, tensor, hashes in hashed:
             digest.record(name, combined_hash(name, tensor, (each.result() for each in hashes)), tensor.nbytes)
     return digest

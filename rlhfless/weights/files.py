@@ -26,7 +26,17 @@ import xxhash
 from rlhfless.folders import in_memory
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
-from rlhfless.weights.digest import Digest, chunks, combined_hash, dtype_name, pieces, tensor_at, threads
+from rlhfless.weights.digest import (
+    Digest,
+    PieceHash,
+    chunks,
+    combined_hash,
+    dtype_name,
+    piece_hash,
+    pieces,
+    tensor_at,
+    threads,
+)
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.parts import TornVersion, mapped, put
 
@@ -112,7 +122,7 @@ def write_tensors(
                 raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
             place, written = len(header) + left.pop(name)[0], []
             for piece in pieces(tensor):
-                written.append(pool.submit(_write, put, place, piece))
+                written.append(pool.submit(_write, put, place, piece, digest.of_piece))
                 place += len(piece)
             writing.append((name, tensor, written))
             if len(writing) > count:  # tensors that wait are memory
@@ -136,14 +146,16 @@ def write_file(file: IO[bytes], stream: TensorStream, metadata: Mapping[str, str
     write_tensors(put_in_turn, stream, lambda: metadata)
 
 
-def _write(put: Put, place: int, piece: torch.Tensor) -> bytes:
-    """Write a piece at `place`; its hash."""
-    hasher = xxhash.xxh3_128()
+def _write(put: Put, place: int, piece: torch.Tensor, of_piece: PieceHash) -> bytes:
+    """Write a piece at `place`; its hash. A chunk is hashed while a core's cache has it, or all of the piece on the
+    tensor's device."""
+    hasher = xxhash.xxh3_128() if of_piece is piece_hash else None
     for chunk in chunks(piece):
-        hasher.update(chunk)
+        if hasher is not None:
+            hasher.update(chunk)
         put(chunk, place)
         place += len(chunk)
-    return hasher.digest()
+    return of_piece(piece) if hasher is None else hasher.digest()
 
 
 def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:

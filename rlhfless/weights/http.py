@@ -32,7 +32,7 @@ from rlhfless.folders import wait_for_lock
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.weights.delta import apply
-from rlhfless.weights.digest import digest_by_threads, threads
+from rlhfless.weights.digest import PieceHash, digest_by_threads, piece_hash, threads
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import Put, file_name, read_version, version_of, way_on_node
 from rlhfless.weights.http_server import PREFIX, SINCE, STALL_TIMEOUT_S
@@ -61,10 +61,11 @@ log = logging.getLogger(__name__)
 class HttpStore:
     """A `WeightReader` of an `HttpStoreServer`, with a cache folder that all readers of a node share."""
 
-    def __init__(self, token: str, cache_folder: str | Path, home: str = "") -> None:
+    def __init__(self, token: str, cache_folder: str | Path, home: str = "", of_piece: PieceHash = piece_hash) -> None:
         """`home`: the server's folder, which is there on its own node."""
         self._token = token
         self._cache = FolderStore(cache_folder)
+        self.of_piece = of_piece
         self._home = Path(home) if home else None
         self.transport: Transport = "http"
         """See `WeightReader.transport`."""
@@ -112,7 +113,15 @@ class HttpStore:
             size = self._download_pieces(url, draft.put, f"weights {url} (digest {version.digest})")
             draft.finish(size)
             rate.write_text(str(size / max(time.monotonic() - began_s, 1e-9)))
-            _check(url, draft, version)
+            self._check(url, draft, version)
+
+    def _check(self, url: str, draft: Draft, version: WeightVersion) -> None:
+        """Seals a version that has been received. Raises WeightFileError if it is not the one that its name says."""
+        tensors = read_version(draft.folder, version.digest)
+        received = digest_by_threads(tensors, threads(), self.of_piece).hexdigest()
+        if received != version.digest:
+            raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
+        seal(draft.folder, version.digest)
 
     def _patch(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
         """Makes the version from the one before and the changes. Returns False if all of it must be downloaded."""
@@ -125,7 +134,7 @@ class HttpStore:
                     drafting(path.parent, path) as draft,
                 ):
                     draft.finish(apply(before, data, draft.put))
-                    _check(url, draft, version)
+                    self._check(url, draft, version)
         except WeightFileError as error:
             log.debug("the whole version is downloaded: %s", error)
             return False
@@ -184,14 +193,6 @@ class HttpStore:
         for path in cached[:-_CACHED_VERSIONS]:
             if path != newest:
                 spare(path)
-
-
-def _check(url: str, draft: Draft, version: WeightVersion) -> None:
-    """Seals a version that has been received. Raises WeightFileError if it is not the one that its name says."""
-    received = digest_by_threads(read_version(draft.folder, version.digest), threads()).hexdigest()
-    if received != version.digest:
-        raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
-    seal(draft.folder, version.digest)
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.delta import delta
+from rlhfless.weights.digest import PieceHash, piece_hash
 from rlhfless.weights.files import version_of
 from rlhfless.weights.parts import TEMPORARY_PREFIX, OpenVersion, TornVersion
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
@@ -48,6 +49,7 @@ class HttpStoreServer:
         advertised_host: str | None = None,
         token: str | None = None,
         join: Join | None = None,
+        of_piece: PieceHash = piece_hash,
     ) -> None:
         """Serves at once, from threads of this process.
 
@@ -58,9 +60,10 @@ class HttpStoreServer:
             advertised_host: host name in the URLs, if readers know this node by another name than `host`.
             token: the bearer token of readers, if it must be known before the server starts; random by default.
             join: answers readers that would receive a broadcast (rlhfless.weights.broadcast).
+            of_piece: see FolderStore.
         """
         self.token = token or secrets.token_urlsafe(32)
-        self._folder = FolderStore(folder)
+        self._folder = FolderStore(folder, of_piece)
         common = {"store": self._folder, "token": self.token, "comparing": threading.Lock(), "join": join}
         handler = type("Handler", (_Handler,), common)
         self._server = ThreadingHTTPServer((host, port), handler)

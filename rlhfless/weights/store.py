@@ -27,7 +27,7 @@ from rlhfless.folders import private
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.spec.errors import UserError
-from rlhfless.weights.digest import Digest, digest_of
+from rlhfless.weights.digest import Digest, PieceHash, digest_of, piece_hash
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import (
     SUFFIX,
@@ -80,6 +80,11 @@ class WeightReader(Protocol):
         """How the version that was read last came to this process."""
         ...
 
+    @property
+    def of_piece(self) -> PieceHash:
+        """What the publisher hashes versions with."""
+        ...
+
     def release(self) -> None:
         """Ends the use of the tensors that were read."""
         ...
@@ -111,8 +116,9 @@ class WeightStore(Protocol):
 class FolderStore:
     """A folder that both learner and engines can read: shared memory on one node, or a shared file system."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, of_piece: PieceHash = piece_hash) -> None:
         self.folder = Path(folder)
+        self.of_piece = of_piece
         private(self.folder)
 
     def path(self, version: WeightVersion) -> Path:
@@ -124,7 +130,7 @@ class FolderStore:
         stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
         if not stream.layout:
             raise ValueError(f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty")
-        digest = Digest()
+        digest = Digest(self.of_piece)
 
         def version() -> WeightVersion:
             return WeightVersion(run_id, attempt, step, digest.hexdigest())
@@ -138,8 +144,17 @@ class FolderStore:
             draft.finish(size_bytes)
             seal(draft.folder, version().digest)
             path = self.path(version())
-            draft.path = None if _is_whole(path, version().digest) else path
+            draft.path = None if self._is_whole(path, version().digest) else path
         return StoredWeights(version(), str(path), size_bytes, digest.tensors)
+
+    def _is_whole(self, path: Path, digest: str) -> bool:
+        """Whether the version is there and complete."""
+        if not path.exists():
+            return False
+        try:
+            return digest_of(read_version(path, digest), self.of_piece) == digest
+        except WeightFileError:
+            return False
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`."""
@@ -189,13 +204,3 @@ def _reporting_full(folder: Path) -> Iterator[None]:
             "without it. Give its file system more room (containers: --shm-size; Kubernetes: sharedMemory), or name "
             "another folder"
         ) from error
-
-
-def _is_whole(path: Path, digest: str) -> bool:
-    """Whether the version is there and complete."""
-    if not path.exists():
-        return False
-    try:
-        return digest_of(read_version(path, digest)) == digest
-    except WeightFileError:
-        return False

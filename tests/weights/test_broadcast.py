@@ -50,7 +50,7 @@ def reader(server: HttpStoreServer, tmp_path: Path, node: str) -> Any:
 
 def received(reader: BroadcastReader, stored: StoredWeights) -> tuple[str, str]:
     """The digest of what came, hashed where it came, and how it came."""
-    digest = Digest()
+    digest = Digest(reader.of_piece)
     for _ in digest.passing(reader.read(stored.location), reader.hashes(stored.location)):
         pass
     transport = reader.transport

@@ -93,7 +93,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._reader = StoreAddress(**init_info.address).connect()  # type: ignore[arg-type]
 
     def start_weight_update(self) -> None:
-        self._digest, self._damage, self._chart_s = Digest(), None, 0.0
+        assert self._reader is not None, "init_transfer_engine comes first"
+        self._digest, self._damage, self._chart_s = Digest(self._reader.of_piece), None, 0.0
         # Named before the reload splits tied weights: they are one parameter here, and two during the reload. Scales of
         # quantised layers are no parameters during the reload.
         names = {name for name, _ in self.model.named_parameters()}

@@ -162,9 +162,9 @@ class PlainEngine:
 
     @torch.no_grad()
     def _load(self, published: PublishedWeights) -> LoadReport:
-        began_s, consumed = time.monotonic(), Digest()
+        began_s, reader = time.monotonic(), self.settings.store.connect()
+        consumed = Digest(reader.of_piece)
         parameters = dict(self._model.named_parameters())
-        reader = self.settings.store.connect()
         for name, tensor in consumed.passing(reader.read(published.location), reader.hashes(published.location), 0, 1):
             parameters[name].copy_(tensor)
         digest = consumed.hexdigest()
