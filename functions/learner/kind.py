@@ -10,6 +10,7 @@ from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
     LOGITS_CHUNK_ELEMENTS,
     PUBLISH,
+    PUBLISHED,
     MemoryPart,
     MemoryPhase,
     learn_phases,
@@ -37,7 +38,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     phases = on_device(learner_phases(spec, terms.shape, terms.micro_batch_tokens), terms.sheet.kind)
     if spec.weights.transport != "cuda_ipc":
         return phases
-    copy = MemoryPart("published weights", DTYPE_BYTES[spec.model.dtype] * terms.shape.parameters)
+    copy = MemoryPart(PUBLISHED, DTYPE_BYTES[spec.model.dtype] * terms.shape.parameters)
     return tuple(replace(phase, parts=(*phase.parts, copy)) for phase in phases)
 
 

@@ -20,7 +20,13 @@ PUBLISH = "publish"
 """The phase of a learner in which it publishes weights."""
 
 PROCESS = "process"
-"""The part of a phase that stays on the device while the function sleeps."""
+"""The part of a phase that every process holds."""
+
+PUBLISHED = "published weights"
+"""The copy that engines map with `cuda_ipc`, whenever they load: also while the learner sleeps."""
+
+STAYS = frozenset({PROCESS, PUBLISHED})
+"""The parts of a phase that stay on the device while the function sleeps."""
 
 PROCESS_BYTES = int(0.8 * GIB)
 """Bytes of each process on a GPU outside of torch's own account: CUDA's context with its kernels (0.5 GiB on

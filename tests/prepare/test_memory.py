@@ -363,6 +363,22 @@ def test_the_learners_copy_on_the_gpu_is_counted_where_an_engine_maps_it() -> No
     assert more == [4 * shape(QWEN_7B).parameters] * len(by_file)
 
 
+def test_the_learners_copy_on_the_gpu_stays_while_functions_take_turns() -> None:
+    """An engine maps it after the learner has fallen asleep, and a replacement of an engine later."""
+    by_file = asked(QWEN_05B, "h100", 1, spec(placement={"mode": "colocated", "turns": True}))
+    on_gpu = dataclasses.replace(by_file, spec=edited(by_file.spec, {"weights.transport": "cuda_ipc"}))
+    (before,), (after,) = by_file.plan().devices, on_gpu.plan().devices
+    copy = 2 * shape(QWEN_05B).parameters
+    assert [part.asleep_bytes for part in after.functions] == [
+        part.asleep_bytes + copy * part.publishes for part in before.functions
+    ]
+    assert after.size_bytes == before.size_bytes + copy
+    assert on_gpu.plan().micro_batch_tokens < by_file.plan().micro_batch_tokens
+    shared = dataclasses.replace(on_gpu, spec=edited(on_gpu.spec, {"placement.tenants": 3}))
+    (of_three,) = shared.plan().devices
+    assert of_three.size_bytes == after.size_bytes + 2 * (copy + len(after.functions) * PROCESS_BYTES)
+
+
 def test_states_that_a_node_cannot_hold_are_split_over_all_ranks() -> None:
     """32 B parameters: 65 GiB of states on each of eight GPUs, 33 on each of sixteen."""
     large = QWEN_7B | {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648,

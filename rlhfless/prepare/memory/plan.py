@@ -21,8 +21,7 @@ from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
     CACHED_VERSIONS,
     GIB,
-    PROCESS,
-    PROCESS_BYTES,
+    STAYS,
     MemoryPhase,
     kept_bytes,
     stored_versions,
@@ -55,7 +54,7 @@ class FunctionPlan:
     @property
     def asleep_bytes(self) -> int:
         """The bytes that stay on the device while the function sleeps."""
-        return sum(part.size_bytes for part in self.largest.parts if part.name == PROCESS)
+        return sum(part.size_bytes for part in self.largest.parts if part.name in STAYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class DevicePlan:
     turns: bool = False
     """Whether its functions take turns."""
     guests: int = 0
-    """Other runs that sleep on it."""
+    """Other runs that sleep on it, each counted like this one."""
 
     @property
     def size_bytes(self) -> int:
@@ -78,8 +77,7 @@ class DevicePlan:
         if not self.turns:
             return sum(held)
         asleep = [part.asleep_bytes for part in self.functions]
-        guests = self.guests * PROCESS_BYTES * len(self.functions) * (self.kind != CPU_KIND)
-        return sum(asleep) + max(map(int.__sub__, held, asleep), default=0) + guests
+        return (1 + self.guests) * sum(asleep) + max(map(int.__sub__, held, asleep), default=0)
 
     @property
     def usable_bytes(self) -> int:
@@ -284,8 +282,8 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
             for part in plan.functions
             if not part.publishes
         ]
-        if ranks := len(plan.functions) - len(others):
-            rooms.append((plan.usable_bytes - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
+        if ranks := [part for part in plan.functions if part.publishes]:
+            rooms.append((plan.usable_bytes - sum(others)) // len(ranks) - ranks[0].asleep_bytes)
     low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2
