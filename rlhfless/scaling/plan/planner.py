@@ -50,7 +50,7 @@ def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_
     """Plans a step. An infeasible contract gives the nearest plan, and says so.
 
     `waiting_usd_per_s` is the cost of a second of the step in addition to its actors. Under a deadline the plan may
-    therefore end before it; under weights it is added to the value of a second. A budget is for the actors alone.
+    therefore end before it; under weights it is added to the value of a second; a budget pays for it, too.
 
     Raises CapacityError if one response alone exceeds the KV cache of a device on offer.
     """
@@ -58,16 +58,18 @@ def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_
     fast, cheap = search.fastest, search.within(math.inf)
     assert cheap is not None  # without a limit one actor does all
     time_usd_per_s = 0.0
+
+    def total_usd(cut: Cut) -> float:
+        return cut.usd + waiting_usd_per_s * cut.step_s
+
     match contract:
         case CheapestUnderDeadline(deadline_s):
             time_usd_per_s = waiting_usd_per_s
             search.within(deadline_s)
-            chosen = search.best(
-                lambda cut: cut.usd + waiting_usd_per_s * cut.step_s, lambda cut: cut.step_s <= deadline_s
-            )
+            chosen = search.best(total_usd, lambda cut: cut.step_s <= deadline_s)
         case FastestUnderBudget(budget_usd):
-            chosen = search.best(lambda cut: cut.step_s, lambda cut: cut.usd <= budget_usd)
-            time_usd_per_s = math.inf if chosen is None else search.saving_of_slower(chosen)
+            chosen = search.best(lambda cut: cut.step_s, lambda cut: total_usd(cut) <= budget_usd)
+            time_usd_per_s = waiting_usd_per_s if chosen is None else search.saving_of_slower(chosen)
         case _:
             weight = contract.time_weight
             # Where devices cost nothing more while they are held, a plan can save nothing but time.
@@ -78,12 +80,18 @@ def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_
             chosen = (
                 fast if only_time else search.best(lambda cut: cut.usd + time_usd_per_s * cut.step_s, lambda _: True)
             )
-    cut = chosen or (fast if isinstance(contract, CheapestUnderDeadline) else cheap)
+    nearest = fast if isinstance(contract, CheapestUnderDeadline) else search.best(total_usd, lambda _: True)
+    assert nearest is not None
+    cut = chosen or nearest
     reason = search.reason(cut)
     if chosen is None:
-        what = f"ends before {cut.step_s:.6g} s" if cut is fast else f"costs less than {cut.usd:.6g} USD"
+        costs = f"costs less than {total_usd(cut):.6g} USD"
+        what = f"ends before {cut.step_s:.6g} s" if isinstance(contract, CheapestUnderDeadline) else costs
         reason = f"no plan on these devices {what}, so not {contract}; {reason}"
-    return Plan(contract, chosen is not None, search.actors(cut), cut.step_s, cut.usd, reason, time_usd_per_s)
+    waiting_usd = waiting_usd_per_s * cut.step_s
+    return Plan(
+        contract, chosen is not None, search.actors(cut), cut.step_s, cut.usd, waiting_usd, reason, time_usd_per_s
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +201,15 @@ class Search:
 
     def reason(self, chosen: Cut) -> str:
         """A plan in a line, beside the next faster one with more actors."""
-        text = f"{len(chosen.tiers)} actors: {chosen.step_s:.3g} s, ${chosen.usd:.3g}"
+        usd = f"${chosen.usd:.3g}" if chosen.usd else "no extra cost"
+        text = f"{len(chosen.tiers)} actors: {chosen.step_s:.3g} s, {usd}"
         faster = [c for c in self._cuts if c.step_s < chosen.step_s / RESOLUTION and len(c.tiers) > len(chosen.tiers)]
         if not faster:
             return f"{text}; more would save no time"
         other = min(faster, key=lambda cut: (len(cut.tiers), cut.step_s))
         saved_s, more_usd = chosen.step_s - other.step_s, other.usd - chosen.usd
-        return f"{text}; {len(other.tiers)} would save {saved_s:.2g} s for ${more_usd:.2g}"
+        more = f"for ${more_usd:.2g}" if more_usd else "at no extra cost"
+        return f"{text}; {len(other.tiers)} would save {saved_s:.2g} s {more}"
 
     def actors(self, cut: Cut) -> tuple[ActorPlan, ...]:
         """The actors of a cut, with the samples of each."""

@@ -32,13 +32,15 @@ class Plan:
 
     contract: Contract
     feasible: bool
-    """Whether the contract can be kept; where not, the plan is the fastest or the cheapest."""
+    """Whether the contract can be kept; where not, the plan is the fastest, or the one with the least cost in all."""
     actors: tuple[ActorPlan, ...]
     """The actors with the longest samples come first."""
     step_s: float
     """When the last actor ends."""
     usd: float
     """Cost of all actors, each until its own end, and of having them between this step and the next."""
+    waiting_usd: float
+    """Cost of what waits for them until the last one ends."""
     reason: str
     time_usd_per_s: float
     """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
@@ -50,7 +52,7 @@ class Plan:
         if self.feasible:
             return self.contract
         is_deadline = isinstance(self.contract, CheapestUnderDeadline)
-        return CheapestUnderDeadline(self.step_s) if is_deadline else FastestUnderBudget(self.usd)
+        return CheapestUnderDeadline(self.step_s) if is_deadline else FastestUnderBudget(self.usd + self.waiting_usd)
 
     def record(self, step: int, at_s: float) -> Decision:
         """The decision as the trace keeps it."""
@@ -61,6 +63,7 @@ class Plan:
             "samples": sum(actor.samples.size for actor in self.actors),
             "step_s": self.step_s,
             "usd": self.usd,
+            "waiting_usd": self.waiting_usd,
             "reason": self.reason,
         }
         inputs |= {f"actors_{kind}": n for kind, n in sorted(Counter(a.kind for a in self.actors).items())}

@@ -83,6 +83,39 @@ def test_an_impossible_budget_is_planned_as_cheap_as_can_be():
     assert made.reason.startswith("no plan on these devices costs less than 14 USD, so not fastest for at most 3 USD; ")
 
 
+def test_a_budget_pays_for_what_waits():
+    # 2 USD a second beside the actors: 14 s cost 14 + 28 = 42 USD in all, 12 s cost 16 + 24 = 40.
+    options = fleet(device(Straight(), warm(3)))
+    kept = plan(THREE, options, FastestUnderBudget(40.0), waiting_usd_per_s=2.0)
+    assert (kept.feasible, kept.step_s, kept.usd, kept.waiting_usd) == (True, *map(pytest.approx, (12, 16, 24)))
+    # Nothing fits into 30 USD: not the fewest actors, which would cost more in all.
+    nearest = plan(THREE, options, FastestUnderBudget(30.0), waiting_usd_per_s=2.0)
+    assert (nearest.feasible, len(nearest.actors), nearest.step_s) == (False, 2, pytest.approx(12))
+    assert nearest.nearest == FastestUnderBudget(nearest.usd + nearest.waiting_usd)
+    assert nearest.reason.startswith(
+        "no plan on these devices costs less than 40 USD, so not fastest for at most 30 USD"
+    )
+
+
+@given(st.integers(0, 10**6), st.floats(0.0, 3.0), st.floats(1.0, 200.0), st.floats(1.0, 2.0))
+def test_a_larger_budget_buys_no_slower_step_and_no_limit_is_exceeded(seed, waiting, budget, more):
+    step = drawn(48, seed, siblings=4)
+    options = fleet(device(Roofline(), warm(9)), max_actors=9)
+    tight, loose = (
+        plan(step, options, FastestUnderBudget(usd), waiting_usd_per_s=waiting) for usd in (budget, budget * more)
+    )
+    for made in (tight, loose):
+        assert not made.feasible or made.usd + made.waiting_usd <= made.contract.budget_usd
+    if tight.feasible:
+        assert loose.feasible
+        assert loose.step_s <= tight.step_s * WITHIN
+
+
+def test_devices_that_are_paid_for_anyway_are_no_extra_cost():
+    made = plan(THREE, fleet(device(Straight(), warm(3), usd_per_s=0.0)), CheapestUnderDeadline(14.0))
+    assert made.reason == "2 actors: 12 s, no extra cost; more would save no time"
+
+
 def test_weights_choose_between_the_two_ends():
     options = fleet(device(Straight(), warm(3)))
     # From 14 s and 14 USD to 12 s and 16 USD: 2/12 of T0 against 2/14 of C0, so time wins at equal weights.

@@ -116,41 +116,43 @@ class Spending:
 
     def __init__(self) -> None:
         self.usd = 0.0
-        self.others_usd = Recent()
-        """Cost of a step without generation."""
+        self.after_usd = Recent()
+        """Cost of a step while nothing is generated."""
         self.of_plan = Recent(1.0)
-        """Cost of a step's generation by that of its plan: less than 1 where migration releases actors early."""
+        """Cost of a step while it is generated, by that of its plan: less than 1 where migration releases actors
+        early."""
         self._at_s = math.inf
         """When the cost was last added up."""
         self._begun = 0
-        self._planned_usd = self._generation_usd = self._others_usd = 0.0
+        self._planned_usd = self._generation_usd = self._after_usd = 0.0
         """Of the step."""
 
     def begin_step(self) -> None:
-        """Learns from the cost of the step before, and begins to count another one."""
-        if self._others_usd > 0 and self._begun > 1:  # the first step has cold starts
-            self.others_usd.add(self._others_usd)
-        if self._planned_usd > 0 and self._generation_usd > 0:  # steps may begin at once
-            self.of_plan.add(self._generation_usd / self._planned_usd)
+        """Learn from the cost of the step before, and count another one from 0."""
+        if self._generation_usd > 0:  # steps may begin at once
+            if self._begun > 1:  # the first step has cold starts
+                self.after_usd.add(self._after_usd)
+            if self._planned_usd > 0:
+                self.of_plan.add(self._generation_usd / self._planned_usd)
         self._begun += 1
-        self._others_usd = self._generation_usd = self._planned_usd = 0.0
+        self._after_usd = self._generation_usd = self._planned_usd = 0.0
 
     def note_plan(self, usd: float) -> None:
-        """Notes the planned cost of the step's generation."""
+        """Note what the step costs while it is generated, by its plan."""
         self._planned_usd = usd
 
-    def add_until(self, now: PolicyContext) -> None:
-        """Adds the cost since the last event; called at every event, before its actions. Replicas start and stop at
+    def add_until(self, now: PolicyContext, *, generating: bool) -> None:
+        """Add the cost since the last event; called at every event, before its actions. Replicas start and stop at
         events, so those that are awake now were awake since the last one; a learner is started by its work, which the
         policy sees only when it is done."""
         passed_s = max(now.at_s - self._at_s, 0.0)
-        generation_usd = passed_s * sum(_usd_per_s(now, slot) for slot in now.layout.generation)
-        others_usd = passed_s * (
-            sum(_usd_per_s(now, slot) for slot in now.layout.others) + now.view.fleet.kept_usd_per_s
-        )
-        self.usd += generation_usd + others_usd
-        self._generation_usd += generation_usd
-        self._others_usd += others_usd
+        slots = (*now.layout.generation, *now.layout.others)
+        usd = passed_s * (sum(_usd_per_s(now, slot) for slot in slots) + now.view.fleet.kept_usd_per_s)
+        self.usd += usd
+        if generating:
+            self._generation_usd += usd
+        else:
+            self._after_usd += usd
         self._at_s = now.at_s
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, Plan, Responses, plan, responses
+from rlhfless.scaling.plan.planner import ROUNDING
 from rlhfless.scaling.policies.cost_aware.deadline import EVEN
 from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
@@ -41,6 +42,11 @@ class StepPlan:
     samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
     limit_s: float
     """Seconds from now until generation should have ended."""
+
+    @property
+    def hurries(self) -> bool:
+        """Whether it is the fastest plan only because no plan keeps the limit."""
+        return self.plan.step_s > self.limit_s * (1 + ROUNDING)
 
 
 def plan_step(

@@ -14,6 +14,7 @@ from rlhfless.scaling.plan import (
     Contract,
     FastestUnderBudget,
     RunContract,
+    Weighted,
     contract_for_step,
 )
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim, StepMargin
@@ -40,12 +41,11 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec import WeightedSpec
+from rlhfless.spec import FastestSpec, WeightedSpec
 from rlhfless.spec.policies import CostAwareSpec
 
 UNSEEN_SHARE = 0.5
-"""Share of the first step's contract for generation: the work after it was not measured yet, and takes about as
-long."""
+"""Share of a step's contract for generation while the work after it is not measured: it takes about as long."""
 
 
 class CostAware:
@@ -73,7 +73,7 @@ class CostAware:
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
-        self._spending.add_until(now)
+        self._spending.add_until(now, generating=bool(self._drawn))
         self._held.note_held(now)
         actions = self._decide(now, event)
         self._starts.note_actions(now, actions)
@@ -112,9 +112,24 @@ class CostAware:
         tokens = float(lengths.means.sum()) + _prompt_tokens(now.view)
         margin, contract, after_s = self._request(now, tokens)
         between_usd = partial(self._idle.between_usd, now, tokens=tokens)
-        made = plan_step(now, lengths, contract, margin.reserve, self._fleet_options, self._starts, between_usd)
+        plan_for = partial(
+            plan_step,
+            now,
+            lengths,
+            reserve=margin.reserve,
+            fleet_options=self._fleet_options,
+            starts=self._starts,
+            between_usd=between_usd,
+        )
+        made = plan_for(contract=contract)
+        if self._steps == 0 and isinstance(contract, CheapestUnderDeadline) and made.hurries:
+            # UNSEEN_SHARE is a guess; no plan should cost more for it if the deadline itself is kept.
+            deadline_s = contract.deadline_s / UNSEEN_SHARE
+            even = plan_for(contract=Weighted(WeightedSpec().time_weight))
+            if even.plan.step_s <= deadline_s:
+                made = dataclasses.replace(even, limit_s=deadline_s)
         self._forecast = _forecast(now, tokens, made.plan.step_s)
-        self._spending.note_plan(made.plan.usd)
+        self._spending.note_plan(made.plan.usd + made.plan.waiting_usd)
         planned_s = now.at_s + made.plan.step_s
         limit_s = max(now.at_s + made.limit_s, planned_s)
         self._aim = StepAim(margin, now.at_s, limit_s, planned_s, after_s, made.plan.time_usd_per_s)
@@ -137,14 +152,15 @@ class CostAware:
             spent_s=now.at_s - self._since[0],
             spent_usd=self._spending.usd - self._since[1],
             other_s=after_s,
-            other_usd=self._spending.others_usd.value,
+            other_usd=self._spending.after_usd.value,
         )
-        if self._steps == 0:
-            contract = _unseen(contract, shared_by)
-        elif isinstance(contract, FastestUnderBudget):
-            seen = self._spending.others_usd.count > 0 or shared_by == 1
-            share = 1.0 if seen else UNSEEN_SHARE
-            contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
+        seen = self._spending.after_usd.count > 0 if isinstance(spec, FastestSpec) else self._steps > 0
+        share = 1.0 if seen else UNSEEN_SHARE
+        match contract:
+            case CheapestUnderDeadline(deadline_s):
+                contract = CheapestUnderDeadline(share * deadline_s)
+            case FastestUnderBudget(budget_usd):
+                contract = FastestUnderBudget(share * budget_usd / self._spending.of_plan.value)
         return margin, contract, after_s
 
     def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
@@ -201,14 +217,3 @@ def _forecast(now: PolicyContext, tokens: float, left_s: float) -> StepForecast:
 def _prompt_tokens(view: StepView) -> float:
     """Prompt tokens of the step, counted once per sample."""
     return float(view.prompt_tokens[view.group].sum())
-
-
-def _unseen(contract: Contract, shared_by: int) -> Contract:
-    """The contract for generation in the first step. Plans of unseen lengths are about twice too dear, so a budget is
-    not halved; one that is shared with later steps is made up for by them, and is doubled."""
-    match contract:
-        case CheapestUnderDeadline(deadline_s):
-            return CheapestUnderDeadline(UNSEEN_SHARE * deadline_s)
-        case FastestUnderBudget(budget_usd):
-            return FastestUnderBudget(budget_usd / UNSEEN_SHARE if shared_by > 1 else budget_usd)
-    return contract
