@@ -13,6 +13,7 @@ from rlhfless.sim.experiment.statistics import (
     mean_interval,
     positive_interval,
     quantile,
+    ratio,
     ratio_interval,
     share_interval,
 )
@@ -131,7 +132,7 @@ def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets:
 def objective(contract: ContractSpec, run: Totals, best: Totals) -> float:
     """The objective of the contract, relative to `best`: cost under a deadline, time under a budget, or the weighted
     mean of both. 1 is as good as `best`."""
-    time, cost = run.time_s / best.time_s, run.usd / best.usd
+    time, cost = ratio(run.time_s, best.time_s), ratio(run.usd, best.usd)
     if isinstance(contract, CheapestSpec):
         return cost
     if isinstance(contract, FastestSpec):

@@ -63,16 +63,27 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """The geometric mean of values[i] / others[i], which came from the same seed.
+def ratio(value: float, other: float) -> float:
+    """value / other of two values of at least 0: 1 of two zeros, such as the costs of devices without a price, and
+    infinite above a zero."""
+    return 1.0 if value == other else value / other if other else math.inf
 
-    Raises ValueError for values that are not above 0, or not in pairs.
+
+def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """The geometric mean of values[i] / others[i], which came from the same seed; without limits if a ratio is 0 or
+    infinite.
+
+    Raises ValueError for values that are negative, or not in pairs.
     """
     if len(values) != len(others):
         raise ValueError(f"{len(values)} values and {len(others)} others; ratios need pairs")
-    if min((*values, *others), default=1.0) <= 0:
-        raise ValueError("a ratio needs values above 0")
-    logs = mean_interval([math.log(value / other) for value, other in zip(values, others, strict=True)])
+    if min((*values, *others), default=0.0) < 0:
+        raise ValueError("a ratio needs values of at least 0")
+    ratios = [ratio(value, other) for value, other in zip(values, others, strict=True)]
+    if ratios and (min(ratios) == 0 or max(ratios) == math.inf):
+        mean = math.fsum(ratios) / len(ratios)
+        return Interval(mean, mean, mean)
+    logs = mean_interval([math.log(each) for each in ratios])
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
 
 

@@ -26,7 +26,7 @@ from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
 from rlhfless.sim.scenarios.devices import DevicesByNode, elsewhere
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.scenarios.work import CriticTimingSpec, ScenarioPlacementSpec
+from rlhfless.sim.scenarios.work import CriticTimingSpec, ReferenceTimingSpec, ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.learner import evaluated_share
@@ -179,21 +179,19 @@ class ScenarioLayout:
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
         shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
-            shapes.append(self._reference(self._scenario.reference.devices))
+            shapes.append(self._reference(self._scenario.reference))
         if self._scenario.critic is not None:
             shapes.append(self._critic(self._scenario.critic))
         return tuple(shapes)
 
-    def _reference(self, devices: int) -> ServiceShape:
-        scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
-        side = tuple(self.learner_side[-devices:])
+    def _reference(self, reference: ReferenceTimingSpec) -> ServiceShape:
+        scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(reference.devices)
         slot_setup = self._slot(FunctionName.REFERENCE, self._first.devices[-1][0], side)
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
     def _critic(self, critic: CriticTimingSpec) -> ServiceShape:
-        scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
-        side = tuple(self.learner_side[-(critic.devices or len(self.learner_side)) :])
+        scenario, kind, side = self._scenario, self._scenario.cluster.machines[0].kind, self._side(critic.devices)
         return ServiceShape(
             self._slot(FunctionName.CRITIC, self._first.devices[-1][0], side),
             FunctionName.CRITIC,
@@ -204,6 +202,10 @@ class ScenarioLayout:
             timing.learn_token_s(scenario, kind, len(side)),
             critic.epochs or scenario.learner.epochs,
         )
+
+    def _side(self, count: int | None) -> tuple[Device, ...]:
+        """The last devices of the learner's side; all of them where `count` is left out."""
+        return tuple(self.learner_side[-(count or len(self.learner_side)) :])
 
     def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
         """The slot of a function of the learner's side, whose state moves to host memory and back."""

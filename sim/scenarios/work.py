@@ -189,8 +189,8 @@ class ScoringTimingSpec(SpecModel):
 class ReferenceTimingSpec(SpecModel):
     """The frozen policy's logprobs, on the learner's side."""
 
-    devices: Processes = 1
-    """Devices of its replica."""
+    devices: Processes | None = None
+    """Devices of its replica; all of the learner's side when left out, as in runs."""
 
 
 class CriticTimingSpec(SpecModel):

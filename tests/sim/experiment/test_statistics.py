@@ -75,6 +75,13 @@ def test_ratios_in_pairs_do_not_feel_what_both_share() -> None:
     assert ratio_interval([1.0, 4.0], [1.0, 1.0]).mean == pytest.approx(2.0)
 
 
+def test_costs_of_nothing_are_equal() -> None:
+    assert ratio_interval([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]).mean == 1.0
+    assert ratio_interval([2.0, 0.0], [1.0, 0.0]).mean == pytest.approx(2**0.5)
+    assert ratio_interval([2.0], [0.0]).mean == math.inf
+    assert ratio_interval([0.0], [2.0]).mean == 0.0
+
+
 def test_quantiles_by_hand() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([0.0, 10.0], 0.99) == pytest.approx(9.9)
@@ -83,8 +90,8 @@ def test_quantiles_by_hand() -> None:
 def test_what_has_no_mean_is_refused() -> None:
     with pytest.raises(ValueError, match="no values"):
         mean_interval([])
-    with pytest.raises(ValueError, match="above 0"):
-        ratio_interval([1.0], [0.0])
+    with pytest.raises(ValueError, match="at least 0"):
+        ratio_interval([1.0], [-1.0])
     with pytest.raises(ValueError, match="pairs"):
         ratio_interval([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="no values"):

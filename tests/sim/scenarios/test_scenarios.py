@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario, values
 from rlhfless.scaling.latency.known_models import BUILT_IN
 from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.experiment.contracts import ContractError
 from rlhfless.sim.scenarios import load_scenario, timing
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.cluster import TransportSpec
@@ -154,6 +156,29 @@ def test_learning_and_memory_by_hand() -> None:
     assert timing.kv_tokens(one, "l40s") == int(left / 57_344)
     # 16 bytes for each of 7.6 billion parameters, in 0.8 x 48 GB.
     assert timing.learner_devices_needed(one, "l40s") == 4
+
+
+def test_reference_and_critic_have_all_devices_of_the_learner_unless_the_scenario_says() -> None:
+    """On one device of many, all others waited for the reference: static fleets then looked worse than they are."""
+    for given, devices in (({}, 2), ({"devices": 1}, 1)):
+        described = scenario(reference=given, critic=given)
+        layout = ScenarioLayout(described, ScenarioPlacementSpec())
+        _, *services = layout.services()
+        assert [len(each.slot_setup.allocation.devices) for each in services] == [devices, devices]
+
+
+def test_devices_without_a_price_cost_nothing(tmp_path: Path) -> None:
+    free = [{"kind": kind, "usd_per_hour": 0, "source": "own", "as_of": "2026-11-28"} for kind in ("l40s", "cpu-core")]
+    (tmp_path / "prices.yaml").write_text(yaml.safe_dump({"cpu_kind": "cpu-core", "devices": free}))
+    cluster = {**machines(), "prices": str(tmp_path / "prices.yaml")}
+    policies = [{"name": name} for name in ("static_colocated", "cost_aware", "clairvoyant")]
+    for contract in ({"type": "weighted"}, {"type": "fastest", "budget_usd": 1}, {"type": "cheapest", "deadline_s": 9}):
+        rows = compare(scenario(cluster=cluster, policies=policies, contract=contract, seeds=1)).rows("all")
+        assert [row.cost_ratio.mean for row in rows] == [1.0, 1.0, 1.0]
+        assert all(row.regret is not None and math.isfinite(row.regret.mean) for row in rows)
+    budget = {"type": "fastest", "budget": {"times": 1.0, "policy": "static_colocated"}}
+    with pytest.raises(ContractError, match="what static_colocated costs is 0 USD: its devices have no price"):
+        compare(scenario(cluster=cluster, policies=policies, contract=budget, seeds=1))
 
 
 def test_what_does_not_fit_is_refused() -> None:
