@@ -17,7 +17,8 @@ from rlhfless.sim.replay.beside import Beside
 from rlhfless.sim.replay.measured import WALL
 from rlhfless.sim.replay.replay import Replay
 from rlhfless.sim.report.columns import COLUMNS, ReportColumn
-from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible
+from rlhfless.sim.report.verdict import arrangements_verdict, verdict
+from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible, unused
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.telemetry.numbers import decimal, money
 from rlhfless.telemetry.terminal import Prose
@@ -37,8 +38,10 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
     legend = f"{ends} times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
-    notes = [*filter(None, [best_fleets(comparison)]), *infeasible(comparison)]
-    return Group(title, *parts, "", *map(Prose, notes), Prose(legend, style="dim"))
+    notes = [*filter(None, [best_fleets(comparison)]), *infeasible(comparison), *unused(comparison)]
+    decided = verdict(comparison)
+    last = ("", Prose(decided, style="bold")) if decided else ()
+    return Group(title, *parts, "", *map(Prose, notes), Prose(legend, style="dim"), *last)
 
 
 def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arrangement]) -> RenderableType:
@@ -50,9 +53,9 @@ def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arr
         ends = f"{each.makespan_s:,.0f}", f"{sooner:.2f}", f"{each.mean_end_s:,.0f}", f"{mean:.2f}"
         made.add_row(each.name, *ends, f"{100 * each.used:.0f}")
     heading = Text.assemble((scenario.name, "bold"), f"  {scenario.steps} steps of each run; simulated")
-    return Group(
-        heading, "", made, "", Text("x: by the first row. Each run is `cost_aware` alone, time first.", style="dim")
-    )
+    legend = Text("x: by the first row. Each run is `cost_aware` alone, time first.", style="dim")
+    decided = arrangements_verdict(runs, arrangements)
+    return Group(heading, "", made, "", legend, *(("", Prose(decided, style="bold")) if decided else ()))
 
 
 def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:

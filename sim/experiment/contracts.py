@@ -109,8 +109,8 @@ def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None,
     costs = _together([figures.usd for figures in _measured(measured)], span)
     if not all(costs):
         raise ContractError(
-            f"contract.budget: {measure.times:g} times what {measure.policy} costs is 0 USD: its devices have no price; "
-            "give budget_usd, or take a `weighted` or `cheapest` contract"
+            f"contract.budget: {measure.times:g} times what {measure.policy} costs is 0 USD: its devices have no "
+            "price; give budget_usd, or take a `weighted` or `cheapest` contract"
         )
     return [FastestSpec(budget_usd=measure.times * cost, per=per) for cost in costs]
 

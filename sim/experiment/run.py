@@ -44,6 +44,10 @@ class FleetShape:
     kinds: tuple[str, ...] | None = None
     """Kinds of devices that it has, the first kind among them; all if None."""
 
+    def rents(self, kind: str) -> bool:
+        """Whether it has the scenario's machines of this kind."""
+        return self.kinds is None or kind in self.kinds
+
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
         if self.kinds is not None:

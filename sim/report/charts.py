@@ -96,6 +96,10 @@ class ParetoPoint:
     seconds: Interval
 
 
+LEAST_RANGE = 0.2
+"""An axis shows at least this share of the figures below and above them."""
+
+
 @rc_context(STYLE)
 def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
     """Cost against time of a step, with confidence intervals. Lower left is better; the line joins the best."""
@@ -112,6 +116,12 @@ def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
         dot, *_ = axes.errorbar(x.mean, y.mean, high, wide, fmt="o", color=_colour(index), markersize=size)
         dots.append(dot)
         dot.set_gid(tip(f"{point.label}: {y.mean:.4g} s and ${x.mean:.4g} per step"))
+    for values, low, high, show in (
+        ([point.usd.mean for point in points], *axes.get_xlim(), axes.set_xlim),
+        ([point.seconds.mean for point in points], *axes.get_ylim(), axes.set_ylim),
+    ):
+        # Differences of a few per cent must not fill the picture.
+        show(min(low, (1 - LEAST_RANGE) * max(values)), max(high, (1 + LEAST_RANGE) * min(values)))
     labels = [point.label for point in points]
     figure.legend(dots, labels, loc="lower left", ncols=3, bbox_to_anchor=(0.08, 0.0), handlelength=0.6)
     return figure

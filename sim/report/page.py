@@ -12,7 +12,8 @@ from rlhfless.sim.experiment.statistics import CONFIDENCE, LEAST_VALUES
 from rlhfless.sim.report.charts import svg
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.pictures import Pictures
-from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible
+from rlhfless.sim.report.verdict import verdict
+from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible, unused
 from rlhfless.sim.scenarios.load import resolved_yaml
 
 STYLE = """
@@ -40,7 +41,8 @@ def page(comparison: PolicyComparison, pictures: Pictures) -> str:
         f"{intervals}; times are by the first policy, in pairs of equal seeds.</p>"
     )
     body.append(f"<p>Contract: {escape(contract_text(scenario.contract))}. {escape(best_fleets(comparison))}</p>")
-    body += [f"<p>{escape(line)}</p>" for line in infeasible(comparison)]
+    body += [f"<p>{escape(line)}</p>" for line in (*infeasible(comparison), *unused(comparison))]
+    body += [f"<p><b>{escape(line)}</b></p>" for line in filter(None, [verdict(comparison)])]
     for each in parts:
         body += [f"<h2>{PARTS[each].capitalize()}</h2>", _table(comparison.rows(each))]
     body += ["<h2>Cost and time</h2>", _figure(svg(pictures.pareto), "Lower left is better. Bars are intervals.")]

@@ -8,6 +8,7 @@ from typing import Any
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.experiment.statistics import CONFIDENCE
+from rlhfless.sim.report.verdict import verdict
 
 SUMMARY_VERSION = 2
 """Raised with any change of a key's name, unit or meaning."""
@@ -23,6 +24,7 @@ def summary(comparison: PolicyComparison) -> dict[str, Any]:
         "scenario": scenario.model_dump(mode="json"),
         "confidence": CONFIDENCE,
         "quoted_part": quoted_part(scenario),
+        "verdict": verdict(comparison),
         "parts": {part: [asdict(row) for row in comparison.rows(part)] for part in parts},
         "policies": {
             label: {

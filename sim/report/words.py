@@ -34,16 +34,32 @@ def best_fleets(comparison: PolicyComparison) -> str:
 
 
 def infeasible(comparison: PolicyComparison) -> list[str]:
-    """By policy, the number of steps in which no plan could keep its contract, and the reason in the first."""
+    """By policy, the number of steps whose contract no plan kept by its forecast, how many were missed in the end, and
+    the reason of the last such plan: the first ones have cold starts."""
     lines = []
     for label, runs in comparison.results.items():
         reasons = [reason for run in runs for reason in run.infeasible]
         if reasons:
-            steps = sum(len(run.steps) for run in runs)
+            steps = [step for run in runs for step in run.steps]
+            missed = sum(step.kept is False for step in steps)
             lines.append(
-                f"{label}: the contract could not be kept by any plan in {len(reasons)} of {steps} steps, and the "
-                f"nearest one was kept; of generation in the first of them: {reasons[0]}"
+                f"{label}: no plan kept the contract by its forecast in {len(reasons)} of {len(steps)} steps, so the "
+                f"nearest one was made; {missed} steps missed it. The last of these plans: {reasons[-1]}"
             )
+    return lines
+
+
+def unused(comparison: PolicyComparison) -> list[str]:
+    """By policy, the kinds of machines that it pays for and of which it never used a device."""
+    lines = []
+    for label, (run, *_) in comparison.results.items():
+        if run.trace is None:
+            continue
+        used = {held.device_kind for held in run.trace.holdings}
+        machines = [each for each in comparison.scenario.cluster.machines if run.fleet.rents(each.kind)]
+        idle = [f"{each.devices} x {each.kind}" for each in machines if each.kind not in used]
+        if idle:
+            lines.append(f"{label} never uses {' or '.join(idle)}: do not rent them")
     return lines
 
 

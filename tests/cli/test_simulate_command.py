@@ -89,7 +89,7 @@ def test_a_contract_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(values(contract=limit, seeds=1, policies=[{"name": name} for name in names])))
     result = invoke(path, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    said = "cost_aware: the contract could not be kept by any plan in 4 of 4 steps, and the nearest one was kept"
+    said = "cost_aware: no plan kept the contract by its forecast in 4 of 4 steps, so the nearest one was made"
     assert said in " ".join(result.stdout.split())
     assert said in (tmp_path / "out" / "tiny" / "report.html").read_text()
     runs = json.loads((tmp_path / "out" / "tiny" / "summary.json").read_text())["policies"]

@@ -92,6 +92,7 @@ class CostAware:
                 return self._lost(now, slot, samples)
             case Generated():
                 self._drawn.discard(now.view.step)
+                self._idle.note_first_group(now)  # all groups may have ended since the last beat
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
