@@ -116,15 +116,17 @@ def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
         dot, *_ = axes.errorbar(x.mean, y.mean, high, wide, fmt="o", color=_colour(index), markersize=size)
         dots.append(dot)
         dot.set_gid(tip(f"{point.label}: {y.mean:.4g} s and ${x.mean:.4g} per step"))
-    for values, low, high, show in (
-        ([point.usd.mean for point in points], *axes.get_xlim(), axes.set_xlim),
-        ([point.seconds.mean for point in points], *axes.get_ylim(), axes.set_ylim),
-    ):
-        # Differences of a few per cent must not fill the picture.
-        show(min(low, (1 - LEAST_RANGE) * max(values)), max(high, (1 + LEAST_RANGE) * min(values)))
+    costs, times = [point.usd.mean for point in points], [point.seconds.mean for point in points]
+    axes.set_xlim(*_widened(axes.get_xlim(), costs))
+    axes.set_ylim(*_widened(axes.get_ylim(), times))
     labels = [point.label for point in points]
     figure.legend(dots, labels, loc="lower left", ncols=3, bbox_to_anchor=(0.08, 0.0), handlelength=0.6)
     return figure
+
+
+def _widened(limits: tuple[float, float], values: Sequence[float]) -> tuple[float, float]:
+    """Limits of an axis such that differences of a few per cent do not fill it."""
+    return min(limits[0], (1 - LEAST_RANGE) * max(values)), max(limits[1], (1 + LEAST_RANGE) * min(values))
 
 
 def _alike(point: ParetoPoint, other: ParetoPoint) -> bool:

@@ -20,7 +20,7 @@ from rlhfless.functions.head import OutputHead, head_logprobs
 
 pytest.importorskip("triton", reason="Triton, which torch's CPU wheels do not bring, is not installed")
 
-from rlhfless.functions import head_kernels  # noqa: E402
+from rlhfless.functions import head_kernels
 
 CASES = [
     (vocabulary, scale, cap, bias)
