@@ -21,7 +21,7 @@ class OutputHead:
     chunk_elements: int | None = None
     """The elements of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
     fused: bool = False
-    """It is computed by rlhfless.functions.head_kernels."""
+    """Logprobs are computed by rlhfless.functions.head_kernels."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
@@ -60,10 +60,6 @@ def head_logprobs(
 ) -> tuple[torch.Tensor, ...]:
     """Logprobs, and the entropy if it is asked for, [positions] each. In chunks; where there are several, the backward
     pass computes each chunk's logits again."""
-    if head.fused:
-        from rlhfless.functions.head_kernels import fused_logprobs  # imports triton
-
-        return fused_logprobs(head, hidden, targets, temperature, entropy)
     rows = rows_of(head)
     if len(targets) > rows:
         layer = head.linear

@@ -169,7 +169,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], products: torch.Tensor, *given: 
 
 
 def fused_logprobs(
-    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy
+    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
     """As rlhfless.functions.head.head_logprobs, in float32."""
     layer = head.linear
@@ -195,17 +195,17 @@ def fused_difference(head: OutputHead, device: torch.device, dtype: torch.dtype)
         parameter.data.copy_(drawn(*parameter.shape))
     hidden, targets = drawn(CHECKED_ROWS, CHECKED_WIDTH) / 4, torch.arange(CHECKED_ROWS, device=device) % vocabulary
 
-    def everything(head: OutputHead) -> list[torch.Tensor]:
+    @torch.enable_grad()
+    def everything(compute: Any, head: OutputHead) -> list[torch.Tensor]:
         inputs = [hidden.clone().requires_grad_(), *layer.parameters()]
-        logprobs, entropies = head_logprobs(head, inputs[0], targets, 0.7, "gradient")
-        with torch.enable_grad():
-            gradients = torch.autograd.grad((logprobs - entropies / 2).square().sum(), inputs)
+        logprobs, entropies = compute(head, inputs[0], targets, 0.7, "gradient")
+        gradients = torch.autograd.grad((logprobs - entropies / 2).square().sum(), inputs)
         return [each.detach().float() for each in (logprobs, entropies, *gradients)]
 
     apart = []
     for elements in (2 * vocabulary, CHECKED_ROWS * vocabulary):  # several blocks of rows, and a single one
         small = dataclasses.replace(head, linear=layer, chunk_elements=elements)
-        plain, fused = (everything(dataclasses.replace(small, fused=fused)) for fused in (False, True))
+        plain, fused = everything(head_logprobs, small), everything(fused_logprobs, small)
         apart += [
             (one - other).abs().max() / one.abs().max().clamp(min=1e-6) for one, other in zip(plain, fused, strict=True)
         ]

@@ -280,7 +280,10 @@ def response_logprobs(
 
 def logprob_outputs(policy: PolicyNetwork, temperature: float, entropy: Entropy = "none") -> Outputs:
     """The head that gives logprobs at `temperature`, and entropies if they are asked for."""
-    return partial(head_logprobs, policy.head, temperature=temperature, entropy=entropy)
+    compute = head_logprobs
+    if policy.head.fused:
+        from rlhfless.functions.head_kernels import fused_logprobs as compute  # imports triton
+    return partial(compute, policy.head, temperature=temperature, entropy=entropy)
 
 
 def response_outputs(

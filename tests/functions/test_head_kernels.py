@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhfless.functions import policy
-from rlhfless.functions.head import OutputHead, head_logprobs
+from rlhfless.functions.head import OutputHead
 
 pytest.importorskip("triton", reason="Triton, which torch's CPU wheels do not bring, is not installed")
 
@@ -40,13 +40,13 @@ def interpret() -> None:
     for name, (vocabulary, scale, cap, bias) in itertools.product(ALLOWED, CASES):
         head = OutputHead(torch.nn.Linear(8, vocabulary, bias=bias), scale, cap)
         found[name].append(head_kernels.fused_difference(head, torch.device("cpu"), getattr(torch, name)))
-    fused = OutputHead(torch.nn.Linear(8, 300), 1.0, None, fused=True)
+    fused = OutputHead(torch.nn.Linear(8, 300), 1.0, None)
     hidden, targets = torch.randn(5, 8, requires_grad=True), torch.arange(5)
-    nothing = head_logprobs(fused, hidden[:0], targets[:0], 0.7, "value")
+    nothing = head_kernels.fused_logprobs(fused, hidden[:0], targets[:0], 0.7, "value")
     nothing[0].sum().backward()
     with torch.no_grad():
-        (alone,) = head_logprobs(fused, hidden, targets, 0.7)
-    logprobs, entropy = head_logprobs(fused, hidden, targets, 0.7, "value")
+        (alone,) = head_kernels.fused_logprobs(fused, hidden, targets, 0.7)
+    logprobs, entropy = head_kernels.fused_logprobs(fused, hidden, targets, 0.7, "value")
     told = {
         "empty": [list(each.shape) for each in nothing],
         "same": torch.equal(alone, logprobs),
