@@ -1,0 +1,126 @@
+"""Seconds from learned weights to engines that have them, computed from assumed rates: nothing is measured here. Pure.
+
+    python benchmarks/weights_computed.py [--smoke]
+
+It prints the table of docs/weights.md: each transport for two models, as versions were written and hashed before (one
+file by one thread at a time; the bytes of GPU tensors hashed on the host) and as they are now (files in parallel;
+hashed on the GPU). What vLLM does after the copy, and the learner's gather, are in neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from smoke import parsed
+
+from rlhfless.weights.digest import MOST_THREADS
+from rlhfless.weights.parts import PARTS
+
+
+@dataclass(frozen=True)
+class Rates:
+    """GB/s. Those without a note were seen on the H100 machine of docs/gpus.md."""
+
+    write: float = 2.1
+    """Of one thread, into pages of shared memory."""
+    hash: float = 8.1
+    """Of one thread, xxh3."""
+    http: float = 1.3
+    pageable: float = 5.0
+    """Assumed: one worker's copy from mapped pages to its GPU (4 to 6)."""
+    host: float = 10.0
+    """Assumed: what all threads together may write and read, of a machine that copies at 37 GB/s."""
+    network: float = 25.0
+    """Assumed: NCCL between nodes, 200 Gbit/s."""
+    device_hash: float = 200.0
+    """Computed: 3.3 TB/s of device memory, at 80 %; 54 bytes are moved for each four (two products of 8 bytes written
+    and read, two factors, the word itself)."""
+
+
+RATES = Rates()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose engines have `workers` GPUs each."""
+
+    name: str
+    gb: float
+    workers: int
+
+
+MODELS = (Model("7B", 15.2, 1), Model("32B", 65.5, 4))
+
+
+def _publish_s(model: Model, parts: int) -> float:
+    """The slower of threads that hash and then write, `parts` of them at a time, and the host's memory."""
+    one = 1 / (1 / RATES.write + 1 / RATES.hash) if parts > 1 else RATES.write
+    return model.gb / min(parts * one, RATES.host)
+
+
+def _copy_s(model: Model) -> float:
+    """Each worker copies its share of each tensor to its GPU."""
+    return model.gb / model.workers / RATES.pageable
+
+
+def _pulled_s(model: Model) -> float:
+    return model.gb / RATES.http + model.gb / min(MOST_THREADS * RATES.hash, RATES.host)
+
+
+def shared_memory(model: Model, now: bool) -> float:
+    """Published, and copied by each engine from the mapped version."""
+    return _publish_s(model, PARTS if now else 1) + _copy_s(model)
+
+
+def http(model: Model, now: bool) -> float:
+    """The same on another node, which pulls and checks it first."""
+    return shared_memory(model, now) + _pulled_s(model)
+
+
+def nccl(model: Model, now: bool) -> float:
+    """Published, read back on its way to all GPUs, and hashed there by each engine's workers, which share that."""
+    reading = RATES.host if now else RATES.pageable  # four threads read ahead now; one read in line before
+    hashing = model.gb / (RATES.device_hash if now else RATES.hash) / model.workers
+    return _publish_s(model, PARTS if now else 1) + model.gb / min(reading, RATES.network) + hashing
+
+
+def cuda_ipc(model: Model, now: bool) -> float | None:
+    """Hashed by the learner, by eight threads on a host, and by its engine, by one; all on one GPU."""
+    if model.workers > 1:
+        return None
+    if now:
+        return 2 * model.gb / RATES.device_hash
+    return model.gb / min(MOST_THREADS * RATES.hash, 2 * RATES.host) + model.gb / RATES.hash
+
+
+WAYS: Mapping[str, Callable[[Model, bool], float | None]] = {
+    "shared_memory": shared_memory,
+    "http": http,
+    "nccl": nccl,
+    "cuda_ipc": cuda_ipc,
+}
+
+
+def table() -> str:
+    """The table of docs/weights.md."""
+    models = [f"{model.name}: before | now" for model in MODELS]
+    lines = [f"| seconds (computed) | {' | '.join(models)} |", f"|{'---|' * (1 + 2 * len(MODELS))}"]
+    for name, way in WAYS.items():
+        cells = [_cell(way(model, now)) for model in MODELS for now in (False, True)]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f}"
+
+
+def main() -> None:
+    parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
