@@ -17,7 +17,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rlhfless.redaction import redacted
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
-from rlhfless.spec.other_tools import NAMES
 from rlhfless.spec.removed import removed_problems
 
 # Longest value quoted in a message.
@@ -225,7 +224,7 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     message = details["msg"].replace("Input should be", "should be").removeprefix("Value error, ")
     what, hint = message, ""
     if kind == "extra_forbidden":
-        what, hint = "unknown key", _key_hint(path, spot.model(), spot.root)
+        what, hint = "unknown key", _key_hint(path, spot)
     elif kind == "missing":
         what, hint = "missing, and it has no default", _description(path, spot)
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -249,15 +248,17 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     return Problem(dotted(path), what, hint, origin_of(path, origins))
 
 
-def _key_hint(path: Path, model: type[BaseModel], root: type[BaseModel]) -> str:
-    key, valid, places = str(path[-1]), list(model.model_fields), list(keys(root))
+def _key_hint(path: Path, spot: _Spot) -> str:
+    root = spot.root
+    key, valid, places = str(path[-1]), list(spot.model().model_fields), list(keys(root))
     elsewhere = [place for place in places if place.rpartition(".")[2] == key]
+    of_other_tool = getattr(root, "name_elsewhere", None)
     words = set(key.split("_"))
     longer = [each for each in valid if words < set(each.split("_"))]
     if types := _types_with(path, root):
         hint = f"it is a key of other types: {', '.join(types)}. "
-    elif NAMES.get(key) in places:
-        hint = f"here it is `{NAMES[key]}`. "
+    elif (name := of_other_tool(key, spot.data) if of_other_tool else None) in places:
+        hint = f"here it is `{name}`. "
     elif hint := nearest(key, valid, cutoff=_TYPING_ERROR):
         pass
     elif len(path) > 1 and len(longer) == 1:  # `schedule` in `optimizer` is `rate_schedule`, not the run's schedule

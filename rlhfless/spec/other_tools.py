@@ -37,4 +37,4 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "torch_dtype": "model.dtype",
     }
 )
-"""Dotted key of a spec by the name elsewhere. Only settings that mean the same, or nearly so, are here."""
+"""Dotted key of a spec of type `rlhf` by the name elsewhere. Only settings that mean nearly the same are here."""

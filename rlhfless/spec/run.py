@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -49,6 +49,7 @@ from rlhfless.spec.supervised import (
     PreferencesSpec,
     RunType,
     absent_key_problems,
+    name_elsewhere,
     without_absent,
 )
 
@@ -111,6 +112,9 @@ class RunSpec(SpecModel):
 
     removed: ClassVar[Mapping[str, str]] = REMOVED
     """Spellings that are refused with a hint of their own (rlhfless.spec.removed)."""
+
+    name_elsewhere: ClassVar[Callable[[str, Any], str | None]] = staticmethod(name_elsewhere)
+    """The key of a setting of another tool, for hints (rlhfless.spec.explain)."""
 
     type: RunType = "rlhf"
     """What the run learns, and from what. `rlhf`: a policy, from rewards of the responses that it draws. `sft`: a

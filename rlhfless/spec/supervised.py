@@ -4,13 +4,14 @@ do not have."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, Field
 
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.data import WrittenSpec
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.other_tools import NAMES
 
 RunType = Literal["rlhf", "sft", "reward_model", "dpo"]
 
@@ -92,6 +93,17 @@ DATA: Mapping[RunType, str] = {
     "dpo": "preferences",
 }
 """The section with the data of each type."""
+
+
+def name_elsewhere(key: str, values: Any) -> str | None:
+    """The dotted key for the setting `key` of another tool, in a spec with these values."""
+    name = NAMES.get(key)
+    run_type = cast(RunType, values.get("type", "rlhf") if isinstance(values, Mapping) else "rlhf")
+    if name is None or run_type not in DATA:
+        return name
+    if name.startswith("prompts."):
+        return name.replace("prompts", DATA[run_type], 1)
+    return None if any(f"{name}.".startswith(f"{absent}.") for absent in ABSENT[run_type]) else name
 
 
 def absent_key_problems(spec: BaseModel, run_type: RunType) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from rlhfless.spec.explain import keys
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
 from rlhfless.spec.other_tools import NAMES
 from rlhfless.spec.removed import removed_problems
+from rlhfless.spec.supervised import DATA
 
 MINIMAL = """\
 model:
@@ -414,3 +415,23 @@ def test_names_of_other_tools_stand_for_keys_and_are_none_themselves() -> None:
     known = set(keys(RunSpec))
     assert set(NAMES.values()) <= known
     assert not set(NAMES) & known
+
+
+@pytest.mark.parametrize(
+    ("run_type", "key", "hint"),
+    [
+        ("rlhf", "train_dataset", "here it is `prompts.path`"),
+        ("sft", "train_dataset", "here it is `demonstrations.path`"),
+        ("dpo", "eval_dataset", "here it is `preferences.held_out`"),
+        ("reward_model", "dataset_name", "here it is `preferences.path`"),
+        ("sft", "lr", "here it is `optimizer.learning_rate`"),
+        ("dpo", "kl_coef", None),
+        ("sft", "num_generations", None),
+    ],
+)
+def test_names_of_other_tools_stand_for_keys_of_the_runs_type(load, run_type, key, hint) -> None:
+    text = MINIMAL if run_type == "rlhf" else f"model: {{path: m}}\n{DATA[run_type]}: {{path: d.jsonl}}\n"
+    with pytest.raises(SpecError) as caught:
+        load(f"type: {run_type}\n{text}{key}: x\n")
+    message = str(caught.value)
+    assert hint in message if hint else "here it is" not in message
