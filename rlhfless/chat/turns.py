@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -88,6 +88,8 @@ def learned_turns(
     spans, ended = [], True
     for index in (index for index, learned in enumerate(kept) if learned):
         opened = prompt_text if index == len(prompt) else template.opened(messages[:index], rendering.form, tools)
+        if index == len(messages) - 1:
+            rendering = _with_closed_thought(rendering, opened, messages[-1], index)
         start = _start(rendering, opened, is_last=index == len(messages) - 1)
         end, ended = template.end_of_turn(rendering, messages, index, start)
         own = [text for text in rendering.texts if text.message == index and text.end is not None]
@@ -96,6 +98,23 @@ def learned_turns(
             raise DataFault("the chat template writes an answer outside of its turn", what, "use another template")
         spans.append((start, end))
     return LearnedTurns(rendering.text, tuple(spans), ended)
+
+
+def _with_closed_thought(rendering: Rendering, opened: str, answer: Message, index: int) -> Rendering:
+    """The rendering with the empty thought with which the template opens the last turn and which it leaves out once it
+    is answered, as the policy reads it; unchanged where it is there, or where the answer has a thought of its own."""
+    without = _OPENED_THOUGHT.sub("", opened)
+    added = opened[len(without) :]
+    thinks = bool(answer.thought.strip()) or "</think>" in answer.text
+    if thinks or not added.rstrip().endswith("</think>") or rendering.text.startswith(opened):
+        return rendering
+    if not rendering.text.startswith(without):
+        return rendering
+    moved = (
+        replace(text, end=text.end + len(added)) if text.message == index and text.end is not None else text
+        for text in rendering.texts
+    )
+    return replace(rendering, text=opened + rendering.text[len(without) :], texts=tuple(moved))
 
 
 def _start(rendering: Rendering, opened: str, *, is_last: bool) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fakes.field_templates import BY_NAME
+from fakes.field_templates import BY_NAME, FieldTemplate
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.records.examples import Example
@@ -99,6 +101,35 @@ def test_thoughts_and_calls_are_learned(tmp_path: Path, template: str, response:
     for row in ({"prompt": "2 + 2?", "response": [response]}, {"prompt": [user("2 + 2?")], "response": [response]}):
         assert learned(tmp_path, template, row) == [right]
     assert learned(tmp_path, template, {"messages": [user("2 + 2?"), response]}, **WHOLE) == [right]
+
+
+OFF = "{% if not think | default(true) %}<think></think>{% endif %}"
+"""What the templates of Nemotron Nano add where thoughts are off, and leave out of an answer."""
+
+
+@pytest.mark.parametrize("content", ["It is 4", "<b>4</b>"])
+@pytest.mark.parametrize("earlier", [[], [user("1 + 1?"), said("2")]], ids=["one turn", "two turns"])
+def test_an_answer_without_a_thought_follows_the_thought_that_the_template_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, earlier: list[Any]
+) -> None:
+    """It was refused for a thought that it does not have."""
+    policy = BY_NAME["chatml"].policy()
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    opening, written = "<|im_start|>assistant\n", r"{{ '<|im_start|>assistant\n' }}"
+    assert tokenizer.chat_template.count(written) == 1
+    tokenizer.chat_template = tokenizer.chat_template.replace(written, written + OFF)
+    monkeypatch.setattr(FieldTemplate, "policy", lambda _: dataclasses.replace(policy, tokenizer=tokenizer))
+    row = {"prompt": [*earlier, user("2 + 2?")], "response": [said(content)]}
+    for off, end in ((False, f"{opening}<think></think>"), (True, opening)):
+        (example,) = load(tmp_path, "chatml", row, chat_template_kwargs={"think": off}).train
+        assert isinstance(example, Example)
+        (sequence,), ((span,),) = example.sequences, example.spans
+        assert tokenizer.decode(sequence[: span[0]]).endswith(f"2 + 2?<|im_end|>\n{end}")
+        assert tokenizer.decode(sequence[slice(*span)]) == f"{content}<|im_end|>"
+        assert example.token_ids == sequence[: span[0]], "as the policy reads it in a run of type rlhf"
+    row["response"] = [said(f"<think>hm</think>{content}")]
+    with pytest.raises(InputError, match="the chat template ends the thought, and the response has one"):
+        load(tmp_path, "chatml", row, chat_template_kwargs={"think": False})
 
 
 @pytest.mark.parametrize(
