@@ -4,8 +4,8 @@ The learner and the reference function share this path, so that their logprobs d
 
 How a batch is forwarded. It is cut into micro-batches within a budget of tokens (rlhfless.functions.batching). Either
 each is padded on the right: under causal attention nothing looks to the right, so no attention mask is built and the
-kernel's own causal path is taken; where torch has FlashAttention, sequences lie side by side in a row instead. Or it is
-one row without padding, in which prefixes that sequences share are computed once (rlhfless.functions.prefix_attention).
+kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
+once (rlhfless.functions.prefix_attention); on GPUs with FlashAttention it always is.
 The last token of a sequence predicts nothing and is not fed. The output head runs only where a response token is
 predicted (rlhfless.functions.head).
 
@@ -39,13 +39,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
+from rlhfless.functions.attention_check import head_width, packed_difference
 from rlhfless.functions.attention_form import has_attention, ignored_by_sdpa, is_fused, load_fused
-from rlhfless.functions.attention_kernels import gradient_difference, runs_side_by_side
+from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.context_rope import choose_frequencies
 from rlhfless.functions.head import Entropy, OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
-from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row, row_side_by_side
+from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
 from rlhfless.prefixes.packing import (
     LEAST_SAVED_TOKENS,
     PackedSegments,
@@ -97,8 +98,8 @@ class PolicyNetwork:
     """Sequences are packed in one row, in which prefixes that they share are computed once, where that computes less
     than this part of the padded pass's tokens; 0 if they cannot be packed."""
 
-    side_by_side: bool = False
-    """Sequences that are not packed lie side by side in a row, and not padded below each other."""
+    varlen: bool = False
+    """Every pass is a row of sequences without padding, computed by FlashAttention."""
 
     @property
     def vocabulary(self) -> int:
@@ -181,8 +182,8 @@ def load_policy(
     form: Form = POLICY,
 ) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`sharding.default_device` if None). With
-    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that, and others lie
-    side by side where torch has FlashAttention. `logits_elements`: see OutputHead.chunk_elements.
+    `share_prefixes` sequences are packed where that is expected to pay, if its attention and the device's kernels allow
+    that. `logits_elements`: see OutputHead.chunk_elements.
 
     `form`: which model of the files it is. `mesh`: split its parameters over these ranks; each reads its own parts of
     the files. Without one, both formats must be the same. `offload` and `exact_head`: see sharding.shard. *Collective*
@@ -222,9 +223,13 @@ def load_policy(
     _check_against_model(policy, spec.path)
     if form is POLICY and _can_fuse_head(policy, spec.path, torch.float32 if exact_head else compute):
         policy = dataclasses.replace(policy, head=dataclasses.replace(policy.head, fused=True))
-    if share_prefixes and is_fused(model) and _can_share(policy, spec.path):
-        policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
-        policy = dataclasses.replace(policy, side_by_side=_can_lie_side_by_side(policy, spec.path))
+    packing = dataclasses.replace(
+        policy,
+        packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"),
+        varlen=uses_varlen(device),
+    )
+    if share_prefixes and is_fused(model) and _can_pack(packing, spec.path):
+        policy = packing
     if gradient_checkpointing:
         checkpoint_activations(model)
     return policy
@@ -299,10 +304,11 @@ def response_outputs(
     if not batch.response_mask.any():
         token = torch.zeros(1, dtype=torch.int64, device=policy.device)
         return tuple(each[:0] for each in policy.inside(_passed, policy, token[None], token, token, outputs))
+    if packed is None and policy.varlen:
+        packed = PackedSegments.side_by_side(batch.lengths - 1)
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
-    padded = packed is None and not policy.side_by_side
-    tokens, predictors = _padded(batch) if padded else _in_one_row(batch, packed)
-    shared = NOT_SHARED if padded else _layout(policy, batch, packed)
+    tokens, predictors = _padded(batch) if packed is None else _in_one_row(batch, packed)
+    shared = NOT_SHARED if packed is None else packed_row(packed, policy.device, varlen=policy.varlen)
     fed = (tokens.to(policy.device), predictors.to(policy.device), targets, outputs, shared)
     passed: tuple[torch.Tensor, ...] = policy.inside(_passed, policy, *fed)
     return passed
@@ -320,22 +326,12 @@ def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(padded).view(batch.sequences, width), predictors
 
 
-def _layout(policy: PolicyNetwork, batch: PackedBatch, packed: PackedSegments | None) -> Mapping[str, Any]:
-    """The arguments with which the decoder forwards the row of `_in_one_row`."""
-    if packed is None:
-        return row_side_by_side(batch.lengths[batch.lengths > 1] - 1, policy.device)
-    if policy.side_by_side and not packed.shared:
-        return row_side_by_side(np.array([tokens for _, tokens in packed.segments]), policy.device)
-    return packed_row(packed, policy.device)
-
-
-def _in_one_row(batch: PackedBatch, packed: PackedSegments | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_padded`, in a row `[1, width]`; with a layout, each shared prefix lies in it once."""
+def _in_one_row(batch: PackedBatch, packed: PackedSegments) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_padded`, in a row `[1, width]` of this layout."""
     fed = batch.tokens[batch.positions < batch.lengths[batch.sequence_id] - 1]
     # A sequence's first token is never drawn, so the token before a drawn one is in its own sequence, and fed.
     before = np.flatnonzero(batch.response_mask) - batch.sequence_id[batch.response_mask] - 1
-    row, at = (fed, before) if packed is None else (fed[packed.source], packed.index[before])
-    return torch.from_numpy(row)[None], torch.from_numpy(at)
+    return torch.from_numpy(fed[packed.source])[None], torch.from_numpy(packed.index[before])
 
 
 def _passed(
@@ -479,7 +475,7 @@ def both_passes(
     And the layout of that row."""
     layout = SharingSequences(rows.flatten().numpy(), np.full(len(rows), rows.shape[1])).pack(np.arange(len(rows)))
     row = rows.flatten()[torch.from_numpy(layout.source)][None].to(policy.device)
-    packed = partial(policy.hidden_states, **packed_row(layout, policy.device))
+    packed = partial(policy.hidden_states, **packed_row(layout, policy.device, varlen=policy.varlen))
     return (
         layout,
         partial(policy.inside, policy.hidden_states, rows.to(policy.device)),
@@ -488,58 +484,54 @@ def both_passes(
 
 
 @torch.no_grad()
-def _can_lie_side_by_side(policy: PolicyNetwork, path: str) -> bool:
-    """Whether FlashAttention gives the same for sequences side by side as for padded ones, on this device."""
-    if not runs_side_by_side(policy.device, policy.compute_dtype):
-        return False
-    rows = torch.arange(1, 25, device=policy.device).remainder(policy.vocabulary).view(2, 12)
-    lying = partial(policy.hidden_states, **row_side_by_side(np.full(*rows.shape), policy.device))
-    expected = policy.inside(policy.hidden_states, rows).flatten(0, 1)
-    try:
-        difference = float((policy.inside(lying, rows.view(1, -1))[0] - expected).abs().max())
-        if difference <= CHECK_TOLERANCE[policy.compute_dtype] * float(expected.abs().max()):
-            return True
-        reason = f"its outputs differ by {difference:.2g}"
-    except RuntimeError as error:  # such as a GPU or a width of heads that the kernel is not made for
-        reason = first_line(error)
-    finally:
-        policy.settle()
-    log.info("model %r is computed with padding, without FlashAttention over sequences in a row: %s", path, reason)
-    return False
-
-
-@torch.no_grad()
-def _can_share(policy: PolicyNetwork, path: str) -> bool:
-    """Whether the model's attention can share prefixes, on every rank: two sequences with a common prefix, both ways,
-    and the gradients of the kernels. *Collective.*"""
+def _can_pack(policy: PolicyNetwork, path: str) -> bool:
+    """Whether the model can be computed in packed rows, on every rank: the kernels against plain attention, and two
+    sequences with a common prefix against the padded pass. Gives it the attention of packed rows. *Collective.*"""
     if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
-    tolerance, vocabulary = CHECK_TOLERANCE[policy.compute_dtype], policy.vocabulary
-    rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(vocabulary).repeat(2, 1)
-    rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
+    level, reason = logging.WARNING, _kernel_problem(policy)
+    if not policy.most(bool(reason)):
+        policy.model.set_attn_implementation(NAME)
+        level, reason = logging.INFO, _packing_problem(policy)
+        if not policy.most(bool(reason)):
+            return True
+        policy.model.set_attn_implementation("sdpa")
+    reason = reason or "it cannot on another rank"
+    log.log(level, "model %r is computed in padded rows, without shared prefixes: %s", path, reason)
+    return False
+
+
+def _kernel_problem(policy: PolicyNetwork) -> str:
+    """What is wrong with the kernels of packed rows on this device; empty if nothing."""
+    if not packed_rows_take(policy.device, policy.compute_dtype):
+        return "FlashAttention takes bfloat16 and float16"
+    head = head_width(policy.model.config)
+    try:
+        wrong = packed_difference(policy.device, policy.compute_dtype, varlen=policy.varlen, head=head)
+    except RuntimeError as error:  # such as a GPU, a format or a width of heads that the kernel is not made for
+        return first_line(error)
+    if not wrong <= CHECK_TOLERANCE[policy.compute_dtype]:
+        return (
+            "torch's attention kernels have outputs or gradients that differ "
+            f"by {wrong:.2g} of the largest from plain ones"
+        )
+    return ""
+
+
+def _packing_problem(policy: PolicyNetwork) -> str:
+    """How two sequences in a packed row differ from the padded pass; empty if they do not. *Collective.*"""
+    rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(policy.vocabulary).repeat(2, 1)
+    rows[1, -2:] = rows[1, -2:].add(1).remainder(policy.vocabulary)
     layout, padded, packed = both_passes(policy, rows)
-    expected = padded().flatten(0, 1)
-    policy.model.set_attn_implementation(NAME)
-    level, reason = logging.INFO, ""
+    expected = padded().flatten(0, 1)  # without a layout this attention is sdpa
     try:
         ours = packed()[0, torch.from_numpy(layout.index)]
-        difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        wrong = gradient_difference(policy.device, policy.compute_dtype)
-        if not difference <= tolerance:
-            reason = f"its outputs differ by {difference:.2g} of the largest"
-        elif not wrong <= tolerance:
-            level = logging.WARNING
-            reason = (
-                f"torch's attention kernels have gradients that differ by {wrong:.2g} of the largest from plain ones"
-            )
     except SharingUnsupported as error:
-        reason = str(error)
+        return str(error)
     finally:
         policy.settle()
-    if not policy.most(bool(reason)):
-        return True
-    policy.model.set_attn_implementation("sdpa")
-    reason = reason or "it cannot on another rank"
-    log.log(level, "model %r cannot share prefixes, which are computed for each sequence: %s", path, reason)
-    return False
+    difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not difference <= CHECK_TOLERANCE[policy.compute_dtype]:
+        return f"its outputs differ by {difference:.2g} of the largest"
+    return ""

@@ -7,9 +7,10 @@ comes after, as a whole. The backward pass calls the same kernels' own backward 
 union, which makes their probabilities those of the union; so keys and values of a prefix get the gradient of all that
 attend to them.
 
-On a CPU and on GPUs the parts run in torch's fused kernels. Models reach this module through the attention interface of
-transformers, under NAME: without a layout it is torch's scaled dot product attention as always. Sequences that share
-nothing may lie side by side in a row, too: then it is FlashAttention of each, and nothing is padded.
+On GPUs all parts run in FlashAttention over sequences of different lengths, without padding, copies of KV heads or
+copies of queries: own segments in one call, and the prefixes of each depth in one more. On a CPU they run in torch's
+fused kernel, segments of similar length together. Models reach this module through the attention interface of
+transformers, under NAME: without a layout it is torch's scaled dot product attention as always.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhfless.functions.attention_kernels import attend, attend_backward, attend_side_by_side
+from rlhfless.functions.attention_kernels import (
+    Pieces,
+    attend,
+    attend_backward,
+    attend_varlen,
+    attend_varlen_backward,
+)
 from rlhfless.prefixes.packing import PackedSegments
-from rlhfless.records import IntArray
 
 NAME = "rlhfless_shared_prefixes"
 """The name of this attention in a model's configuration."""
@@ -59,38 +65,67 @@ class PrefixLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
-    """Sequences in a row."""
+class PrefixLevel:
+    """The prefixes of one depth, to which disjoint parts of the row attend. A part that attends to no prefix of this
+    depth has one key, so that no sequence is empty, and is `idle`."""
 
-    starts: torch.Tensor
-    """The start of each, and the end of the last, `[sequences + 1]`, int32."""
-    longest: int
-    """Tokens of the longest."""
-
-
-def row_side_by_side(lengths: IntArray, device: torch.device) -> dict[str, Any]:
-    """As `packed_row`, of sequences of these lengths one after the other."""
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    layout = SideBySide(torch.from_numpy(starts.astype(np.int32)).to(device), int(lengths.max()))
-    return {
-        "position_ids": torch.from_numpy(positions)[None].to(device),
-        "side_by_side": layout,
-        "attention_mask": _no_mask(device),
-    }
+    queries: Pieces
+    keys: Pieces
+    source: torch.Tensor  # [keys], where each key lies in the row
+    idle: torch.Tensor  # [tokens], bool
 
 
-def _no_mask(device: torch.device) -> torch.Tensor:
-    """transformers takes a mask of four dimensions as it is, and makes none; this attention looks at the layout."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+@dataclass(frozen=True, slots=True)
+class VarlenLayout:
+    """A PackedSegments on a GPU."""
+
+    own: Pieces
+    levels: tuple[PrefixLevel, ...]
+    """The shortest prefixes first."""
+
+    @classmethod
+    def of(cls, packed: PackedSegments, device: torch.device) -> VarlenLayout:
+        levels: list[list[tuple[int, int, int]]] = []
+        ends: list[int] = []  # of the prefixes that the next one is inside of
+        for start, stop, end in sorted(packed.shared):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            if len(ends) == len(levels):
+                levels.append([])
+            if end > stop:
+                levels[len(ends)].append((start, stop, end))
+            ends.append(end)
+        return cls(
+            Pieces.of([tokens for _, tokens in packed.segments], device),
+            tuple(_level(prefixes, len(packed.source), device) for prefixes in levels if prefixes),
+        )
 
 
-def packed_row(packed: PackedSegments, device: torch.device) -> dict[str, Any]:
+def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.device) -> PrefixLevel:
+    """`prefixes`: (start, stop, end) as in PackedSegments.shared, ascending."""
+    queries, source, idle, at = list[int](), [], np.ones(tokens, bool), 0
+    for start, stop, end in [*prefixes, (0, tokens, tokens)]:
+        for first, last, attended in ((at, stop, np.array([at])), (stop, end, np.arange(start, stop))):
+            if last > first:
+                queries.append(last - first)
+                source.append(attended)
+        idle[stop:end] = False
+        at = end
+    return PrefixLevel(
+        Pieces.of(queries, device),
+        Pieces.of(list(map(len, source)), device),
+        torch.from_numpy(np.concatenate(source)).to(device),
+        torch.from_numpy(idle).to(device),
+    )
+
+
+def packed_row(packed: PackedSegments, device: torch.device, *, varlen: bool) -> dict[str, Any]:
     """The arguments with which a decoder, whose attention is NAME, forwards a row of tokens in this layout."""
     return {
         "position_ids": torch.from_numpy(packed.positions)[None].to(device),
-        "prefix_layout": PrefixLayout.of(packed, device),
-        "attention_mask": _no_mask(device),
+        "prefix_layout": (VarlenLayout if varlen else PrefixLayout).of(packed, device),
+        # transformers takes a mask of four dimensions as it is, and makes none; this attention looks at the layout.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
     }
 
 
@@ -117,8 +152,7 @@ def shared_prefix_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    prefix_layout: PrefixLayout | None = None,
-    side_by_side: SideBySide | None = None,
+    prefix_layout: PrefixLayout | VarlenLayout | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: `query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens,
@@ -126,7 +160,7 @@ def shared_prefix_attention(
 
     Raises SharingUnsupported for a layout and an attention that is more than softmax over all earlier tokens.
     """
-    if prefix_layout is None and side_by_side is None:
+    if prefix_layout is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return output, None
     if wanted := [name for name in _OTHER_FORMS if arguments.get(name) is not None]:
@@ -137,8 +171,9 @@ def shared_prefix_attention(
         wanted_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(wanted_dtype) for tensor in (query, key, value))
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
-    if side_by_side is not None:
-        return attend_side_by_side(query, key, value, side_by_side.starts, side_by_side.longest, scale=scale), None
+    if isinstance(prefix_layout, VarlenLayout):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return _VarlenAttention.apply(q, k, v, prefix_layout, scale)[None], None
     mixed = _PrefixAttention.apply(query, key, value, prefix_layout, scale)
     return mixed.transpose(1, 2), None
 
@@ -214,3 +249,47 @@ class _PrefixAttention(torch.autograd.Function):
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[1, heads, tokens, head], `index` [segments, width] -> [segments, heads, width, head]."""
     return tensor[0][:, index].transpose(0, 1)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """query [tokens, heads, head], key and value [tokens, KV heads, head] -> [tokens, heads, head]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: VarlenLayout,
+        scale: float,
+    ) -> torch.Tensor:
+        own = layout.own
+        output, logsumexp = attend_varlen(query, key, value, own, own, scale=scale, causal=True)
+        for level in layout.levels:
+            k, v = key[level.source], value[level.source]
+            of_prefix, scores = attend_varlen(query, k, v, level.queries, level.keys, scale=scale, causal=False)
+            scores = scores.masked_fill(level.idle, -torch.inf)
+            share = (scores - logsumexp).sigmoid()  # exp(scores) / (exp(scores) + exp(logsumexp))
+            output = torch.lerp(output, of_prefix, share.T.unsqueeze(-1).to(output.dtype))
+            logsumexp = torch.logaddexp(logsumexp, scores)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.layout, ctx.scale = layout, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        gradient, scale, own = gradients[0].contiguous(), ctx.scale, ctx.layout.own
+        q_sum, k_sum, v_sum = attend_varlen_backward(
+            gradient, query, key, value, output, logsumexp, own, own, scale=scale, causal=True
+        )
+        for level in ctx.layout.levels:
+            k, v = key[level.source], value[level.source]
+            scores = logsumexp.masked_fill(level.idle, torch.inf)
+            of_q, of_k, of_v = attend_varlen_backward(
+                gradient, query, k, v, output, scores, level.queries, level.keys, scale=scale, causal=False
+            )
+            q_sum += of_q
+            k_sum.index_add_(0, level.source, of_k)
+            v_sum.index_add_(0, level.source, of_v)
+        return q_sum, k_sum, v_sum, None, None

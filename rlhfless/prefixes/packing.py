@@ -100,6 +100,20 @@ class PackedSegments:
     """(start, stop, end) of each prefix: its own tokens are [start, stop), and the tokens that come after it, and
     attend to it, [stop, end)."""
 
+    @classmethod
+    def side_by_side(cls, lengths: IntArray) -> PackedSegments:
+        """Sequences one after the other, which share nothing."""
+        ends = np.cumsum(lengths)
+        every, starts = np.arange(int(lengths.sum())), ends - lengths
+        segments = tuple((start, tokens) for start, tokens in zip(starts.tolist(), lengths.tolist(), strict=True))
+        return cls(
+            source=every,
+            positions=every - np.repeat(starts, lengths),
+            index=every,
+            segments=tuple(segment for segment in segments if segment[1]),
+            shared=(),
+        )
+
 
 def pruned(
     tokens: IntArray, above: IntArray, samples: IntArray, least_saved_tokens: int = LEAST_SAVED_TOKENS

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.attention_kernels import gradient_difference
+from rlhfless.functions.attention_check import head_width, padded_difference
+from rlhfless.functions.attention_check import packed_difference as kernel_difference
+from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.functions.policy import CHECK_TOLERANCE
@@ -127,11 +129,15 @@ def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
     }
 
 
-def kernels_differ(rank: LearnerRank) -> tuple[float, float]:
-    """How far gradients of the attention that shares prefixes are from plain attention's, and how far they may be, as
-    parts of the largest. Where they are farther, the rank shares none."""
-    policy = rank._policy
-    return gradient_difference(policy.device, policy.compute_dtype), CHECK_TOLERANCE[policy.compute_dtype]
+def kernels_differ(rank: LearnerRank) -> tuple[dict[str, float], float]:
+    """How far outputs and gradients of padded and of packed rows are from plain attention's, and how far they may be,
+    as parts of the largest. Where packed rows are farther, the rank pads."""
+    device, dtype, sharing = rank._policy.device, rank._policy.compute_dtype, rank._training.share_prefixes
+    differences = {"padded": padded_difference(device, dtype)}
+    if sharing and packed_rows_take(device, dtype):
+        head = head_width(rank._model.config)
+        differences["packed"] = kernel_difference(device, dtype, varlen=uses_varlen(device), head=head)
+    return differences, CHECK_TOLERANCE[dtype]
 
 
 def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:

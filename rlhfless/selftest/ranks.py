@@ -136,15 +136,17 @@ def learner(subject: Subject) -> Measured:
     needs=("learner",),
 )
 def packing(subject: Subject) -> Measured:
-    """Logprobs of a batch whose sequences share prompts: padded, and with the prompts computed once. And the gradients
-    of the attention that they are computed with."""
-    share, allowed = up(subject).do(rank_work.kernels_differ)[0]
-    gradients = {"gradient_difference": share, "allowed_difference": allowed}
-    if not share <= allowed:
-        raise Wrong("the gradients of torch's attention kernels are wrong here, so no prefixes are shared", **gradients)
+    """Outputs and gradients of the attention kernels against plain attention, and logprobs of a batch whose sequences
+    share prompts: padded, and with the prompts computed once."""
+    found, allowed = up(subject).do(rank_work.kernels_differ)[0]
+    gradients = {f"{path}_gradient_difference": share for path, share in found.items()}
+    gradients["allowed_difference"] = allowed
+    for path, share in found.items():
+        if not share <= allowed:
+            raise Wrong(f"torch's attention kernels are wrong here for {path} rows", **gradients)
     difference = up(subject).do(rank_work.packed_difference, rank_work.batch(subject))[0]
     if difference is None:
-        raise NotHere("this model's attention does not share prefixes: its batches are padded")
+        raise NotHere("the learner pads its batches; its log says why")
     return {**gradients, **_same(subject, difference)}
 
 

@@ -96,6 +96,7 @@ def _source(kind: type) -> str:
 
 def _fault_of_call(value: Any, takes: tuple[str, ...]) -> str:
     """Parameters that are missing, in another order, or required beside `takes`."""
+    value = getattr(value, "_init_fn", value)  # the function of a custom operator of torch
     if hasattr(value, "default") and hasattr(value, "overloads"):  # an operator of torch
         arguments = value.default._schema.arguments
         names = [argument.name for argument in arguments]

@@ -19,6 +19,7 @@ PASSES = f"{VLLM}/passes.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
 ATTENTION, FORM = "functions/prefix_attention.py", "functions/attention_form.py"
+CHECK = "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
 CLUSTER, SESSION, LEAVING = "rlhfless/fleet/cluster.py", "rlhfless/fleet/ray_session.py", "rlhfless/fleet/leaving.py"
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
@@ -284,11 +285,9 @@ TORCH_NAMES = (
                 takes=("query", "key", "value", "is_causal", "scale")),
     PrivateName("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", (KERNELS,), "its gradients",
                 takes=("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "scale")),
-    PrivateName("torch.ops.aten._scaled_dot_product_efficient_attention", (KERNELS,), "the same on GPUs",
-                takes=("query", "key", "value", "attn_bias", "compute_log_sumexp", "is_causal", "scale")),
-    PrivateName("torch.ops.aten._scaled_dot_product_efficient_attention_backward", (KERNELS,), "the same on GPUs",
-                takes=("grad_out_", "query", "key", "value", "attn_bias", "out", "logsumexp", "philox_seed",
-                       "philox_offset", "dropout_p", "grad_input_mask", "is_causal", "scale")),
+    PrivateName("torch.nn.attention.varlen._varlen_attn_backward", (KERNELS,), "gradients of FlashAttention on GPUs",
+                takes=("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k",
+                       "is_causal", "rng_state", "scale", "window_size")),
 )  # fmt: skip
 
 TRANSFORMERS_NAMES = (
@@ -304,7 +303,7 @@ TRANSFORMERS_NAMES = (
                 "a model's own code goes into its checkpoints", takes=("obj", "folder", "config")),
     PrivateName("transformers.integrations.sdpa_attention.repeat_kv", (ATTENTION,), "KV heads",
                 takes=("hidden_states", "n_rep")),
-    PrivateName("transformers.integrations.sdpa_attention.sdpa_attention_forward", (ATTENTION, FORM),
+    PrivateName("transformers.integrations.sdpa_attention.sdpa_attention_forward", (ATTENTION, FORM, CHECK),
                 "attention of rows without shared prefixes",
                 takes=("module", "query", "key", "value", "attention_mask")),
     PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION, FORM), "its mask"),
