@@ -47,7 +47,8 @@ def _reader(kind: pa.DataType) -> _Read | None:
         narrow = np.float16 if types.is_float16(kind) else np.float32
         return lambda value: None if value is None else float(str(narrow(value)))
     if types.is_struct(kind):
-        return _struct_reader({field.name: _reader(field.type) for field in kind})
+        readers = ((field.name, _reader(field.type)) for field in kind)
+        return _struct_reader([(name, read) for name, read in readers if read is not None])
     if types.is_map(kind):
         return _map_reader(_reader(kind.item_type)) if _is_text(kind.key_type) else None
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -60,12 +61,17 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _struct_reader(readers: dict[str, _Read | None]) -> _Read:
+def _struct_reader(readers: list[tuple[str, _Read]]) -> _Read:
+    """`readers`: of the fields whose values change."""
+
     def read(value: Any) -> Any:
         if value is None:
             return None
-        given = ((name, item, readers[name]) for name, item in value.items() if item is not None)
-        return {name: item if each is None else each(item) for name, item, each in given}
+        given = {name: item for name, item in value.items() if item is not None}
+        for name, change in readers:
+            if name in given:
+                given[name] = change(given[name])
+        return given
 
     return read
 

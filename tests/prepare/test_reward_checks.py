@@ -1,16 +1,19 @@
 """What is found in rewards and their columns before a run, and data of the field's shapes that is right."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from rlhfless.prepare.prompts import load_prompts
+from rlhfless.prepare.reward_inputs import gets_of
 from rlhfless.prepare.rewards import reward_problems, reward_warnings
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import RewardSample, checker
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Done
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, SizesSpec
 
 
 def spec_of(*rewards, **prompts):
@@ -162,3 +165,43 @@ def test_a_wrong_answer_field_is_refused_with_the_nearest(row, field, said):
     assert problem.where == "rewards.0"
     assert "train.jsonl:1" in problem.what
     assert said in problem.what
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows"),
+    [
+        (
+            {"type": "code", "tests_field": "tests"},
+            [
+                {"tests": [{"input": "1", "output": "2"}]},
+                {"tests": [{"input": "3", "output": "4", "testtype": "stdin"}, {"inputs": ["5"], "outputs": ["6"]}]},
+            ],
+        ),
+        (
+            {"type": "json_schema", "schema_field": "schema"},
+            [
+                {"schema": {"type": "object", "properties": {"a": {"type": "string", "enum": ["x"]}}}},
+                {"schema": {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}},
+            ],
+        ),
+        (
+            {"type": "exact_match", "answer_field": "reward_model.ground_truth"},
+            [{"reward_model": {"ground_truth": "4"}}, {"reward_model": {"ground_truth": "5", "style": "rule"}}],
+        ),
+        ({"type": "python", "target": "math:floor"}, [{"extra": {"split": "a"}}, {"extra": {"index": 1}}]),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else "",
+)
+def test_rewards_get_of_parquet_what_they_get_of_jsonl(tmp_path, tokenizer, reward, rows):
+    rows = [{"prompt": f"w{number}", **row} for number, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    spec = spec_of(reward)
+    gets = []
+    for name in ("rows.jsonl", "rows.parquet"):
+        data = spec.data.model_copy(update={"path": str(tmp_path / name)})
+        prompts = load_prompts(data, tokenizer, max_context_tokens=None, seed=0, sizes=SizesSpec()).train
+        if reward["type"] != "python":
+            assert reward_problems(spec, prompts) == []
+        gets.append([gets_of(spec.rewards[0], prompt) for prompt in prompts])
+    assert gets[0] == gets[1]
