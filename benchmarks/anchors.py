@@ -1,13 +1,12 @@
-"""Published steps, weight loads and sleeps that nothing was fitted to, against what the simulator says, row by row.
+"""Published steps, weight loads and sleeps against what the simulator says, row by row.
 
     python benchmarks/anchors.py [--rows N] [--smoke]
 
 `anchors.yaml` has the rows with their sources. Predictions are the scenarios' defaults and the data sheets; lengths are
-lognormal with the published mean, cut off at the published limit. Tensor parallelism beyond a node is priced as within
-one, and a learner in fp8 as one in bf16. The learner's utilisation for models with experts was fitted to v0.4 of the
-software whose v0.6 is here (`rl_steps.py`: Qwen3-30B-A3B on 32 and Qwen3-235B-A22B on 128 H100, synchronous), so these
-two rows are later measurements of known configurations; of all others model, device or number of devices is new. BLIS,
-which predicts serving latencies, has a median error of 6.7 % on held-out models and devices.
+lognormal with the published mean, cut off at the published limit. A learner in fp8 is priced as one in bf16. The whole
+steps are of models with experts, and three constants were fitted to those on H100: `learner.expert_flops_per_s`
+and `learner.expert_tokens`, and the seconds of an all-reduce between nodes (`BETWEEN_NODES_S`); nothing to other rows.
+BLIS, which predicts serving latencies, has a median error of 6.7 % on held-out models and devices.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ def step_s(row: Row) -> float:
     """With new weights for the engines, for which they stop in every schedule."""
     learner = LearnerTimingSpec()
     weights = {"gb": ModelShape.of_config(CONFIGS[row["model"]]).total_bytes / GB, "devices": row["generation_tp"]}
-    return Fit(learner.mfu, learner.expert_mfu, learner.fixed_s).step_s(known_of(row)) + load_s(weights)
+    return Fit(learner.mfu, learner.expert_flops_per_s).step_s(known_of(row)) + load_s(weights)
 
 
 def sampling_s(row: Row) -> float:
-    return known_of(row).parts[0][0]
+    return known_of(row).parts[0].generation_s
 
 
 def tokens_per_s(row: Row) -> float:
@@ -131,12 +130,12 @@ def pairs(rows: list[Row]) -> Iterator[str]:
         (sync,) = synchronous
         sync_s, told = step_s(sync), row["step_s"] / sync["step_s"]
         ratio = step_s(row) / sync_s
-        ((drawn_s, rest),) = known_of(row).parts
-        learner = LearnerTimingSpec()
-        rest_s = rest / (learner.expert_mfu if ModelShape.of_config(CONFIGS[row["model"]]).experts else learner.mfu)
+        known = known_of(row)
+        (part,) = known.parts
+        rest_s = known.rest_s(part, LearnerTimingSpec())
         sign = "right" if (ratio < 1) == (told < 1) else "wrong"
         name = f"{row['model']}, {row['devices']} x {row['kind']}"
-        parts = f"{drawn_s:.0f}, {rest_s:.0f} s"
+        parts = f"{part.generation_s:.0f}, {rest_s:.0f} s"
         yield f"| {name} | {told:.2f}x | {ratio:.2f}x | {sign} | {ratio / told - 1:+.0%} | {parts} |"
 
 

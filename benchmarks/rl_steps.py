@@ -10,8 +10,9 @@ the runtime floor of `engine.runtime_s`. The rest is
     6 operations per parameter and token for learning, 1.5 for old and 1.5 for reference logprobs, by peak x MFU
     + the scenarios' seconds of each step whatever its size
 
-where the MFU of models with and without experts is fitted. Steps that overlap take the longer of generation and the
-rest, at the best split of the devices, or with `--share` of them for generation (NeMo-RL's recipes have half).
+where the MFU, and with experts the operations per second, is fitted (`learner.expert_flops_per_s`). Steps that overlap
+take the longer of generation and the rest, at the best split of the devices, or with `--share` of them for generation
+(NeMo-RL's recipes have half).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from where import machine
 
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.known_models import BUILT_IN
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import Scenario
+from rlhfless.sim.scenarios.timing import operation_s, pass_operation_s
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
 
 SPREAD = 0.6
@@ -51,8 +54,8 @@ SPLITS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 DEVICES_PER_NODE = 8
 
 GRID = tuple(np.geomspace(0.1, 0.5, 33).tolist())
-EXPERT_GRID = tuple(np.geomspace(0.02, 0.2, 33).tolist())
-"""Values of MFU that are tried, without and with experts: each 5 and 7 % above the one before."""
+EXPERT_GRID = tuple(np.geomspace(30e12, 200e12, 33).tolist())
+"""Values that are tried of `mfu`, and of `expert_flops_per_s`: each 5 and 6 % above the one before."""
 
 
 def _config(sizes: Sequence[int], **more: int) -> Mapping[str, object]:
@@ -84,15 +87,30 @@ CONFIGS: dict[str, Mapping[str, object]] = {  # of the models' own config.json
 
 
 @dataclass(frozen=True)
+class Part:
+    """A split of the devices."""
+
+    generation_s: float
+    learner_devices: int
+
+
+@dataclass(frozen=True)
 class Known:
     """A published step, and what is simulated of it."""
 
     name: str
     step_s: float
-    experts: bool
+    shape: ModelShape
+    kind: str
+    tokens: float
     overlaps: bool
-    parts: tuple[tuple[float, float], ...]
-    """For each split of the devices: seconds of generation, and of the rest at an MFU of 1."""
+    parts: tuple[Part, ...]
+
+    def rest_s(self, part: Part, timing: LearnerTimingSpec) -> float:
+        """Seconds of learning and of logprobs."""
+        sheet = device_of(self.kind)
+        token_s = operation_s(self.shape, sheet, part.learner_devices, timing)
+        return OPERATIONS * (self.tokens * token_s + pass_operation_s(self.shape, sheet, timing))
 
 
 @dataclass(frozen=True)
@@ -100,13 +118,12 @@ class Fit:
     """Fitted figures."""
 
     mfu: float
-    expert_mfu: float
-    fixed_s: float
+    expert_flops_per_s: float
 
     def step_s(self, known: Known) -> float:
-        mfu = self.expert_mfu if known.experts else self.mfu
+        timing = LearnerTimingSpec(mfu=self.mfu, expert_flops_per_s=self.expert_flops_per_s)
         join = max if known.overlaps else sum
-        return min(join((drawn_s, rest_s / mfu)) for drawn_s, rest_s in known.parts) + self.fixed_s
+        return min(join((part.generation_s, known.rest_s(part, timing))) for part in known.parts) + timing.fixed_s
 
 
 def known_of(row: Mapping[str, Any]) -> Known:
@@ -121,12 +138,11 @@ def known_of(row: Mapping[str, Any]) -> Known:
     for count in counts:
         one = scenario_of(row, count, parallel)
         shape = one.model.shape
-        drawn_s = compare(one).results["static"][0].steps[-1].generation_s / int(row.get("in_flight_steps", 1))
-        learning = devices - count if overlaps else devices
-        tokens = int(row["prompts"]) * int(row["samples"]) * (float(row["mean_response_tokens"]) + PROMPT_TOKENS)
-        rate = learning * device_of(row["kind"]).flops_per_s.value
-        found.append((drawn_s, OPERATIONS * shape.active * tokens / rate))
-    return Known(row.get("id", row["model"]), float(row["step_s"]), bool(shape.experts), overlaps, tuple(found))
+        generation_s = compare(one).results["static"][0].steps[-1].generation_s / int(row.get("in_flight_steps", 1))
+        found.append(Part(generation_s, devices - count if overlaps else devices))
+    tokens = int(row["prompts"]) * int(row["samples"]) * (float(row["mean_response_tokens"]) + PROMPT_TOKENS)
+    name = row.get("id", row["model"])
+    return Known(name, float(row["step_s"]), shape, row["kind"], tokens, overlaps, tuple(found))
 
 
 def scenario_of(row: Mapping[str, Any], devices: int, parallel: int) -> Scenario:
@@ -177,13 +193,13 @@ def median_tokens(row: Mapping[str, Any]) -> float:
 def fitted(rows: Sequence[Known]) -> Fit:
     """The least sum of |log(predicted / published)|; a utilisation that no row tells is the scenarios' default."""
     prior = LearnerTimingSpec()
-    tried = GRID if any(not row.experts for row in rows) else (prior.mfu,)
-    with_experts = EXPERT_GRID if any(row.experts for row in rows) else (prior.expert_mfu,)
+    tried = GRID if any(not row.shape.experts for row in rows) else (prior.mfu,)
+    with_experts = EXPERT_GRID if any(row.shape.experts for row in rows) else (prior.expert_flops_per_s,)
 
     def off(fit: Fit) -> float:
         return math.fsum(abs(math.log(fit.step_s(row) / row.step_s)) for row in rows)
 
-    return min((Fit(*mfus, prior.fixed_s) for mfus in itertools.product(tried, with_experts)), key=off)
+    return min((Fit(*rates) for rates in itertools.product(tried, with_experts)), key=off)
 
 
 def main() -> None:
@@ -198,9 +214,9 @@ def main() -> None:
         found = [row | {"generation_devices": int(int(row["devices"]) * arguments.share)} for row in found]
     rows = [known_of(row) for row in found]
     default = LearnerTimingSpec()
-    prior, every = Fit(default.mfu, default.expert_mfu, default.fixed_s), fitted(rows)
+    prior, every = Fit(default.mfu, default.expert_flops_per_s), fitted(rows)
     print(machine())
-    print(f"fitted to all: MFU {every.mfu:.3f}, with experts {every.expert_mfu:.3f}")
+    print(f"fitted to all: MFU {every.mfu:.3f}, with experts {every.expert_flops_per_s / 1e12:.0f} TFLOP/s of a device")
     print(f"{'step':20} {'published':>10} {'defaults':>9} {'fit':>7} {'left out':>9}")
     errors = []
     for index, row in enumerate(rows):

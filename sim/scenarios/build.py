@@ -161,7 +161,7 @@ class ScenarioLayout:
         evaluated = evaluated_share(work.mini_batches, work.epochs, work.old_logprobs)
         return LearnerShape(
             self._slot(FunctionName.LEARNER, node, side),
-            scenario.learner.fixed_s,
+            scenario.learner.fixed_s + timing.passes_s(scenario, kind, evaluated),
             timing.forward_token_s(scenario, kind, count) * evaluated * scenario.learner.learned_share,
             timing.learn_token_s(scenario, kind, count),
             timing.publish_s(scenario, self._measured),

@@ -171,6 +171,15 @@ def learn_operations(recomputes: bool) -> float:
     return LEARN_OPERATIONS * (1 if recomputes else KEPT_SHARE)
 
 
+def passes_s(scenario: Scenario, kind: str, evaluated: float) -> float:
+    """Seconds of a step's passes whatever its tokens: those of the learner over `evaluated` batches for their old
+    logprobs and over its epochs, and that of the reference."""
+    learner = scenario.learner
+    operations = learner.epochs * learn_operations(learner.gradient_checkpointing)
+    operations += FORWARD_OPERATIONS * (evaluated + (scenario.reference is not None))
+    return operations * pass_operation_s(scenario.model.shape, scenario.cluster.sheet(kind), learner)
+
+
 def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Seconds per token of a forward pass alone."""
     return FORWARD_OPERATIONS * _token_s(scenario, kind, devices)
@@ -214,5 +223,16 @@ def _token_s(scenario: Scenario, kind: str, devices: int) -> float:
 
 def operation_s(shape: ModelShape, sheet: DeviceSheet, devices: int, timing: LearnerTimingSpec) -> float:
     """Seconds per token for each operation per parameter of a model that is trained."""
-    mfu = timing.expert_mfu if shape.experts else timing.mfu
-    return shape.active / (sheet.flops_per_s.value * devices * mfu)
+    return shape.active / (devices * _flops_per_s(shape, sheet, timing))
+
+
+def pass_operation_s(shape: ModelShape, sheet: DeviceSheet, timing: LearnerTimingSpec) -> float:
+    """Seconds of a pass whatever its tokens, for each operation per parameter."""
+    tokens = timing.expert_tokens if shape.experts else 0.0
+    return shape.active * tokens / _flops_per_s(shape, sheet, timing)
+
+
+def _flops_per_s(shape: ModelShape, sheet: DeviceSheet, timing: LearnerTimingSpec) -> float:
+    """Operations per second of one device that learns."""
+    dense = timing.mfu * sheet.flops_per_s.value
+    return min(timing.expert_flops_per_s, dense) if shape.experts else dense

@@ -137,9 +137,14 @@ class LearnerTimingSpec(SpecModel):
     lost time. The default lies between two public logs of verl: 0.185 (GRPO of a 7B model, MI300) and 0.288 (LoRA of a
     72B model). With recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
 
-    expert_mfu: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """The same for models with experts, by their active parameters. The default is a fit to two published GRPO steps of
-    30B-A3B and 235B-A22B on H100: small products and all-to-all leave a fifth of what dense models reach."""
+    expert_flops_per_s: Positive = 85e12
+    """Operations per second of a device with a model with experts, by its active parameters, at most what `mfu` gives.
+    H100 and GB200 reach the same rate, not the same share of their peaks: small products and all-to-all bind. A fit to
+    10 published GRPO steps of 30B-A3B, 235B-A22B and DeepSeek-V3 on H100 (`benchmarks/anchors.yaml`)."""
+
+    expert_tokens: Annotated[float, Field(ge=0)] = 13_000
+    """Each pass of a model with experts takes as long as with so many more tokens on each device: with 1,000 tokens a
+    device reaches a tenth of its rate, with 200,000 nearly all. A fit to the same steps."""
 
     mini_batches: Count = 2
     """Updates per pass. The samples of all but the first are passed forward before it, for their old logprobs."""

@@ -218,7 +218,7 @@ def moved(made: Scenario) -> RunResult:
 
 def test_a_scenario_whose_learner_moves() -> None:
     # A model of which a move takes less than it saves.
-    result = moved(two_kinds({"h100": 2}, learner={"mfu": 1e-5, "expert_mfu": 1e-5}, steps=40))
+    result = moved(two_kinds({"h100": 2}, learner={"mfu": 1e-5}, steps=40))
     trace = result.trace
     assert trace is not None
     assert [each.choice for each in trace.decisions if each.kind == LEARNER_RANKS] == ["2 x h100"]

@@ -277,7 +277,8 @@ def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths) -
     simulated_s = peak_s / mfu * (1 + FORWARD_OPERATIONS / operations * evaluated / spec.epochs)
     evaluate_s = latency.evaluate.at(tokens) * evaluated if latency.evaluate is not None else 0.0
     fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + latency.driver_s
-    return {"mfu": mfu, "expert_mfu": mfu, "fixed_s": fixed_s}
+    rate = mfu * asked.learner_sheet.flops_per_s.value
+    return {"mfu": mfu, "expert_flops_per_s": rate, "expert_tokens": 0, "fixed_s": fixed_s}
 
 
 def _results(scenario: Scenario) -> Sequence[RunResult]:

@@ -36,7 +36,7 @@ from rlhfless.scaling.memory import without_head
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
-from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations, operation_s
+from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations, operation_s, pass_operation_s
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
@@ -68,7 +68,9 @@ class Seconds:
         operations = learn_operations(spec.learner.recomputes)
         learn_s = operations * operation_s(shape, asked.sheet, spec.learner.world_size, timing)
         reference_s = FORWARD_OPERATIONS * operation_s(shape, asked.sheet, count_of(spec.reference.ranks), timing)
-        learn, reference = (LineFit(fixed_s=0.0, token_s=each) for each in (learn_s, reference_s))
+        pass_s = pass_operation_s(shape, asked.sheet, timing)
+        learn = LineFit(fixed_s=operations * spec.epochs * pass_s, token_s=learn_s)
+        reference = LineFit(fixed_s=FORWARD_OPERATIONS * pass_s, token_s=reference_s)
         return cls(learn, reference, timing.fixed_s, sheet_factor(asked.sheet.kind))
 
     @classmethod

@@ -75,6 +75,8 @@ class DeviceSheet(SpecModel):
     all_reduce_bytes_per_s: GroupRates
     """Rate at which each device of a group sends and receives in a large all-reduce. Without NVLink they share a
     bus."""
+    linked_devices: Annotated[int, Field(ge=1)] = 8
+    """Devices that fast links join; engines of more span nodes."""
     power_w: Figure | None = None
     """Power that it is built for, with its memory."""
     no_engine: Annotated[str, Field(min_length=1)] | None = None

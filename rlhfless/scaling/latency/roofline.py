@@ -19,6 +19,10 @@ from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 
+BETWEEN_NODES_S = 60e-6
+"""Seconds by which an all-reduce between nodes takes longer than one within a node: a fit to published steps of
+DeepSeek-V3 and Qwen3-235B-A22B with engines of 16 and 32 H100."""
+
 KERNEL_S = 3e-6
 """Start of a kernel: the constant that aiconfigurator adds to each memory operation."""
 
@@ -110,7 +114,9 @@ class Roofline:
         size = tokens * self.shape.hidden * max(self.shape.weight_bytes, ACTIVATION_BYTES)
         rate = self.device.all_reduce_bytes_per_s.among(self.tensor_parallel)
         moved_s = 2 * others / self.tensor_parallel * size / rate
-        return ALL_REDUCES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + moved_s)
+        start_s = self.device.all_reduce_s.value
+        start_s += BETWEEN_NODES_S if self.tensor_parallel > self.device.linked_devices else 0.0
+        return ALL_REDUCES_PER_LAYER * self.shape.layers * (start_s + moved_s)
 
 
 def exchange_s(shape: ModelShape, device: DeviceSheet, tensor_parallel: int, data_parallel: int, tokens: int) -> float:

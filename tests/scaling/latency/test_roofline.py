@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet, UnknownDevice, device_of, load_devices
-from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.roofline import BETWEEN_NODES_S, Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import start_s, weight_load_s
 
@@ -204,9 +204,19 @@ def test_decoding_by_hand() -> None:
     for devices, rate in ((3, 1e10), (4, 1e10), (16, 1e10)):  # as the next larger group of the table, or the largest
         many = Roofline(SHAPE, device(), tensor_parallel=devices)
         reduce_s = 2 * 32 * (1e-5 + 2 * (devices - 1) / devices * (4096 * 2) / rate)
+        if devices > 8:  # it spans two nodes
+            reduce_s += 2 * 32 * BETWEEN_NODES_S
         assert many.iteration_s(1) == pytest.approx(2 * read / (devices * 1e12) + starts_s + reduce_s)
     # More devices than KV heads keep copies of them.
     assert Roofline(SHAPE, device(), tensor_parallel=16).context_s == pytest.approx(131072 / 8e12)
+
+
+def test_an_engine_of_one_rack_spans_no_nodes() -> None:
+    reduced = [Roofline(SHAPE, device_of(kind), tensor_parallel=16).iteration_s(1) for kind in ("gb200", "h100")]
+    within = Roofline(SHAPE, device_of("h100").model_copy(update={"linked_devices": 16}), tensor_parallel=16)
+    assert reduced[1] - within.iteration_s(1) == pytest.approx(64 * BETWEEN_NODES_S)
+    rack = Roofline(SHAPE, device_of("gb200").model_copy(update={"linked_devices": 10**6}), tensor_parallel=16)
+    assert reduced[0] == rack.iteration_s(1)
 
 
 def test_prefill_by_hand() -> None:

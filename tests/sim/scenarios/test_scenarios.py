@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fakes.places import SCENARIOS
-from fakes.tiny_scenario import scenario, values
+from fakes.tiny_scenario import CONFIG, scenario, values
 from rlhfless.scaling.latency.known_models import BUILT_IN
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.contracts import ContractError
@@ -156,6 +156,22 @@ def test_learning_and_memory_by_hand() -> None:
     assert timing.kv_tokens(one, "l40s") == int(left / 57_344)
     # 16 bytes for each of 7.6 billion parameters, in 0.8 x 48 GB.
     assert timing.learner_devices_needed(one, "l40s") == 4
+
+
+def test_a_learner_of_experts_levels_off_with_few_tokens_by_hand() -> None:
+    """85 TFLOP/s of a device, whatever its peak, and for each pass the time of 13,000 tokens more. The forward and the
+    backward pass do 6 operations per parameter, old logprobs of the second half and the reference 1.5 each."""
+    experts = CONFIG | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    one = scenario(model={"config": experts}, reference={})
+    active = one.model.shape.active
+    assert timing.learn_token_s(one, "l40s", 2) == pytest.approx(6 * active / (2 * 85e12))
+    assert timing.learn_token_s(one, "h100", 4) == pytest.approx(6 * active / (4 * 85e12))
+    # An L4 does 121 TFLOP/s, and 0.24 of that as with dense models.
+    assert timing.learn_token_s(one, "l4", 1) == pytest.approx(6 * active / (0.24 * 121e12), rel=0.01)
+    assert timing.passes_s(one, "h100", 0.5) == pytest.approx((6 + 1.5 * 1.5) * active * 13_000 / 85e12)
+    assert timing.passes_s(scenario(), "h100", 0.5) == 0.0
+    layout = ScenarioLayout(one, ScenarioPlacementSpec())
+    assert layout.learner().fixed_s == pytest.approx(2.0 + timing.passes_s(one, "l40s", 0.5))
 
 
 def test_reference_and_critic_have_all_devices_of_the_learner_unless_the_scenario_says() -> None:
