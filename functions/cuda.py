@@ -8,8 +8,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhfless.spec.errors import UserError
 
@@ -38,6 +40,18 @@ PINNED = "pinned_max_round_threshold_mb:1"
 EXPANDABLE = "expandable_segments:True"
 """For ranks, whose micro-batches have rows of many lengths: fixed segments of the allocator fragment, by 10 to 25 % of
 what is in use. Not where memory is shared with engines by CUDA IPC, nor in engines: vLLM's sleep excludes it."""
+
+
+FLASHINFER = "RLHFLESS_FLASHINFER"
+"""The variable that says whether an engine's processes may use FlashInfer: 1, or 0."""
+
+
+def hide_flashinfer() -> None:
+    """Make FlashInfer not importable in this process, if the variable says so. vLLM takes it where it finds an nvcc of
+    whatever version (`has_flashinfer`, vllm/utils/flashinfer.py), so kernels would differ from node to node."""
+    if os.environ.get(FLASHINFER) == "0":
+        modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
+        modules["flashinfer"] = None
 
 
 class NoCuda(UserError):

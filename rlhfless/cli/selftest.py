@@ -22,8 +22,8 @@ FAILED = 1
 """Exit code if a check has failed."""
 
 NODE_S = 1800.0
-"""Longest wait for the nodes of a cluster: a self-test takes five minutes with the bundled model, and the start of each
-engine of a large model takes as long again."""
+"""Longest wait for the nodes of a cluster: with cold caches a self-test of eight GPUs takes up to nine minutes with the
+bundled model (computed), and each of its four engines of a large model minutes more."""
 
 COLOURS = {"ok": "green", "failed": "red", "not applicable": "dim"}
 

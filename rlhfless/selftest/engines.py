@@ -148,13 +148,15 @@ def _published(subject: Subject, step: int, *, perturbed: bool = False) -> tuple
     needs=("learner",),
 )
 def start(subject: Subject) -> Measured:
-    """An engine beside the learner, which is up: seconds of each phase, and its KV cache against the plan's."""
+    """An engine beside the learner, which is up: seconds of each phase, its KV cache against the plan's, and the model
+    runner, attention and sampler that vLLM chose."""
     engines = subject.engines = Engines(subject)
     engine, planned = engines.engine, subject.asked.plan().kv_tokens or 0
     seconds = {f"{name}_s": value for name, value in engine.start_seconds.items()}
     subject.results["start"] = dict(engine.start_seconds)
     measured = {
         **seconds,
+        **engine.backends,
         "kv_tokens": engine.kv_capacity_tokens,
         "planned_kv_tokens": planned,
         "graphs": not is_eager(engine.settings),

@@ -29,7 +29,7 @@ from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore
 
 IMPORTS = ("torch", "transformers", "ray", "vllm")
-GPU_IMPORTS = ("cuda.bindings", "triton", "flashinfer")
+GPU_IMPORTS = ("cuda.bindings", "triton")
 
 IMPORT_S = 300.0
 """Longest wait for all imports, on a cold disk."""

@@ -74,6 +74,11 @@ class EngineSpec(SpecModel):
     eager: bool | None = None
     """Skip CUDA graphs and compilation. On by default on CPU, off on GPU."""
 
+    flashinfer: bool = False
+    """Use FlashInfer's kernels on GPUs: norms fused with the sums of tensor parallelism, attention on Blackwell. Every
+    node then needs the packages `flashinfer-cubin` and `flashinfer-jit-cache`, of the version of `flashinfer-python`.
+    Where it is off engines do not see FlashInfer, whatever compiler a node has."""
+
     core_process: bool | None = None
     """Run vLLM's scheduler and workers in processes of their own. On by default on GPUs and where an actor has several
     devices, which need it; off for one CPU core, where a single process is faster."""

@@ -34,6 +34,7 @@ ANSWERS: dict[str, Any] = {
     "get_supported_tasks": ("generate",),
     "supports_draft_weight_updates": False,
     "rlhfless_start": ({}, 0),
+    "rlhfless_backends": {},
     "rlhfless_draft_times": (0.0, 0.0),
 }
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,6 +89,8 @@ class VllmEngine:
         """Tokens that the KV cache holds; 0 if the engine did not say."""
         self.block_tokens = 0
         """Tokens of a block of the KV cache, once it has started."""
+        self.backends: Mapping[str, str] = {}
+        """The code that vLLM chose: model runner, attention, sampler."""
         self.rest = Rest()
         self._process = process
         self._folder = folder
@@ -340,6 +342,7 @@ class VllmEngine:
             case Started():
                 self.kv_capacity_tokens = message.kv_capacity_tokens
                 self.block_tokens = message.block_tokens
+                self.backends = message.backends
                 _resolve(self._started, message.seconds)
             case Crashed():
                 self._fail(EngineDead(self._told(f"the engine's process failed:\n{message.trace.rstrip()}")))

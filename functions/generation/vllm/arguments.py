@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlhfless.functions.cuda import ALLOCATOR, PINNED
+from rlhfless.functions.cuda import ALLOCATOR, FLASHINFER, PINNED
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import (
     INTERFACE,
@@ -45,6 +45,10 @@ DRAFTERS = {
     "ngram": f"{_DRAFTER_MODULE}.NgramDrafter",
 }
 """Our classes that vLLM imports in its workers, by method; `ngram` only on CPUs."""
+
+FLASHINFER_KERNELS = ("flashinfer_cubin", "flashinfer_jit_cache")
+"""Modules with the compiled kernels of FlashInfer. Without them it compiles at the start with whatever nvcc a node has,
+for minutes, or fails."""
 
 NGRAMS = 3, 5
 """Fewest and most last tokens that vLLM's own n-grams have on GPUs."""
@@ -73,7 +77,8 @@ OWN_ARGUMENTS = frozenset(
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`. Raises ValueError if `extra` holds one of `OWN_ARGUMENTS`."""
+    """Keyword arguments of vLLM's `EngineArgs`. Raises ValueError if `extra` holds one of `OWN_ARGUMENTS`, or
+    a package that the spec needs is missing."""
     spec = settings.engine
     if taken := sorted(OWN_ARGUMENTS & spec.extra.keys()):
         raise ValueError(f"generation.engine.extra must not contain {taken[0]!r}: the adapter sets it itself")
@@ -117,7 +122,19 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["per_request_spec_decode_metrics"] = "detailed"
     if spec.kv_connector is not None:
         arguments["kv_transfer_config"] = _kv_transfer(settings)
+    if spec.flashinfer and settings.device != "cpu":
+        _require_flashinfer_kernels()
     return arguments | spec.extra
+
+
+def _require_flashinfer_kernels() -> None:
+    """Raises ValueError if FlashInfer would have to compile its kernels."""
+    if missing := [name for name in FLASHINFER_KERNELS if importlib.util.find_spec(name) is None]:
+        packages = " and ".join(name.replace("_", "-") for name in missing)
+        raise ValueError(
+            f"generation.engine.flashinfer is true, but {packages} is not installed beside this engine; install it on "
+            "every node, of the version of flashinfer-python, or leave flashinfer out"
+        )
 
 
 def kv_folder(settings: EngineSettings) -> Path:
@@ -219,6 +236,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))
         # vLLM uses it for no request that has a seed, so never here; to ask whether it could, a start needs FlashInfer.
         fixed["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        fixed[FLASHINFER] = str(int(settings.engine.flashinfer))
     if settings.engine.kv_connector == "nixl":
         import ray  # here: the engine's process, which reads this file for the arguments, has no use for it
 

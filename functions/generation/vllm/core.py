@@ -85,6 +85,7 @@ class Core:
         of_workers: list[start_times.WorkerStart] = self._engine.collective_rpc(
             "rlhfless_start", args=(settings.speculation.measured,)
         )
+        self.backends: dict[str, str] = self._engine.collective_rpc("rlhfless_backends")[0]
         size_bytes = start_times.weights_bytes(settings.model)
         built = start_times.phases(time.monotonic() - configured, of_workers, size_bytes)
         self.seconds = {str(StartPhase.CONFIGURE): configured - started} | built

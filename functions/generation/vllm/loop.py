@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlhfless import processes
-from rlhfless.functions.cuda import require_cuda
+from rlhfless.functions.cuda import hide_flashinfer, require_cuda
 from rlhfless.functions.generation.engine import EngineError, EngineSettings
 from rlhfless.functions.generation.vllm.messages import (
     Crashed,
@@ -100,7 +100,7 @@ def main() -> None:
     try:
         settings: EngineSettings = processes.receive(channel)
         core, seconds = _start(settings)
-        processes.send(channel, Started(seconds, core.kv_capacity_tokens, core.block_tokens))
+        processes.send(channel, Started(seconds, core.kv_capacity_tokens, core.block_tokens, core.backends))
         serve(channel, core)
         core.close()
     except EOFError:
@@ -121,6 +121,7 @@ def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
     started = time.monotonic()
     if settings.device == "cuda":
         require_cuda()
+    hide_flashinfer()
     gc.disable()
     from rlhfless.functions.generation.vllm.core import Core  # most of the start
 
@@ -136,3 +137,4 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":
     # vLLM starts its processes by `spawn`, which first imports the main module of the one that starts them: this one.
     processes.die_with_spawner()
+    hide_flashinfer()

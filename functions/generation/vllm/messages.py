@@ -7,7 +7,7 @@ of vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
@@ -66,6 +66,8 @@ class Started:
     """Tokens that the KV cache holds; 0 where the engine does not say."""
     block_tokens: int = 16
     """Tokens of a block of the KV cache."""
+    backends: Mapping[str, str] = field(default_factory=dict)
+    """The code that vLLM chose: model runner, attention, sampler."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -29,9 +30,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlhfless.functions.generation.vllm import experts, generators, quantised_layers, start_times, verification
@@ -173,6 +176,18 @@ class StoreWorkerExtension(SleepingWorker):
         if isinstance(runner, GPUModelRunner) and hasattr(runner, "drafter") and not runner.use_async_scheduling:
             self.rlhfless_passes = DraftingPasses(runner, measured=drafts_measured)
         return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
+
+    def rlhfless_backends(self) -> dict[str, str]:
+        """The code that vLLM chose for this model on this device."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[attr-defined,type-abstract]
+        older = getattr(runner.sampler, "topk_topp_sampler", None)
+        return {
+            "runner": "V1" if isinstance(runner, GPUModelRunner) else "V2",
+            "attention": ", ".join(sorted({layer.get_attn_backend().get_name() for layer in layers.values()})),
+            "sampler": "gumbel" if older is None else older.forward.__name__,
+            "flashinfer": "on" if has_flashinfer() else "off",
+        }
 
     def rlhfless_draft_times(self) -> tuple[float, float]:
         """See DraftingPasses.times; nothing where the runner's passes are vLLM's own."""

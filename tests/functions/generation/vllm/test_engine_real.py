@@ -290,6 +290,8 @@ async def test_the_start_has_the_phases_that_vllm_reports_and_no_others(case: Ca
     # On CPUs nothing is compiled by default, and there are no graphs.
     assert phases - {"weights_disk", "weights_cache"} == {"import", "configure", "build"}
     assert min(case.engine.start_seconds.values()) > 0  # type: ignore[attr-defined]
+    chosen = {"runner": "V1", "attention": "CPU_ATTN", "sampler": "forward_cpu", "flashinfer": "off"}
+    assert case.engine.backends == chosen  # type: ignore[attr-defined]
 
 
 @contract_of_weights

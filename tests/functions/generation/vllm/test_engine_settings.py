@@ -2,13 +2,17 @@
 
 import asyncio
 import dataclasses
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import rlhfless
 from rlhfless import processes
+from rlhfless.functions.cuda import FLASHINFER
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm import arguments as arguments_module
 from rlhfless.functions.generation.vllm import version
@@ -119,6 +123,37 @@ def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_gpus_alone() -
 def test_the_sampler_that_takes_no_seeds_is_off_on_gpus() -> None:
     inherited = {"VLLM_USE_FLASHINFER_SAMPLER": "1"}
     assert engine_environment(_settings("cuda"), inherited)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+def test_flashinfer_is_off_unless_the_spec_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited = {FLASHINFER: "1"}
+    assert engine_environment(_settings("cuda"), inherited)[FLASHINFER] == "0"
+    wanted = _settings("cuda", flashinfer=True)
+    assert engine_environment(wanted, {})[FLASHINFER] == "1"
+    assert FLASHINFER not in engine_environment(_settings("cpu", flashinfer=True), {})
+    with pytest.raises(ValueError, match=r"engine\.flashinfer is true, but flashinfer-cubin and flashinfer-jit"):
+        engine_arguments(wanted)
+    engine_arguments(_settings("cpu", flashinfer=True))
+    monkeypatch.setattr(arguments_module, "FLASHINFER_KERNELS", ("json",))
+    engine_arguments(wanted)
+
+
+@pytest.mark.parametrize(("setting", "found"), [("0", False), ("1", True)])
+def test_the_compiler_of_a_host_does_not_decide_about_flashinfer(setting: str, found: bool, tmp_path: Path) -> None:
+    """vLLM finds FlashInfer where there is an nvcc, as here."""
+    (tmp_path / "flashinfer.py").touch()
+    (tmp_path / "bin").mkdir()
+    for tool in ("nvcc", "ninja"):
+        (tmp_path / "bin" / tool).touch(0o755)
+    code = (
+        "from rlhfless.functions.cuda import hide_flashinfer; hide_flashinfer()\n"
+        "from vllm.utils.flashinfer import has_flashinfer; print('found', has_flashinfer())"
+    )
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    environment = {**os.environ, FLASHINFER: setting, "CUDA_HOME": str(tmp_path), "PATH": path}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert f"found {found}" in done.stdout, done.stderr
 
 
 def test_the_processes_of_an_engine() -> None:
