@@ -54,8 +54,8 @@ def _engine(
         shape,
         spec.model.dtype,
         engine.devices_per_actor,
-        engine.max_batch_tokens,
-        min(engine.sequence_limit * (1 + spec.generation.speculation.most), engine.max_batch_tokens),
+        engine.batch_tokens,
+        min(engine.sequence_limit * (1 + spec.generation.speculation.most), engine.batch_tokens),
         graphs=on_gpu and not engine.eager,
         eight_bits=spec.generation.quantization != "off",
     )
@@ -83,7 +83,7 @@ def kv_tokens(
     engine = spec.generation.engine
     shape = shape if engine.kv_connector is None else replace(shape, windows=None)
     sequence = sum(
-        kv_sequence_bytes(each, spec.model.dtype, engine.devices_per_actor, sequence_tokens, engine.max_batch_tokens)
+        kv_sequence_bytes(each, spec.model.dtype, engine.devices_per_actor, sequence_tokens, engine.batch_tokens)
         for each in (shape, draft)
         if each is not None
     )

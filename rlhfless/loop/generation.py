@@ -236,7 +236,7 @@ class GenerationStage:
         if not self._apart:
             return [list(numbers)]
         prompts = [self._table.items[sample].prompt_token_ids for sample in numbers]
-        parts = pieces(prompts, list(map(len, prompts)), self._spec.generation.engine.max_batch_tokens)
+        parts = pieces(prompts, list(map(len, prompts)), self._spec.generation.engine.batch_tokens)
         return [[numbers[index] for index in part] for part in parts]
 
     def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:

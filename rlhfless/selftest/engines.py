@@ -249,7 +249,7 @@ def speed(subject: Subject) -> Measured:
         lengths = [len(tokens) for tokens in engines.draw(*(_request(subject, index) for index in range(number)))]
         elapsed_s = time.perf_counter() - began_s
         points.append((sum(lengths) / max(lengths), elapsed_s / max(lengths)))
-    long = min(subject.asked.sequence_tokens - 1, spec.max_batch_tokens)
+    long = min(subject.asked.sequence_tokens - 1, spec.batch_tokens)
     began_s = time.perf_counter()
     engines.draw(_request(subject, 1001, most=1, prompt=long))
     prefill_s = max(time.perf_counter() - began_s - points[0][1], 0.0)

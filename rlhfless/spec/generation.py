@@ -44,6 +44,7 @@ KvConnector = Literal["folder", "nixl"]
 
 
 USUAL_SEQUENCES = 256
+USUAL_BATCH_TOKENS = 8192
 """`max_sequences` where nothing calls for more: vLLM's own default for small devices."""
 
 
@@ -68,8 +69,9 @@ class EngineSpec(SpecModel):
     """Most sequences decoded at the same time. `auto`: 256; on GPUs up to 1,024 where a step has that many samples for
     each actor and the KV cache holds half of them at their longest."""
 
-    max_batch_tokens: Tokens = 8192
-    """Most tokens in one iteration of the engine, prefill included."""
+    max_batch_tokens: Tokens | Literal["auto"] = "auto"
+    """Most tokens in one iteration of the engine, prefill included. `auto`: vLLM's default for the device, 16,384 on
+    GPUs of 70 GiB and more (not A100) if the memory plan has room for it, 8,192 elsewhere."""
 
     eager: bool | None = None
     """Skip CUDA graphs and compilation. On by default on CPU, off on GPU."""
@@ -96,6 +98,11 @@ class EngineSpec(SpecModel):
     def sequence_limit(self) -> int:
         """`max_sequences`; 256 until `auto` is decided."""
         return USUAL_SEQUENCES if self.max_sequences == "auto" else self.max_sequences
+
+    @property
+    def batch_tokens(self) -> int:
+        """`max_batch_tokens`; 8,192 until `auto` is decided."""
+        return USUAL_BATCH_TOKENS if self.max_batch_tokens == "auto" else self.max_batch_tokens
 
     @property
     def devices_per_actor(self) -> int:

@@ -35,6 +35,7 @@ from rlhfless.sim.selection import AGAIN, as_begun, steps_of
 from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import LearnerSpec, PartialSpec, TailBatchingSpec
+from rlhfless.spec.generation import USUAL_BATCH_TOKENS
 
 FORWARD_TOKENS = LearnerSpec().pass_tokens
 """Tokens of a forward pass where the spec of a trace does not say."""
@@ -206,5 +207,7 @@ def _engine_shape(trace: Trace, kv_tokens: int | None) -> EngineShape:
     longest = max(row.prompt_tokens + row.response_tokens for row in trace.rollouts)
     block = CPU_BLOCK_TOKENS if device_kind(trace) == CPU_KIND else BLOCK_TOKENS
     blocks = sequences * (longest // block + 1) if kv_tokens is None else kv_tokens // block
-    tokens = int(trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences))
-    return EngineShape(sequences, blocks, block, max(tokens, sequences))
+    tokens = trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences)
+    return EngineShape(
+        sequences, blocks, block, max(USUAL_BATCH_TOKENS if tokens == "auto" else int(tokens), sequences)
+    )

@@ -139,7 +139,21 @@ def test_small_models_generate_all_samples_of_a_step_at_once() -> None:
     # 14B on eight devices has KV for 38 of the longest sequences per actor, and 256 samples.
     assert _asked("14B", "h100", 8).spec.generation.engine.max_sequences == 256
     chosen = _asked("0.6B", "h100", 2, generation={"engine": {"max_sequences": 64}}).spec.generation.engine
-    assert (chosen.max_sequences, chosen.max_batch_tokens) == (64, 8192)
+    assert (chosen.max_sequences, chosen.max_batch_tokens) == (64, 16_384)
+
+
+def test_batch_tokens_are_vllms_default_for_the_device_and_the_plan_reads_them() -> None:
+    def chosen(kind: str, **engine: Any) -> Question:
+        return _asked("1.5B", kind, 1, generation={"engine": engine})
+
+    tokens = {
+        kind: chosen(kind).spec.generation.engine.max_batch_tokens for kind in ("h100", "b200", "l40s", "a100-80gb")
+    }
+    assert tokens == {"h100": 16_384, "b200": 16_384, "l40s": 8192, "a100-80gb": 8192}
+    own = chosen("h100", max_batch_tokens=4096)
+    assert own.spec.generation.engine.max_batch_tokens == own.spec.generation.engine.batch_tokens == 4096
+    # Smaller batches leave room for more KV: the plan counts the activations of the batch that is set.
+    assert (own.plan().kv_tokens or 0) > (chosen("h100", max_batch_tokens=16_384).plan().kv_tokens or 0)
 
 
 @pytest.mark.parametrize("kind", ["l40s", "h100"])

@@ -95,7 +95,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # First come, first served, but for the probe: behind all requests that wait it would wait for most of a step.
         "scheduling_policy": "priority",
         "max_num_seqs": spec.sequence_limit,
-        "max_num_batched_tokens": spec.max_batch_tokens,
+        "max_num_batched_tokens": spec.batch_tokens,
         "enforce_eager": is_eager(settings),
         "disable_log_stats": True,
         # Logprobs at the sampling temperature: what the learner's ratio needs.

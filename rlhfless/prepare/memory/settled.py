@@ -6,6 +6,7 @@ them too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 
 from rlhfless.prepare.memory.plan import MemoryPlan, nodes_of
 from rlhfless.prepare.memory.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
-from rlhfless.scaling.memory import version_bytes
+from rlhfless.scaling.memory import GIB, version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
@@ -52,8 +53,9 @@ MAX_SEQUENCES = "generation.engine.max_sequences"
 BATCH_TOKENS = "generation.engine.max_batch_tokens"
 
 LARGE_BATCHES = (1024, 512)
-GPU_BATCH_TOKENS = 16_384
-"""vLLM's own default for servers of large GPUs (vllm/engine/arg_utils.py, `get_batch_defaults`)."""
+LARGE_BATCH_TOKENS, LARGE_GPU_BYTES, SMALLER_BATCHES = 16_384, 70 * GIB, ("a100-40gb", "a100-80gb")
+"""vLLM's default for engines of large GPUs, from which memory on it applies, and the kinds on which such batches are
+slower (`get_batch_defaults`, vllm/engine/arg_utils.py). Everywhere else it is USUAL_BATCH_TOKENS."""
 
 BATCH_SEQUENCES = 32
 """Sequences that the KV cache of an actor should hold: with fewer an engine reads its weights for few tokens at a time,
@@ -71,7 +73,8 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
     wanted: dict[str, Any] = {} if kind == CPU_KIND else {"model.dtype": "bfloat16"}
     if kind == CPU_KIND:
         engine = spec.generation.engine
-        spec = edited(spec, {TENSOR_PARALLEL: engine.devices_per_actor, MAX_SEQUENCES: engine.sequence_limit})
+        open_keys = {TENSOR_PARALLEL: engine.devices_per_actor, MAX_SEQUENCES: engine.sequence_limit}
+        spec = edited(spec, open_keys | {BATCH_TOKENS: engine.batch_tokens})
     wanted |= {f"{name}.dtype": "bfloat16" for name in spec.trained if learning != CPU_KIND}
     spec = edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
     if learning == CPU_KIND:
@@ -263,18 +266,24 @@ def _has_room(asked: Question, spec: RunSpec, name: str, tokens: int) -> bool:
 
 
 def _with_large_batches(asked: Question, spec: RunSpec) -> RunSpec:
-    """The spec with `max_sequences: auto` and an open `max_batch_tokens` decided on GPUs: as many sequences as an actor
-    has samples in a step, in powers of two, as long as the KV cache holds half of them at their longest."""
-    engine = spec.generation.engine
-    if spec.supervised or engine.max_sequences != "auto" or asked.sheet.kind == CPU_KIND:
+    """The spec with `max_sequences: auto` and `max_batch_tokens: auto` decided on GPUs: as many sequences as an actor
+    has samples in a step, in powers of two, as long as the KV cache holds half of them at their longest; and vLLM's
+    batch tokens for the device, as long as there is room for a batch of sequences beside them."""
+    engine, sheet = spec.generation.engine, asked.sheet
+    if spec.supervised or sheet.kind == CPU_KIND or "auto" not in (engine.max_sequences, engine.max_batch_tokens):
         return spec
-    samples = _samples_per_actor(spec)
-    batch = {} if is_set(spec, BATCH_TOKENS) else {BATCH_TOKENS: GPU_BATCH_TOKENS}
-    for sequences in (size for size in LARGE_BATCHES if size < 2 * samples):
-        changed = edited(spec, {MAX_SEQUENCES: sequences} | batch)
-        if _fits(asked, changed) and _holds(asked, changed, sequences // 2):
+    large = LARGE_BATCHES if engine.max_sequences == "auto" else ()
+    sequences = [size for size in large if size < 2 * _samples_per_actor(spec)]
+    is_large = (
+        sheet.visible_bytes or sheet.memory_bytes
+    ).value >= LARGE_GPU_BYTES and sheet.kind not in SMALLER_BATCHES
+    tokens = [LARGE_BATCH_TOKENS] if engine.max_batch_tokens == "auto" and is_large else []
+    for size, batch in itertools.product((*sequences, engine.sequence_limit), (*tokens, engine.batch_tokens)):
+        changed = edited(spec, {MAX_SEQUENCES: size, BATCH_TOKENS: batch})
+        held = size // 2 if size in sequences else BATCH_SEQUENCES
+        if _fits(asked, changed) and _holds(asked, changed, held):
             return changed
-    return edited(spec, {MAX_SEQUENCES: engine.sequence_limit})
+    return edited(spec, {MAX_SEQUENCES: engine.sequence_limit, BATCH_TOKENS: engine.batch_tokens})
 
 
 def _with_large_logits(asked: Question, spec: RunSpec) -> RunSpec:
