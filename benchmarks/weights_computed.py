@@ -2,9 +2,10 @@
 
     python benchmarks/weights_computed.py [--smoke]
 
-It prints the table of docs/weights.md: each transport for two models, as versions were written and hashed before (one
-file by one thread at a time; the bytes of GPU tensors hashed on the host) and as they are now (files in parallel;
-hashed on the GPU). What vLLM does after the copy, and the learner's gather, are in neither.
+It prints the table of docs/weights.md: each transport to one engine, for two models, as it was before (one file,
+written by one thread at a time; copied to the GPU by one thread; GPU tensors hashed on the host) and as it is now
+(files written in parallel; copied ahead by several threads; hashed on the GPU). What vLLM does after the copy, and the
+learner's gather, are in neither.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from smoke import parsed
+from where import machine
 
 from rlhfless.weights.digest import MOST_THREADS
 from rlhfless.weights.parts import PARTS
+from rlhfless.weights.read_ahead import READERS
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,10 @@ class Rates:
     http: float = 1.3
     pageable: float = 5.0
     """Assumed: one worker's copy from mapped pages to its GPU (4 to 6)."""
-    host: float = 10.0
-    """Assumed: what all threads together may write and read, of a machine that copies at 37 GB/s."""
+    new_pages: float = 10.0
+    """Assumed: what all threads together write into new pages of shared memory."""
+    copy: float = 37.0
+    """Of all threads together, from memory to memory; also what they hash at most."""
     network: float = 25.0
     """Assumed: NCCL between nodes, 200 Gbit/s."""
     device_hash: float = 200.0
@@ -57,21 +62,26 @@ MODELS = (Model("7B", 15.2, 1), Model("32B", 65.5, 4))
 def _publish_s(model: Model, parts: int) -> float:
     """The slower of threads that hash and then write, `parts` of them at a time, and the host's memory."""
     one = 1 / (1 / RATES.write + 1 / RATES.hash) if parts > 1 else RATES.write
-    return model.gb / min(parts * one, RATES.host)
+    return model.gb / min(parts * one, RATES.new_pages)
 
 
-def _copy_s(model: Model) -> float:
-    """Each worker copies its share of each tensor to its GPU."""
-    return model.gb / model.workers / RATES.pageable
+def _read_rate(now: bool) -> float:
+    """Of one GPU that reads from the host's memory: several threads read ahead now."""
+    return min(READERS * RATES.pageable, RATES.copy) if now else RATES.pageable
+
+
+def _copy_s(model: Model, now: bool) -> float:
+    """Each worker copies its share of each tensor to its GPU; a single one copies ahead."""
+    return model.gb / model.workers / _read_rate(now and model.workers == 1)
 
 
 def _pulled_s(model: Model) -> float:
-    return model.gb / RATES.http + model.gb / min(MOST_THREADS * RATES.hash, RATES.host)
+    return model.gb / RATES.http + model.gb / min(MOST_THREADS * RATES.hash, RATES.copy)
 
 
 def shared_memory(model: Model, now: bool) -> float:
     """Published, and copied by each engine from the mapped version."""
-    return _publish_s(model, PARTS if now else 1) + _copy_s(model)
+    return _publish_s(model, PARTS if now else 1) + _copy_s(model, now)
 
 
 def http(model: Model, now: bool) -> float:
@@ -81,9 +91,8 @@ def http(model: Model, now: bool) -> float:
 
 def nccl(model: Model, now: bool) -> float:
     """Published, read back on its way to all GPUs, and hashed there by each engine's workers, which share that."""
-    reading = RATES.host if now else RATES.pageable  # four threads read ahead now; one read in line before
     hashing = model.gb / (RATES.device_hash if now else RATES.hash) / model.workers
-    return _publish_s(model, PARTS if now else 1) + model.gb / min(reading, RATES.network) + hashing
+    return _publish_s(model, PARTS if now else 1) + model.gb / min(_read_rate(now), RATES.network) + hashing
 
 
 def cuda_ipc(model: Model, now: bool) -> float | None:
@@ -92,7 +101,7 @@ def cuda_ipc(model: Model, now: bool) -> float | None:
         return None
     if now:
         return 2 * model.gb / RATES.device_hash
-    return model.gb / min(MOST_THREADS * RATES.hash, 2 * RATES.host) + model.gb / RATES.hash
+    return model.gb / min(MOST_THREADS * RATES.hash, RATES.copy) + model.gb / RATES.hash
 
 
 WAYS: Mapping[str, Callable[[Model, bool], float | None]] = {
@@ -118,6 +127,7 @@ def _cell(seconds: float | None) -> str:
 
 
 def main() -> None:
+    print(f"computed, not measured on {machine()}")
     parsed(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     print(table())
 

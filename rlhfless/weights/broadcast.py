@@ -17,9 +17,7 @@ import logging
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,13 +33,11 @@ from rlhfless.weights.files import read_header, version_of
 from rlhfless.weights.http import HttpStore
 from rlhfless.weights.http_server import JOIN, MEMBER, STALL_TIMEOUT_S
 from rlhfless.weights.parts import mapped
+from rlhfless.weights.read_ahead import read_ahead
 from rlhfless.weights.store import FolderStore
 
 PACK_BYTES = 64 << 20
 """What is sent at once: small tensors together, a larger one by itself."""
-
-READ_AHEAD = 4
-"""Packs that are copied to the GPU while one is sent."""
 
 GATHER_S = 10.0
 """How long those who have asked for a version wait for the rest of the group."""
@@ -107,8 +103,9 @@ class Broadcaster:
             with self._sending:
                 device = _device()
                 group.joined = group.joined or _form_group(group.store, 0, len(group.ranks) + 1, device)
-                for pack in _read_ahead(data, packs, device):
-                    _broadcast(group.joined, pack)
+                parts = ((pack[0][0], data[pack[0][3] : pack[-1][4]]) for pack in packs)
+                for _, part in read_ahead(parts, device):
+                    _broadcast(group.joined, part.to(device))
         except Exception:  # of any library; the members' own parts fail then, too
             group.failed, group.joined = True, None  # the members see closed connections
             log.exception("the broadcast of %s broke off", name)
@@ -228,27 +225,6 @@ def _broadcast(group: Any, data: torch.Tensor) -> None:
         options.rootRank = 0
         options.rootTensor = 0
         group.broadcast([data], options).wait()
-
-
-def _read_ahead(data: torch.Tensor, packs: Sequence[Tensors], device: torch.device) -> Iterator[torch.Tensor]:
-    """The bytes of each pack on a device. Threads copy the next ones meanwhile: one alone reads the mapped version at a
-    fraction of the rate at which packs are sent."""
-
-    def read(pack: Tensors) -> torch.Tensor:
-        part = data[pack[0][3] : pack[-1][4]]
-        if device.type == "cpu":
-            return part
-        staged = torch.empty(len(part), dtype=torch.uint8, pin_memory=True).copy_(part)
-        return staged.to(device, non_blocking=True)  # on the stream that the broadcast waits for
-
-    with ThreadPoolExecutor(READ_AHEAD, "read") as pool:
-        reading: deque[Future[torch.Tensor]] = deque()
-        for pack in packs:
-            reading.append(pool.submit(read, pack))
-            if len(reading) > READ_AHEAD:
-                yield reading.popleft().result()
-        while reading:
-            yield reading.popleft().result()
 
 
 def _packs(layout: Tensors) -> Iterator[Tensors]:

@@ -16,9 +16,12 @@ def test_the_page_has_the_table() -> None:
 def test_by_hand() -> None:
     model = Model("one GB", 1.0, 1)
     assert shared_memory(model, False) == pytest.approx(1 / 2.1 + 1 / 5)
-    assert shared_memory(model, True) == pytest.approx(1 / 10 + 1 / 5)
-    assert http(model, False) == pytest.approx(1 / 2.1 + 1 / 5 + 1 / 1.3 + 1 / 10)
-    assert nccl(model, True) == pytest.approx(1 / 10 + 1 / 10 + 1 / 200)
+    assert shared_memory(model, True) == pytest.approx(1 / 10 + 1 / 20)
+    assert shared_memory(Model("of four", 1.0, 4), True) == pytest.approx(1 / 10 + 1 / 20)
+    assert http(model, False) == pytest.approx(1 / 2.1 + 1 / 5 + 1 / 1.3 + 1 / 37)
+    assert nccl(model, False) == pytest.approx(1 / 2.1 + 1 / 5 + 1 / 8.1)
+    assert nccl(model, True) == pytest.approx(1 / 10 + 1 / 20 + 1 / 200)
+    assert cuda_ipc(model, False) == pytest.approx(1 / 37 + 1 / 8.1)
     assert cuda_ipc(model, True) == pytest.approx(2 / 200)
 
 

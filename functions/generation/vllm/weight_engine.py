@@ -49,6 +49,7 @@ from rlhfless.records import WeightSample
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.read_ahead import read_ahead
 from rlhfless.weights.store import WeightReader
 
 
@@ -120,12 +121,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             published = list(published)
             self.chart = self._charted(published, update_info.probe_tokens)
             self._chart_s = time.monotonic() - began_s
-        tensors = self._digest.passing(
-            published,
-            self._reader.hashes(update_info.location),
-            get_tensor_model_parallel_rank(),
-            get_tensor_model_parallel_world_size(),
-        )
+        workers = get_tensor_model_parallel_world_size()
+        # Of a mapped tensor one of several workers copies its share alone.
+        published = read_ahead(published, self.device) if workers == 1 else published
+        known = self._reader.hashes(update_info.location)
+        tensors = self._digest.passing(published, known, get_tensor_model_parallel_rank(), workers)
         loaded = load_weights(tensors)
         missing = self._expected - set(loaded or ())
         if loaded is not None and missing:
