@@ -21,7 +21,8 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     if critic is None:
         return ()
     tokens = max(critic.pass_tokens, terms.sequence_tokens)
-    return on_device(value_phases(terms.shape, tokens, sharded(critic, critic.optimizer)), terms.sheet.kind)
+    phases = value_phases(terms.shape, tokens, sharded(critic, critic.optimizer))
+    return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies)
 
 
 KIND = FunctionKind(

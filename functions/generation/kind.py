@@ -13,6 +13,7 @@ from rlhfless.scaling.memory import (
     GIB,
     PROCESS,
     PROCESS_BYTES,
+    TENSOR_PARALLEL_BYTES,
     MemoryPart,
     MemoryPhase,
     engine_parts,
@@ -64,7 +65,8 @@ def _engine(
         parts = (*parts, MemoryPart("draft's weights", size))
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
-    parts = (*parts, MemoryPart(PROCESS, PROCESS_BYTES))
+    parallel = MemoryPart("tensor parallelism", TENSOR_PARALLEL_BYTES * (engine.devices_per_actor > 1))
+    parts = (*parts, MemoryPart(PROCESS, PROCESS_BYTES), parallel)
     budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
     return parts, budget - sum(part.size_bytes for part in parts)
 

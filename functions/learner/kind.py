@@ -35,7 +35,8 @@ def _wanted(spec: RunSpec) -> Wanted:
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     spec = terms.spec
-    phases = on_device(learner_phases(spec, terms.shape, terms.micro_batch_tokens), terms.sheet.kind)
+    learner, phases = spec.learner, learner_phases(spec, terms.shape, terms.micro_batch_tokens)
+    phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
     if spec.weights.transport != "cuda_ipc":
         return phases
     copy = MemoryPart(PUBLISHED, DTYPE_BYTES[spec.model.dtype] * terms.shape.parameters)

@@ -20,7 +20,8 @@ def _wanted(spec: RunSpec) -> Wanted | None:
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-    return on_device([frozen_phase(terms, terms.shape, count_of(terms.spec.reference.ranks))], terms.sheet.kind)
+    ranks = count_of(terms.spec.reference.ranks)
+    return on_device([frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind, ranks)
 
 
 def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPhase:

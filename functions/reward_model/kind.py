@@ -20,7 +20,8 @@ def _wanted(spec: RunSpec) -> Wanted | None:
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     """The phases of the reward models whose sizes are known."""
     models = [Scored(of, max(part.micro_batch_tokens, part.max_tokens), part.dtype) for part, of in terms.rewards]
-    return on_device([score_phase(models, count_of(terms.spec.scoring.reward_model_ranks))], terms.sheet.kind)
+    ranks = count_of(terms.spec.scoring.reward_model_ranks)
+    return on_device([score_phase(models, ranks)], terms.sheet.kind, ranks)
 
 
 KIND = FunctionKind(

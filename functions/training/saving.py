@@ -1,13 +1,15 @@
 """Checkpoints that are written while the learner goes on, where its nodes have memory for a copy of the state.
 
 The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, 16 with an average of the
-weights, over all ranks); a thread writes it, and gathers what it publishes from it, on a process group of its own. One
+weights, over all ranks), from a GPU by way of two pinned buffers: the run waits for that alone. A thread writes the
+copy, and gathers what it publishes from it, on a process group of its own. One
 checkpoint is written at a time, and none counts before it is whole (rlhfless.functions.training.checkpoint).
 """
 
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -20,6 +22,9 @@ from torch.distributed.tensor import DTensor
 from rlhfless.free_memory import COPIES_SHARE, free_bytes
 from rlhfless.functions.sharding import local, mesh_of
 from rlhfless.functions.training.checkpoint import Savers
+
+PIECE_BYTES = 2**26
+"""A pinned buffer: a power of two, because torch rounds such blocks up to one."""
 
 
 class Background:
@@ -36,6 +41,7 @@ class Background:
             else mesh_of(torch.device("cpu"), mesh.size(), mesh.size(1), timedelta(seconds=timeout_s), "gloo")
         )
         self._writing: Future[None] | None = None
+        self._buffers: list[torch.Tensor] = []
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether every node has memory for a copy of its ranks' parts of a state."""
@@ -48,12 +54,22 @@ class Background:
             return {key: self.copied(part) for key, part in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
-        copy = local(value.detach()).to("cpu", copy=True)
+        copy = self._on_host(local(value.detach()))
         if not isinstance(value, DTensor):
             return copy
         return DTensor.from_local(
             copy, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
+
+    def _on_host(self, part: torch.Tensor) -> torch.Tensor:
+        """A copy in pageable memory. A plain one runs at 3 to 5 GB/s where eight GPUs copy at once."""
+        if part.device.type != "cuda":
+            return part.to("cpu", copy=True)
+        if not self._buffers:
+            self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copy = torch.empty(part.shape, dtype=part.dtype)
+        copy_in_pieces(part, copy, self._buffers, lambda: torch.cuda.current_stream().record_event())
+        return copy
 
     def begin(self, write: Callable[[], None]) -> None:
         """Call `write` in a thread. Raises what the one before it raised."""
@@ -72,6 +88,30 @@ class Background:
             raise TimeoutError(f"a checkpoint was not written within {timeout_s:.0f} s")
         self._writing = None
         writing.result()
+
+
+def copy_in_pieces(
+    source: torch.Tensor, target: torch.Tensor, buffers: Sequence[torch.Tensor], recorded: Callable[[], Any]
+) -> None:
+    """Copy a tensor to a contiguous one in the host's memory by way of pinned buffers of equal size: each piece is
+    copied on while the device fills the next buffer. `recorded` gives an event after the device's work so far."""
+    flat = (each.reshape(-1).view(torch.uint8) for each in (source.contiguous(), target))
+    filling: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
+
+    def copy_on() -> None:
+        filled, buffer, place = filling.popleft()
+        filled.synchronize()
+        place.copy_(buffer)
+
+    pieces = zip(*(torch.split(each, len(buffers[0])) for each in flat), strict=True)
+    for number, (piece, place) in enumerate(pieces):
+        if len(filling) == len(buffers):
+            copy_on()
+        buffer = buffers[number % len(buffers)][: len(piece)]
+        buffer.copy_(piece, non_blocking=True)
+        filling.append((recorded(), buffer, place))
+    while filling:
+        copy_on()
 
 
 def enough(ranks: Sequence[tuple[str, int, int]]) -> bool:

@@ -25,12 +25,23 @@ PROCESS = "process"
 PUBLISHED = "published weights"
 """The copy that engines map with `cuda_ipc`, whenever they load: also while the learner sleeps."""
 
-STAYS = frozenset({PROCESS, PUBLISHED})
+NCCL = "NCCL"
+"""The part of a rank that its communicators hold, asleep or not."""
+
+STAYS = frozenset({PROCESS, PUBLISHED, NCCL})
 """The parts of a phase that stay on the device while the function sleeps."""
 
 PROCESS_BYTES = int(0.8 * GIB)
 """Bytes of each process on a GPU outside of torch's own account: CUDA's context with its kernels (0.5 GiB on
-data-centre GPUs) and the buffers of NCCL and cuBLAS. An assumption until a GPU has been measured."""
+data-centre GPUs) and cuBLAS' workspaces. Seen with one rank on an H100 (docs/gpus.md)."""
+
+COMMUNICATOR_BYTES = int(0.76 * GIB)
+"""NCCL's buffers of a communicator of several ranks: the middle of 0.56 to 0.96 GiB over eight GPUs (sglang#30908,
+vllm#46234)."""
+
+TENSOR_PARALLEL_BYTES = GIB
+"""The same of all communicators of an engine on several devices (vllm#51485, with four); given back while it sleeps
+(`enable_nccl_comm_suspend`)."""
 
 GRAPH_BYTES = int(0.6 * GIB)
 """CUDA graphs of an engine, as vLLM's log of their capture gives them for models of 0.5 B to 8 B parameters (0.3 to
@@ -90,10 +101,13 @@ class MemoryPhase:
         return sum(part.size_bytes for part in self.parts)
 
 
-def on_device(phases: Sequence[MemoryPhase], kind: str) -> tuple[MemoryPhase, ...]:
-    """The phases of a process of its own on a device of a kind: on a GPU it holds PROCESS_BYTES, too."""
-    process = MemoryPart(PROCESS, PROCESS_BYTES if kind != CPU_KIND else 0)
-    return tuple(MemoryPhase(phase.name, (*phase.parts, process)) for phase in phases)
+def on_device(phases: Sequence[MemoryPhase], kind: str, ranks: int = 1, copies: int = 1) -> tuple[MemoryPhase, ...]:
+    """The phases of a process of its own on a device of a kind: on a GPU it holds PROCESS_BYTES, too, and the
+    communicators of its ranks: one, or with copies (HSDP) one in a copy and one across them."""
+    on_gpu = kind != CPU_KIND
+    communicators = 0 if ranks == 1 else 1 if copies == 1 else 2
+    process = MemoryPart(PROCESS, PROCESS_BYTES * on_gpu), MemoryPart(NCCL, COMMUNICATOR_BYTES * communicators * on_gpu)
+    return tuple(MemoryPhase(phase.name, (*phase.parts, *process)) for phase in phases)
 
 
 def mlp_width(shape: ModelShape) -> int:

@@ -255,23 +255,23 @@ def test_the_host_keeps_the_states_of_all_that_are_offloaded() -> None:
 
 
 def test_a_critic_has_the_most_ranks_that_fit_and_the_frozen_models_those_of_a_node() -> None:
-    """On GPUs of 80 GB on all twelve devices of the learner's side; of 48 GB on eight, and the reference on others."""
+    """On GPUs of 80 GB on all thirteen devices of the learner's side; of 48 GB on eight, the reference on others."""
     run = spec(
         algorithm={"type": "ppo", "kl": {"coefficient": 0.01}},
         critic={},
-        placement={"mode": "disaggregated", "learner_devices": 12},
-        learner={"ranks": 12},
+        placement={"mode": "disaggregated", "learner_devices": 13},
+        learner={"ranks": 13},
     )
-    question = asked(QWEN_7B, "h100", 16, run)
-    for device, ranks, frozen in (("h100", 12, 8), ("l40s", 8, 2)):
+    question = asked(QWEN_7B, "h100", 17, run)
+    for device, ranks, frozen in (("h100", 13, 8), ("l40s", 8, 2)):
         tight = dataclasses.replace(question, sheet=device_of(device))
         found = placed(tight)
         assert found.critic is not None
         assert (found.critic.dtype, found.critic.gradient_checkpointing) == ("bfloat16", True)
         assert (found.critic.ranks, found.reference.ranks) == (ranks, frozen)
         assert dataclasses.replace(tight, spec=found).plan().fits
-    for reference in (1, 2, 4, 8, 12):
-        more = edited(found, {"critic.ranks": 12, "reference.ranks": reference})
+    for reference in (1, 2, 4, 8, 13):
+        more = edited(found, {"critic.ranks": 13, "reference.ranks": reference})
         assert not dataclasses.replace(tight, spec=more).plan().fits
 
 
@@ -641,6 +641,23 @@ def test_functions_that_take_turns_need_the_largest_of_them_and_a_process_for_ea
     assert in_turn.size_bytes == max(sizes) + (len(sizes) - 1) * PROCESS_BYTES
     assert turns.plan().micro_batch_tokens > side_by_side.plan().micro_batch_tokens
     assert [part.asleep_bytes for part in in_turn.functions] == [PROCESS_BYTES] * len(sizes)
+
+
+def test_communicators_of_ranks_and_engines_are_counted() -> None:
+    """NCCL holds 0.76 GiB for each communicator of a rank, also while it sleeps, and 1 GiB for an engine on several
+    devices, which gives it back."""
+    parallel = {"generation": {"engine": {"tensor_parallel_size": 4}}}
+    for ranks, shard_ranks, gib in ((1, 1, 0.0), (8, 8, 0.76), (8, 4, 1.52)):
+        learner = {"ranks": ranks, "shard_ranks": shard_ranks}
+        run = spec(placement={"mode": "colocated", "turns": True}, learner=learner, **parallel)
+        (device, *_) = sorted(asked(QWEN_7B, "h100", 8, run).plan().devices, key=lambda each: -len(each.functions))
+        engine, rank = sorted(device.functions, key=lambda part: part.publishes)
+        assert rank.asleep_bytes == pytest.approx((0.8 + gib) * GIB)
+        assert engine.asleep_bytes == PROCESS_BYTES
+        assert next(part.size_bytes for part in engine.largest.parts if part.name == "tensor parallelism") == GIB
+    assert sum(part.size_bytes for part in engine.largest.parts) == int(0.85 * 80e9)
+    on_cores = asked(QWEN_05B, "cpu-core", 2, spec(learner={"ranks": 2})).plan().devices[0].functions
+    assert all(part.asleep_bytes == 0 for part in on_cores)
 
 
 def test_turns_on_one_core_hold_the_largest_function_and_of_several_cores_all() -> None:

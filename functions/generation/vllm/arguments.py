@@ -109,7 +109,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
         if settings.sleeps:
-            arguments["enable_sleep_mode"] = True
+            # Asleep it also gives back CUDA graphs (0.1 to 0.6 GiB) and the buffers of NCCL (1 GiB with four devices).
+            names = ("enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
+            arguments |= dict.fromkeys(names, True)
         if settings.kv_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.kv_bytes
             # With KV bytes given, vLLM uses the fraction only to refuse a start when less of the device is free. The

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib.util
 import os
 import socket
 import subprocess
@@ -67,6 +68,19 @@ def test_an_engine_beside_others_gets_its_kv_from_the_plan_and_measures_nothing(
     # vLLM refuses a start unless this part of the device is free: the plan gave an H100's engine 44.7 of 79.2 GiB, and
     # the fraction of .6 asked for 47.5.
     assert arguments["gpu_memory_utilization"] * 79.2 < 5
+
+
+def test_engines_that_sleep_give_back_graphs_and_communicators() -> None:
+    names = {"enable_sleep_mode", "sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend"}
+    asleep = engine_arguments(dataclasses.replace(_settings("cuda"), sleeps=True))
+    assert {name for name in names if asleep.get(name) is True} == names
+    assert not names & engine_arguments(_settings("cuda")).keys()
+    assert not names & engine_arguments(dataclasses.replace(_settings("cpu"), sleeps=True)).keys()
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    installed = Path(vllm.origin).with_name("engine") / "arg_utils.py"
+    assert all(f"    {name}: bool = " in installed.read_text() for name in names)
 
 
 def test_pinned_memory_of_gpu_engines_is_not_rounded_up() -> None:

@@ -1,0 +1,85 @@
+"""Copies for checkpoints by way of pinned buffers, with a device whose copies are done when its events say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfless.functions.training.saving import copy_in_pieces
+
+PIECE = 64
+
+
+class Device:
+    """A device that copies late: what it was asked to copy lies in a buffer only after its event was waited for."""
+
+    def __init__(self, count: int) -> None:
+        self.buffers = [LateBuffer(self, PIECE) for _ in range(count)]
+        self.asked: list[Any] = []
+        self.most = 0
+
+    def recorded(self) -> Any:
+        self.most = max(self.most, len(self.asked))
+        work = self.asked[-1]
+        return type("Event", (), {"synchronize": staticmethod(lambda: self.done(work))})
+
+    def done(self, work: Any) -> None:
+        buffer, values = work
+        buffer.copy_(values)
+        self.asked.remove(work)
+
+
+class LateBuffer:
+    """A pinned buffer of the device."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device, self.memory = device, torch.zeros(size, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, part: slice) -> Any:
+        return LatePart(self.device, self.memory[part])
+
+
+class LatePart(torch.Tensor):
+    """A part of a buffer, which is asked for a copy."""
+
+    @staticmethod
+    def __new__(cls: Any, device: Device, memory: torch.Tensor) -> Any:
+        part = torch.Tensor._make_subclass(cls, memory)
+        part.device_of = device
+        return part
+
+    def copy_(self, values: torch.Tensor, non_blocking: bool = False) -> Any:
+        if non_blocking:
+            work = (self, values)
+            assert all(each is not self and not _overlap(each, self) for each, _ in self.device_of.asked), "in use"
+            self.device_of.asked.append(work)
+            return self
+        return torch.Tensor.copy_(self.as_subclass(torch.Tensor), values)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("elements", [0, 1, 15, 16, 17, 32, 100])
+def test_pieces_arrive_and_no_buffer_is_filled_before_it_was_read(elements: int, buffers: int) -> None:
+    """Float32: 16 to a piece."""
+    device = Device(buffers)
+    source = torch.randn(elements, 1) if elements != 100 else torch.randn(20, 5).T  # not contiguous
+    target = torch.empty(source.shape)
+    copy_in_pieces(source, target, device.buffers, device.recorded)  # type: ignore[arg-type]
+    torch.testing.assert_close(target, source, atol=0, rtol=0)
+    assert device.most == min(buffers, max(1, -(-elements // 16))), "the device fills one buffer while another is read"
+
+
+def test_scalars_and_other_formats() -> None:
+    for source in (torch.tensor(3.0), torch.arange(99, dtype=torch.int8), torch.randn(7, 9).bfloat16()):
+        device, target = Device(2), torch.empty(source.shape, dtype=source.dtype)
+        copy_in_pieces(source, target, device.buffers, device.recorded)  # type: ignore[arg-type]
+        assert torch.equal(target, source)
