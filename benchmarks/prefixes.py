@@ -28,7 +28,7 @@ from where import machine
 from rlhfless.algorithms.batch import PackedBatch, pack, select
 from rlhfless.functions.batching import cut, prompt_tokens
 from rlhfless.functions.policy import PolicyNetwork, load_policy, logprobs_of, response_logprobs
-from rlhfless.prefixes.packing import PAYS_BELOW
+from rlhfless.prefixes.packing import ALWAYS, NEVER, ON_CPUS, Packing
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import ModelSpec
@@ -61,13 +61,13 @@ def _rollout(prompt: Prompt, sample: int, generator: np.random.Generator, vocabu
     return Rollout(prompt.prompt_id, sample, 0, tokens, logprobs, "", stop, (), "benchmark", 0.0, 0.0)
 
 
-def reference(policy: PolicyNetwork, batch: PackedBatch, pays_below: float) -> None:
-    logprobs_of(policy, batch, 1.0, cut(batch, BUDGET_TOKENS, pays_below=pays_below))
+def reference(policy: PolicyNetwork, batch: PackedBatch, packing: Packing) -> None:
+    logprobs_of(policy, batch, 1.0, cut(batch, BUDGET_TOKENS, packing=packing))
 
 
-def learner(policy: PolicyNetwork, batch: PackedBatch, pays_below: float) -> None:
+def learner(policy: PolicyNetwork, batch: PackedBatch, packing: Packing) -> None:
     policy.model.zero_grad()
-    for part in cut(batch, BUDGET_TOKENS, pays_below=pays_below).parts:
+    for part in cut(batch, BUDGET_TOKENS, packing=packing).parts:
         torch.autograd.backward(response_logprobs(policy, select(batch, part.indices), 1.0, part.packed).logprobs.sum())
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8192, help="prompts of the search")
     parser.add_argument("--always", action="store_true", help="share also where it does not pay, to find where it does")
     arguments = parsed(parser, prefixes=[60], rounds=1, prompts=64)
-    pays_below = float("inf") if arguments.always else PAYS_BELOW
+    packing = ALWAYS if arguments.always else ON_CPUS
     print(f"{machine()}, {arguments.threads} threads")
     print(f"search over {arguments.prompts} prompts: {search_ms(arguments.prompts, arguments.rounds):.1f} ms")
     torch.set_num_threads(arguments.threads)
@@ -116,12 +116,12 @@ def main() -> None:
     print(f"{'prefix':>7} {'computed':>9} {'of':>8} {'shared':>7} {'reference: wall, processor':>30} {'learner':>30}")
     for prefix in arguments.prefixes:
         batch = batch_behind(prefix, vocabulary)
-        parts = cut(batch, BUDGET_TOKENS, pays_below=pays_below)
+        parts = cut(batch, BUDGET_TOKENS, packing=packing)
         fed, saved = int((batch.lengths - 1).sum()), prompt_tokens(batch) - parts.prompt_tokens
         line = f"{prefix:>7} {fed - saved:>9} {fed:>8} {parts.packed!s:>7}"
         for work in (reference, learner):
             (each, each_cpu), (once, once_cpu) = medians_s(
-                [partial(work, policy, batch, pays_below if policy.packs_below else 0.0) for policy in policies],
+                [partial(work, policy, batch, packing if policy.packing.pays_below else NEVER) for policy in policies],
                 arguments.rounds,
             )
             line += f" {each:>7.2f} {once:>6.2f} s {each / once:>5.2f}x {each_cpu / once_cpu:>5.2f}x"

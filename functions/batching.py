@@ -2,8 +2,8 @@
 
 Both keep to the budget of tokens, and give the same logprobs. The padded pass wants sequences of similar length side by
 side, the packed one has no padding, computes shared prefixes once, and wants the users of a prefix side by side. It is
-chosen where it computes fewer tokens by a factor that depends on the device (functions/packing_rate.py). Tokens are
-counted, so that the same batch takes the same path in every run and gives the same weights.
+chosen where it computes fewer tokens by a factor that depends on the device, on GPUs always (prefixes.packing.Packing).
+Tokens are counted, so that the same batch takes the same path in every run and gives the same weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.prefixes.packing import PackedSegments, SharingSequences, padded_parts, padded_tokens
+from rlhfless.prefixes.packing import PackedSegments, Packing, SharingSequences, padded_parts, padded_tokens
 from rlhfless.records import IntArray
 
 
@@ -40,31 +40,36 @@ class MicroBatches:
     prompt_tokens: int
     """Tokens before the first response token that are computed, over all micro-batches."""
 
+    @property
+    def shares(self) -> bool:
+        """Whether a prefix is computed once for several sequences."""
+        return any(part.packed is not None and part.packed.shared for part in self.parts)
 
-def cut(batch: PackedBatch, budget_tokens: int, *, pays_below: float) -> MicroBatches:
-    """The micro-batches of a batch: packed where that computes less than this part of the padded pass's tokens."""
+
+def cut(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> MicroBatches:
+    """The micro-batches of a batch: packed where that pays."""
     padded = tuple(MicroBatch(indices) for indices in micro_batches(batch, budget_tokens))
-    if pays_below and padded:
-        packed = _packed(batch, budget_tokens)
+    if packing.pays_below and padded:
+        packed = _packed(batch, budget_tokens, packing)
         fed = batch.lengths[batch.response_lengths > 0] - 1
         computed = sum(len(part.packed.source) for part in packed if part.packed is not None)
-        if computed < pays_below * padded_tokens(fed, budget_tokens):
+        if computed < packing.pays_below * padded_tokens(fed, budget_tokens):
             return MicroBatches(packed, True, sum(_prompt_tokens_of(batch, part) for part in packed))
     return MicroBatches(padded, False, prompt_tokens(batch))
 
 
-def _packed(batch: PackedBatch, budget_tokens: int) -> tuple[MicroBatch, ...]:
+def _packed(batch: PackedBatch, budget_tokens: int, packing: Packing) -> tuple[MicroBatch, ...]:
     answered = np.flatnonzero(batch.response_lengths > 0)
-    sequences = fed_sequences(select(batch, answered))
+    sequences = fed_sequences(select(batch, answered), budget_tokens, packing)
     parts = sequences.cut(budget_tokens, batch.response_lengths[answered])
     return tuple(MicroBatch(answered[part], sequences.pack(part)) for part in parts)
 
 
-def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, pays_below: float) -> list[IntArray]:
-    """The sequences of each of `ranks`: equal work for all, and users of a prefix together where micro-batches are
-    packed. All ranks deal alike."""
-    if ranks > 1 and cut(batch, budget_tokens, pays_below=pays_below).packed:
-        return [np.sort(part) for part in fed_sequences(batch).deal(ranks)]
+def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, packing: Packing) -> list[IntArray]:
+    """The sequences of each of `ranks`: equal work for all, and users of a prefix together where micro-batches share
+    some. All ranks deal alike."""
+    if ranks > 1 and cut(batch, budget_tokens, packing=packing).shares:
+        return [np.sort(part) for part in fed_sequences(batch, budget_tokens, packing).deal(ranks)]
     by_length = np.argsort(-batch.lengths, kind="stable")
     return [by_length[rank::ranks] for rank in range(ranks)]
 
@@ -76,16 +81,16 @@ def deal_pairs(batch: PackedBatch, ranks: int) -> list[IntArray]:
     return [_both(by_length[rank::ranks]) for rank in range(ranks)]
 
 
-def cut_pairs(batch: PackedBatch, budget_tokens: int, *, pays_below: float) -> MicroBatches:
+def cut_pairs(batch: PackedBatch, budget_tokens: int, *, packing: Packing) -> MicroBatches:
     """As `cut`, of a batch of pairs: a micro-batch has whole pairs, and at least one. Of a packed one it is the padded
     size, which is larger, that keeps to the budget."""
     fed = (batch.lengths - 1).reshape(-1, 2).max(1)
     parts = [_both(part) for part in padded_parts(fed, budget_tokens // 2)]
-    if pays_below and parts:
-        sequences = fed_sequences(batch)
+    if packing.pays_below and parts:
+        sequences = fed_sequences(batch, budget_tokens, packing)
         packed = tuple(MicroBatch(part, sequences.pack(part)) for part in parts)
         computed = sum(len(part.packed.source) for part in packed if part.packed is not None)
-        if computed < pays_below * sum(len(part) * int(fed[part // 2].max()) for part in parts):
+        if computed < packing.pays_below * sum(len(part) * int(fed[part // 2].max()) for part in parts):
             return MicroBatches(packed, True, sum(_prompt_tokens_of(batch, part) for part in packed))
     return MicroBatches(tuple(map(MicroBatch, parts)), False, prompt_tokens(batch))
 
@@ -95,10 +100,10 @@ def _both(pairs: IntArray) -> IntArray:
     return np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1)
 
 
-def fed_sequences(batch: PackedBatch) -> SharingSequences:
+def fed_sequences(batch: PackedBatch, budget_tokens: int, packing: Packing) -> SharingSequences:
     """The tokens that a forward pass is fed: all but the last of each sequence, which predicts nothing."""
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
-    return SharingSequences(batch.tokens[fed], batch.lengths - 1)
+    return SharingSequences(batch.tokens[fed], batch.lengths - 1, packing, budget_tokens)
 
 
 def first_responses(batch: PackedBatch) -> IntArray:

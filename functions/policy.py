@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,12 +49,17 @@ from rlhfless.functions.head import Entropy, OutputHead, head_logprobs, output_h
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
 from rlhfless.prefixes.packing import (
+    ALWAYS,
     LEAST_SAVED_TOKENS,
+    NEVER,
+    ON_CPUS,
     PackedSegments,
+    Packing,
     SharingSequences,
-    expected_to_pay_below,
 )
 from rlhfless.records import FloatArray
+from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import DType, ModelSpec
 from rlhfless.spec.errors import first_line
 
@@ -94,9 +100,8 @@ class PolicyNetwork:
     """Format of matrix products."""
     mesh: DeviceMesh | None = None
     """All ranks of the process group, over which its parameters are split; None if they are not split."""
-    packs_below: float = 0.0
-    """Sequences are packed in one row, in which prefixes that they share are computed once, where that computes less
-    than this part of the padded pass's tokens; 0 if they cannot be packed."""
+    packing: Packing = NEVER
+    """Where sequences are packed in one row, in which prefixes that they share are computed once."""
 
     varlen: bool = False
     """Every pass is a row of sequences without padding, computed by FlashAttention."""
@@ -182,7 +187,7 @@ def load_policy(
     form: Form = POLICY,
 ) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`sharding.default_device` if None). With
-    `share_prefixes` sequences are packed where that is expected to pay, if its attention and the device's kernels allow
+    `share_prefixes` sequences are packed where that pays, if its attention and the device's kernels allow
     that. `logits_elements`: see OutputHead.chunk_elements.
 
     `form`: which model of the files it is. `mesh`: split its parameters over these ranks; each reads its own parts of
@@ -223,13 +228,10 @@ def load_policy(
     _check_against_model(policy, spec.path)
     if form is POLICY and _can_fuse_head(policy, spec.path, torch.float32 if exact_head else compute):
         policy = dataclasses.replace(policy, head=dataclasses.replace(policy.head, fused=True))
-    packing = dataclasses.replace(
-        policy,
-        packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"),
-        varlen=uses_varlen(device),
-    )
-    if share_prefixes and is_fused(model) and _can_pack(packing, spec.path):
-        policy = packing
+    varlen = uses_varlen(device)
+    packed = dataclasses.replace(policy, packing=_on_gpus(config) if varlen else ON_CPUS, varlen=varlen)
+    if share_prefixes and is_fused(model) and _can_pack(packed, spec.path):
+        policy = packed
     if gradient_checkpointing:
         checkpoint_activations(model)
     return policy
@@ -355,7 +357,7 @@ def token_logprobs(
 ) -> FloatArray:
     """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient. *Collective* if
     the policy is sharded."""
-    return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, pays_below=policy.packs_below))
+    return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, packing=policy.packing))
 
 
 def logprobs_of(policy: PolicyNetwork, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
@@ -468,19 +470,13 @@ def _without_padding_token(config: Any) -> Iterator[None]:
             each.pad_token_id = token
 
 
-def both_passes(
-    policy: PolicyNetwork, rows: torch.Tensor
-) -> tuple[PackedSegments, Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """The padded forward pass of `rows` [sequences, width], and the one of the packed row; each gives hidden states.
-    And the layout of that row."""
-    layout = SharingSequences(rows.flatten().numpy(), np.full(len(rows), rows.shape[1])).pack(np.arange(len(rows)))
-    row = rows.flatten()[torch.from_numpy(layout.source)][None].to(policy.device)
-    packed = partial(policy.hidden_states, **packed_row(layout, policy.device, varlen=policy.varlen))
-    return (
-        layout,
-        partial(policy.inside, policy.hidden_states, rows.to(policy.device)),
-        partial(policy.inside, packed, row),
-    )
+def _on_gpus(config: PretrainedConfig) -> Packing:
+    """Where packing pays on GPUs: always as rows, and for prefixes by the model's sizes."""
+    try:
+        return Packing(math.inf, ModelShape.of_config(config.get_text_config().to_dict()).token_keys)
+    except UnknownShape as error:
+        log.info("prefixes of %d tokens are shared, whatever they cost this model: %s", LEAST_SAVED_TOKENS, error)
+        return ALWAYS
 
 
 @torch.no_grad()
@@ -523,10 +519,12 @@ def _packing_problem(policy: PolicyNetwork) -> str:
     """How two sequences in a packed row differ from the padded pass; empty if they do not. *Collective.*"""
     rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(policy.vocabulary).repeat(2, 1)
     rows[1, -2:] = rows[1, -2:].add(1).remainder(policy.vocabulary)
-    layout, padded, packed = both_passes(policy, rows)
-    expected = padded().flatten(0, 1)  # without a layout this attention is sdpa
+    layout = SharingSequences(rows.flatten().numpy(), np.full(len(rows), rows.shape[1])).pack(np.arange(len(rows)))
+    row = rows.flatten()[torch.from_numpy(layout.source)][None].to(policy.device)
+    packed = partial(policy.hidden_states, **packed_row(layout, policy.device, varlen=policy.varlen))
+    expected = policy.inside(policy.hidden_states, rows.to(policy.device)).flatten(0, 1)  # sdpa, without a layout
     try:
-        ours = packed()[0, torch.from_numpy(layout.index)]
+        ours = policy.inside(packed, row)[0, torch.from_numpy(layout.index)]
     except SharingUnsupported as error:
         return str(error)
     finally:

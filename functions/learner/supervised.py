@@ -84,7 +84,7 @@ class SupervisedRank(TrainingRank):
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         if self._type == "sft":
             return super()._cut(batch)
-        return cut_pairs(batch, self._training.pass_tokens, pays_below=self._policy.packs_below)
+        return cut_pairs(batch, self._training.pass_tokens, packing=self._policy.packing)
 
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None

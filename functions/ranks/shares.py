@@ -17,7 +17,7 @@ from rlhfless.records import FloatArray, IntArray
 def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> IntArray:
     """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
-    return deal(batch, budget_tokens, ranks, pays_below=policy.packs_below)[rank]
+    return deal(batch, budget_tokens, ranks, packing=policy.packing)[rank]
 
 
 def share_logprobs(
@@ -35,7 +35,7 @@ def share_outputs(
     computed them. *Collective*."""
     share = share_of(policy, batch, budget_tokens)
     own = select(batch, share)
-    parts = cut(own, budget_tokens, pays_below=policy.packs_below)
+    parts = cut(own, budget_tokens, packing=policy.packing)
     values = outputs_of(policy, own, outputs, parts.parts)
     everything = np.zeros(len(batch.tokens), dtype=values.dtype)
     everything[np.repeat(batch.starts[share], own.lengths) + own.positions] = values
@@ -53,7 +53,7 @@ def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget
     saved = 0
     for group in _groups_of_rank(policy, batch):
         own = select(batch, group)
-        pieces = cut(own, budget_tokens, pays_below=policy.packs_below)
+        pieces = cut(own, budget_tokens, packing=policy.packing)
         parts += [dataclasses.replace(part, indices=group[part.indices]) for part in pieces.parts]
         saved += prompt_tokens(own) - pieces.prompt_tokens
     return of_all_ranks(policy, outputs_of(policy, batch, outputs, parts)), saved

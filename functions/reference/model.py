@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.column.settings import ColumnSettings
-from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.parking import kept_by
 from rlhfless.functions.policy import load_policy, logprob_outputs
 from rlhfless.functions.ranks.shares import by_group
@@ -22,7 +21,7 @@ class FrozenPolicy:
 
     def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
-        policy = load_policy(
+        self._policy = load_policy(
             self.model_of(settings),
             parameter_dtype=settings.dtype,
             compute_dtype=settings.dtype,
@@ -30,7 +29,6 @@ class FrozenPolicy:
             share_prefixes=settings.share_prefixes,
             logits_elements=settings.logits_elements,
         )
-        self._policy = with_measured_rates(policy, settings.micro_batch_tokens)
         self._settings = settings
 
     @staticmethod

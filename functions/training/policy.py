@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import PolicyNetwork, load_policy
 from rlhfless.spec import LearnerSpec, ModelSpec, TrainingSpec
 
@@ -25,7 +24,7 @@ def load_trained(
 ) -> PolicyNetwork:
     """Load a model, split over `mesh`, with its master weights in float32. `head`: what load_policy takes for its
     output. Raises as load_policy does. *Collective.*"""
-    network = load_policy(
+    return load_policy(
         model,
         parameter_dtype="float32",
         compute_dtype=training.dtype,
@@ -36,4 +35,3 @@ def load_trained(
         share_prefixes=training.share_prefixes,
         **head,
     )
-    return with_measured_rates(network, training.pass_tokens)

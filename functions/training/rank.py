@@ -211,7 +211,7 @@ class TrainingRank:
 
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         """The micro-batches of this rank's sequences."""
-        return cut(batch, self._training.pass_tokens, pays_below=self._policy.packs_below)
+        return cut(batch, self._training.pass_tokens, packing=self._policy.packing)
 
     def _update(self, batch: PackedBatch, planned: int) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""

@@ -12,6 +12,8 @@ Where packing does not pay, micro-batches are padded: sequences of similar lengt
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,15 +30,12 @@ PAYS_BELOW = 0.7
 with a model of 0.8 M parameters and short prompts, its gathers and its calls per prefix made a token cost a third more
 (benchmarks/prefixes.py --always), which pays below 0.75; in larger models they weigh less."""
 
-PAYS_BELOW_ON_GPUS = 1.0
-"""On GPUs wherever it computes fewer tokens, also where nothing is shared: their models are so large that products by
-parameters, which the packed row does for no padding, take nearly all of a pass. Expected: there each function measures
-it when it has loaded its model (functions/packing_rate.py)."""
-
-FAR = 1.2
-"""Measured rates replace what is expected where they differ from it by more than this factor, which is what may be lost
-within it. The path that a batch takes decides the last bits of the weights: it should be the same in every run of a
-machine, whose rates differ a little each time they are measured."""
+JOIN_KEYS = 875
+"""What joining a prefix to the attention of a token behind it costs on a GPU, as attention to so many keys (computed).
+For each number of a token's queries a training step moves 42 more bytes: 10 forward (queries and output of the second
+kernel, and the mean of two outputs) and 32 backward (queries, output and two gradients once more, and its sum in
+float32). An H100 has time for 250 FLOPs a byte (990 TFLOP/s of its data sheet at 65 %, 3.35 TB/s at 80 %), attention to
+one key takes 12 in both passes: 42 x 250 / 12. Devices of other kinds are within a factor of two."""
 
 SIMILAR_LENGTH = 0.875
 """A sequence of at least this length, relative to its micro-batch's longest, still joins. On uniform lengths (20 to 130
@@ -46,7 +45,7 @@ FAIR_SIZE = 0.25
 """Part of the token budget below which a micro-batch takes sequences of any length."""
 
 LEAST_SAVED_TOKENS = 32
-"""A prefix is shared if that saves so many tokens: each one is one more attention call per layer."""
+"""A prefix is shared on a CPU if that saves so many tokens: each one is one more attention call per layer."""
 
 
 def padded_parts(lengths: IntArray, budget_tokens: int) -> Iterator[IntArray]:
@@ -73,18 +72,27 @@ def padded_tokens(lengths: IntArray, budget_tokens: int) -> int:
     return sum(len(part) * int(lengths[part].max()) for part in padded_parts(lengths, budget_tokens))
 
 
-def expected_to_pay_below(*, on_cpu: bool) -> float:
-    """The part of the padded pass's tokens below which packing is expected to pay."""
-    return PAYS_BELOW if on_cpu else PAYS_BELOW_ON_GPUS
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where sequences lie in one row without padding, and which of their prefixes are computed once."""
+
+    pays_below: float = 0.0
+    """Part of the padded pass's tokens: a row is taken where it computes less. 0: never; infinite: always."""
+    token_keys: float | None = None
+    """On a GPU: how many keys a token could attend to in the time that a layer's other products take it. Decides
+    whether a prefix saves more than joining it costs. None: it pays if it saves `least_saved_tokens`."""
+    least_saved_tokens: int = LEAST_SAVED_TOKENS
+
+    def pays(self, own: int, depth: int, samples: int, behind: int, row_tokens: int) -> bool:
+        """Whether it pays to compute `own` tokens after `depth` others once for several samples, which have `behind`
+        tokens behind them, in rows of at most `row_tokens`: a prefix is computed anew in each row."""
+        if self.token_keys is None:
+            return own * (samples - 1) >= self.least_saved_tokens
+        rows = -(-(own + behind) // row_tokens)
+        return own * (samples - rows) * (self.token_keys + depth + own / 2) > JOIN_KEYS * behind
 
 
-def packs_below(expected: float, padded_token_s: float, packed_token_s: float) -> float:
-    """The part of the padded pass's tokens below which packing pays, by the measured times of a token in a padded pass
-    and in a packed row: `expected` unless they are FAR from it."""
-    breaks_even = padded_token_s / packed_token_s
-    if expected / FAR <= breaks_even <= expected * FAR:
-        return expected
-    return min(1.0, int(10 * breaks_even) / 10)
+NEVER, ON_CPUS, ALWAYS = Packing(), Packing(PAYS_BELOW), Packing(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +124,11 @@ class PackedSegments:
 
 
 def pruned(
-    tokens: IntArray, above: IntArray, samples: IntArray, least_saved_tokens: int = LEAST_SAVED_TOKENS
+    tokens: IntArray, above: IntArray, samples: IntArray, total: IntArray, packing: Packing, row_tokens: int
 ) -> tuple[IntArray, IntArray]:
-    """A forest without the prefixes that save too little; their own tokens then belong to the prefixes, or sequences,
-    that come after them. `tokens`, `above` and `samples` [prefixes], each after the one above it.
+    """A forest without the prefixes that do not pay; their own tokens then belong to the prefixes, or sequences, that
+    come after them. `tokens`, `above`, `samples` and `total`, the tokens of all their samples, [prefixes], each after
+    the one above it.
 
     Returns the one above each that is kept, [prefixes], and for each prefix the longest kept one up to it,
     [prefixes + 1]; the last of these is for NONE.
@@ -127,22 +136,29 @@ def pruned(
     parent, kept = above.copy(), np.full(len(tokens) + 1, NONE)
     for prefix in range(len(tokens)):
         parent[prefix] = before = kept[above[prefix]]
-        own = tokens[prefix] - (tokens[before] if before != NONE else 0)
-        pays = own * (samples[prefix] - 1) >= least_saved_tokens
-        kept[prefix] = prefix if pays else before
+        depth, users = int(tokens[before]) if before != NONE else 0, int(samples[prefix])
+        own, behind = int(tokens[prefix]) - depth, int(total[prefix] - users * tokens[prefix])
+        kept[prefix] = prefix if users and packing.pays(own, depth, users, behind, row_tokens) else before
     return parent, kept
 
 
 class SharingSequences:
     """Sequences, and those of their shared prefixes that it pays to compute once."""
 
-    def __init__(self, tokens: npt.NDArray[Any], lengths: IntArray) -> None:
-        """`tokens` [tokens] of all sequences, one after the other; `lengths` [sequences]."""
+    def __init__(
+        self, tokens: npt.NDArray[Any], lengths: IntArray, packing: Packing = ALWAYS, row_tokens: int = sys.maxsize
+    ) -> None:
+        """`tokens` [tokens] of all sequences, one after the other; `lengths` [sequences]. `packing` and `row_tokens`:
+        see Packing.pays."""
         self.lengths = lengths
         ends = np.cumsum(lengths)
         rows = [tokens[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
         forest = shared_prefixes(rows, last_alone=False)
-        parent, kept = pruned(forest.tokens, forest.parent, forest.samples)
+        total = np.zeros(len(forest) + 1, np.int64)  # the last one is of NONE
+        np.add.at(total, forest.leaf, lengths)
+        for prefix in range(len(forest) - 1, -1, -1):
+            total[forest.parent[prefix]] += total[prefix]
+        parent, kept = pruned(forest.tokens, forest.parent, forest.samples, total[:-1], packing, row_tokens)
         leaf = kept[forest.leaf]
         depths = np.append(forest.tokens, 0)
         self.depth = forest.tokens

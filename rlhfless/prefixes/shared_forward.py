@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.prefixes.packing import PAYS_BELOW_ON_GPUS, padded_tokens, pruned
+from rlhfless.prefixes.packing import ALWAYS, Packing, padded_tokens, pruned
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, lineage
 from rlhfless.records import IntArray
@@ -19,8 +19,7 @@ class SharedForward:
 
     budget_tokens: int
     """Tokens of a micro-batch."""
-    pays_below: float = PAYS_BELOW_ON_GPUS
-    """Part of the padded pass's tokens below which sequences are packed."""
+    packing: Packing = ALWAYS
 
 
 def saved_tokens(
@@ -34,15 +33,15 @@ def saved_tokens(
     if not len(group):
         return 0
     fed = prompt_tokens[group] + response_tokens - 1
-    computed = _computed_tokens(tree, prompt_tokens, group, response_tokens, forward.budget_tokens)
-    pays = computed < forward.pays_below * padded_tokens(fed, forward.budget_tokens)
+    computed = _computed_tokens(tree, prompt_tokens, group, response_tokens, forward)
+    pays = computed < forward.packing.pays_below * padded_tokens(fed, forward.budget_tokens)
     return max(int(fed.sum()) - computed, 0) if pays else 0
 
 
 def _computed_tokens(
-    tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, budget_tokens: int
+    tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, forward: SharedForward
 ) -> int:
-    own, lineages = _kept(tree, prompt_tokens, group)
+    own, lineages = _kept(tree, prompt_tokens, group, response_tokens, forward)
     depth = [sum(own[prefix] for prefix in lineage) for lineage in lineages]
     order = sorted(range(len(group)), key=lambda i: (lineages[group[i]], -prompt_tokens[group[i]] - response_tokens[i]))
     total = packed = others = 0
@@ -52,26 +51,31 @@ def _computed_tokens(
         fed = int(prompt_tokens[prompt]) + tokens - 1
         added = fed - depth[prompt] + sum(own[prefix] for prefix in lineages[prompt] if prefix not in present)
         packed, others = packed + added, others + tokens
-        if packed > added and max(packed, others) > budget_tokens:
+        if packed > added and max(packed, others) > forward.budget_tokens:
             total, packed, others, present = total + packed - added, fed, tokens, set()
         present.update(lineages[prompt])
     return total + packed
 
 
-def _kept(tree: PrefixTree, prompt_tokens: IntArray, group: IntArray) -> tuple[list[int], list[tuple[int, ...]]]:
+def _kept(
+    tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, forward: SharedForward
+) -> tuple[list[int], list[tuple[int, ...]]]:
     """The prefixes that are computed once, prompts of several samples among them: the tokens of each after the one
     before it, and the prefixes of each prompt, the shortest first."""
-    count, prefixes = np.bincount(group, minlength=len(prompt_tokens)), len(tree)
-    samples = np.append(np.zeros(prefixes, np.int64), count)
+    prompts, prefixes = len(prompt_tokens), len(tree)
+    fed = np.bincount(group, prompt_tokens[group] + response_tokens - 1, minlength=prompts).astype(np.int64)
+    total = np.append(np.zeros(prefixes, np.int64), fed)
+    samples = np.append(np.zeros(prefixes, np.int64), np.bincount(group, minlength=prompts))
     above = np.append(tree.parent, tree.leaf)
     for prefix in range(len(above) - 1, -1, -1):
         if above[prefix] != NONE:
             samples[above[prefix]] += samples[prefix]
+            total[above[prefix]] += total[prefix]
     # What has no other users than the prefix after it is part of that one.
     alone = np.zeros(len(above), bool)
     below = np.flatnonzero((above != NONE) & (samples > 0))
     alone[above[below[samples[above[below]] == samples[below]]]] = True
     tokens = np.append(tree.tokens, prompt_tokens)
-    parent, kept = pruned(tokens, above, np.where(alone, 0, samples))
+    parent, kept = pruned(tokens, above, np.where(alone, 0, samples), total, forward.packing, forward.budget_tokens)
     own = tokens - np.append(tokens, 0)[parent]
     return own.tolist(), [tuple(lineage(parent, prefix)) for prefix in kept[prefixes:-1].tolist()]

@@ -22,6 +22,7 @@ from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.functions.policy import CHECK_TOLERANCE
 from rlhfless.functions.training.checkpoint import drain
+from rlhfless.prefixes.packing import ALWAYS, NEVER
 from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout
 from rlhfless.spec import LearnerSpec, RunSpec
 from rlhfless.weights.store import FolderStore
@@ -35,9 +36,6 @@ LONGEST_TOKENS = 1024
 
 SEED = 7
 BUFFER_BYTES, ROUNDS = 2**28, 5
-
-ANY_SHARE = 1.0
-"""Sequences are packed as soon as that computes fewer tokens; 0 packs none."""
 
 
 def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -> None:
@@ -143,11 +141,11 @@ def kernels_differ(rank: LearnerRank) -> tuple[dict[str, float], float]:
 def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
     """Largest difference, in nats, between padded and packed logprobs; None if the model cannot be packed."""
     before = rank._policy
-    if not before.packs_below:
+    if not before.packing.pays_below:
         return None
     differences = []
-    for share in (0.0, ANY_SHARE):
-        rank._policy = replace(before, packs_below=share)
+    for changes in ({"packing": NEVER, "varlen": False}, {"packing": ALWAYS}):
+        rank._policy = replace(before, **changes)
         differences.append(rank.evaluate(packed))
     rank._policy = before
     return float(np.abs(differences[0] - differences[1]).max())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.prefixes.packing import expected_to_pay_below
+from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, WeightVersion, Work
@@ -43,9 +43,6 @@ FORWARD_TOKENS = LearnerSpec().pass_tokens
 NEARLY = 0.9
 """Part of the prompt tokens that could be saved. A prefix is computed once in each micro-batch that has it, so some are
 computed again."""
-
-ALWAYS = 1.0
-"""Of the padded pass's tokens: packing pays wherever it saves any."""
 
 AS_IT_WAS = OtherDevices()
 
@@ -148,10 +145,10 @@ def _prefix_use(trace: Trace) -> PrefixUse:
     learner = trace.meta.spec.get("learner") or {}
     if not learner.get("share_prefixes", True):
         return PrefixUse(planned=True)
-    pays_below = ALWAYS if _packed_all(trace) else expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
+    packing = ON_CPUS if device_kind(trace) == CPU_KIND and not _packed_all(trace) else ALWAYS
     given = learner.get("micro_batch_tokens", "auto")
     budget_tokens = FORWARD_TOKENS if given == "auto" else int(given)
-    return PrefixUse(planned=True, forward=SharedForward(budget_tokens, pays_below))
+    return PrefixUse(planned=True, forward=SharedForward(budget_tokens, packing))
 
 
 def _packed_all(trace: Trace) -> bool:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhfless.prefixes.packing import expected_to_pay_below
+from rlhfless.prefixes.packing import ON_CPUS, Packing
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.capabilities import MOVE_S, kv_token_s
@@ -266,8 +266,9 @@ def prefix_use(scenario: Scenario) -> PrefixUse:
         return PrefixUse()
     forward = None
     if scenario.prefixes.sharing == "plan_and_learner":
-        pays_below = expected_to_pay_below(on_cpu=scenario.cluster.machines[0].kind == CPU_KIND)
-        forward = SharedForward(scenario.learner.micro_batch_tokens, pays_below)
+        on_cpu = scenario.cluster.machines[0].kind == CPU_KIND
+        packing = ON_CPUS if on_cpu else Packing(math.inf, scenario.model.shape.token_keys)
+        forward = SharedForward(scenario.learner.micro_batch_tokens, packing)
     return PrefixUse(planned=bool(scenario.prefixes.levels), forward=forward)
 
 

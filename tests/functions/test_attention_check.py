@@ -13,6 +13,7 @@ from rlhfless.functions import attention_kernels, policy, prefix_attention
 from rlhfless.functions.attention_check import packed_difference, padded_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.policy import CHECK_TOLERANCE, load_policy, response_logprobs
+from rlhfless.prefixes.packing import NEVER
 from rlhfless.spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def assert_padded(path: str, batch: Any, monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(policy, "uses_varlen", lambda _: on_gpus)
     with caplog.at_level(logging.WARNING):
         loaded = load_policy(ModelSpec(path=path), parameter_dtype="float32", compute_dtype="float32", device=CPU)
-    assert (loaded.packs_below, loaded.varlen) == (0, False)
+    assert (loaded.packing, loaded.varlen) == (NEVER, False)
     assert reason in caplog.text
     assert loaded.model.config._attn_implementation == "sdpa"
     assert len(response_logprobs(loaded, batch, 1.0).logprobs) == batch.response_mask.sum()

@@ -94,7 +94,7 @@ def test_logprobs_and_gradients_are_those_of_eager(form: str, shared_batch: Pack
     path = saved(FORMS[form](), tmp_path)
     policy = loaded(path)
     assert policy.model.config._attn_implementation == "eager"
-    assert policy.packs_below == 0, "prefixes are shared by a kernel that has no caps and no sinks"
+    assert policy.packing.pays_below == 0, "prefixes are shared by a kernel that has no caps and no sinks"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     batch, mask = shared_batch, shared_batch.response_mask
     logprobs, *_ = response_outputs(policy, batch, logprob_outputs(policy, 1.0))
@@ -121,7 +121,7 @@ def test_models_that_the_fused_attention_computes_keep_it(form: str, tmp_path: P
     """Prefixes may be shared where they can: a model of latent attention ended with torch's error there."""
     policy = loaded(save(FUSED[form](), tmp_path))
     assert policy.model.config._attn_implementation != "eager"
-    assert (policy.packs_below > 0) == (form in ("llama", "qwen2", "granite", "cohere"))
+    assert (policy.packing.pays_below > 0) == (form in ("llama", "qwen2", "granite", "cohere"))
 
 
 @pytest.mark.parametrize(

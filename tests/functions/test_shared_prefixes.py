@@ -18,7 +18,7 @@ from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens
 from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs, token_logprobs
 from rlhfless.functions.prefix_attention import PrefixLayout, shared_prefix_attention
-from rlhfless.prefixes.packing import PAYS_BELOW, PAYS_BELOW_ON_GPUS, PackedSegments, SharingSequences
+from rlhfless.prefixes.packing import ALWAYS, NEVER, ON_CPUS, PackedSegments, Packing, SharingSequences
 from rlhfless.spec import GRPOSpec, ModelSpec
 
 EXACT = 1e-9
@@ -106,7 +106,7 @@ def padded(batch: PackedBatch) -> list[MicroBatch]:
 
 def packed(batch: PackedBatch) -> list[MicroBatch]:
     """All sequences in one row."""
-    return list(cut(batch, 10_000, pays_below=PAYS_BELOW).parts)
+    return list(cut(batch, 10_000, packing=ON_CPUS).parts)
 
 
 def answered(batch: PackedBatch) -> np.ndarray:
@@ -122,7 +122,7 @@ def whole(rows: Sequence[np.ndarray]) -> PackedSegments:
 def test_as_the_padded_pass(tiny_model, shared_batch, budget, gradient_checkpointing):
     policy = in_float64(tiny_model, gradient_checkpointing=gradient_checkpointing)
     expected = passed(policy, shared_batch, padded(shared_batch))
-    parts = cut(shared_batch, budget, pays_below=PAYS_BELOW)
+    parts = cut(shared_batch, budget, packing=ON_CPUS)
     assert parts.packed
     assert_equal(passed(policy, shared_batch, parts.parts), expected)
 
@@ -130,11 +130,11 @@ def test_as_the_padded_pass(tiny_model, shared_batch, budget, gradient_checkpoin
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_of_ranks_add_up(policy, shared_batch, ranks):
     expected = passed(policy, shared_batch, padded(shared_batch))
-    dealt = deal(shared_batch, 1000, ranks, pays_below=PAYS_BELOW)
+    dealt = deal(shared_batch, 1000, ranks, packing=ON_CPUS)
     assert sorted(np.concatenate(dealt).tolist()) == list(range(shared_batch.sequences))
     shares = []
     for share in dealt:
-        mine = cut(select(shared_batch, share), 10_000, pays_below=PAYS_BELOW)
+        mine = cut(select(shared_batch, share), 10_000, packing=ON_CPUS)
         assert mine.packed
         parts = [MicroBatch(share[part.indices], part.packed) for part in mine.parts]
         shares.append(passed(policy, shared_batch, parts))
@@ -150,8 +150,8 @@ def test_gradients_of_ranks_add_up(policy, shared_batch, ranks):
 @pytest.mark.parametrize("family", sorted(SHARING))
 def test_families_of_models(family, shared_batch, tmp_path):
     policy = in_float64(save(FAMILIES[family], tmp_path))
-    assert bool(policy.packs_below) is SHARING[family]
-    if policy.packs_below:
+    assert bool(policy.packing.pays_below) is SHARING[family]
+    if policy.packing.pays_below:
         expected = passed(policy, shared_batch, padded(shared_batch))
         assert_equal(passed(policy, shared_batch, packed(shared_batch)), expected)
 
@@ -160,7 +160,7 @@ def test_a_model_that_is_not_to_share(tiny_model):
     policy = load_policy(
         ModelSpec(path=tiny_model), parameter_dtype="float32", compute_dtype="float32", share_prefixes=False
     )
-    assert not policy.packs_below
+    assert not policy.packing.pays_below
     assert policy.model.config._attn_implementation == "sdpa"
 
 
@@ -171,8 +171,8 @@ def test_a_saved_model_does_not_know_of_it(policy, tmp_path):
 
 def test_bfloat16_is_close(learner, shared_batch):
     with learner(dtype="bfloat16", micro_batch_tokens=1000) as rank:
-        assert rank._policy.packs_below
-        padded = dataclasses.replace(rank._policy, packs_below=0.0)
+        assert rank._policy.packing.pays_below
+        padded = dataclasses.replace(rank._policy, packing=NEVER)
         shared, alone = (token_logprobs(policy, shared_batch, 1.0, 1000) for policy in (rank._policy, padded))
     difference = shared - alone
     assert 0 < np.abs(difference).mean() < 0.05
@@ -216,7 +216,7 @@ def test_attention_is_that_of_a_mask(data):
 @given(budget=st.integers(1, 700))
 @settings(deadline=None)
 def test_micro_batches_keep_to_the_budget(shared_batch, budget):
-    parts = cut(shared_batch, budget, pays_below=PAYS_BELOW)
+    parts = cut(shared_batch, budget, packing=ON_CPUS)
     assert sorted(np.concatenate([part.indices for part in parts.parts]).tolist()) == answered(shared_batch).tolist()
     if parts.packed:
         sizes = [len(part.packed.source) for part in parts.parts]
@@ -231,35 +231,35 @@ def test_prompt_tokens_by_hand(shared_batch):
     # Four samples of each prompt, of 41, 42, 33, 13 and 14 tokens; one sample of the third has no response.
     assert prompt_tokens(shared_batch) == 4 * (41 + 42 + 33 + 13 + 14) - 33
     # Once: 20 + 10 + 11 + 12 + 13 + 13 + 14; but three times the last 13 of the third prompt, which would save 26.
-    assert cut(shared_batch, 10_000, pays_below=PAYS_BELOW).prompt_tokens == 20 + 10 + 11 + 12 + 13 + 13 + 14 + 26
+    assert cut(shared_batch, 10_000, packing=ON_CPUS).prompt_tokens == 20 + 10 + 11 + 12 + 13 + 13 + 14 + 26
 
 
 def test_short_prompts_do_not_pay(batch):
-    assert not cut(batch, 64, pays_below=PAYS_BELOW).packed
+    assert not cut(batch, 64, packing=ON_CPUS).packed
 
 
 def test_ranks_get_equal_work(shared_batch):
-    dealt = deal(shared_batch, 1000, 2, pays_below=PAYS_BELOW)
-    row = fed_sequences(shared_batch)
+    dealt = deal(shared_batch, 1000, 2, packing=ON_CPUS)
+    row = fed_sequences(shared_batch, 1000, ON_CPUS)
     sizes = [len(row.pack(share).source) for share in dealt]
     assert max(sizes) < 0.65 * sum(sizes)
-    assert [share.tolist() for share in deal(shared_batch, 1000, 2, pays_below=0.0)] == [
+    assert [share.tolist() for share in deal(shared_batch, 1000, 2, packing=NEVER)] == [
         np.argsort(-shared_batch.lengths, kind="stable")[rank::2].tolist() for rank in range(2)
     ]
 
 
 def test_the_choice_is_one_of_counts(shared_batch):
-    assert not cut(shared_batch, 10_000, pays_below=0.01).packed
-    assert not cut(shared_batch, 10_000, pays_below=0.0).packed
+    assert not cut(shared_batch, 10_000, packing=Packing(0.01)).packed
+    assert not cut(shared_batch, 10_000, packing=NEVER).packed
 
 
 def test_on_gpus_padding_alone_is_reason_to_pack(policy, batch):
     """Unequal sequences that share nothing: the packed row has no padding, and gives the same."""
-    parts = cut(batch, 10_000, pays_below=PAYS_BELOW_ON_GPUS)
+    parts = cut(batch, 10_000, packing=ALWAYS)
     assert parts.packed
     assert sum(len(part.packed.source) for part in parts.parts) <= (batch.lengths - 1).sum()
     assert_equal(passed(policy, batch, parts.parts), passed(policy, batch, padded(batch)))
-    assert policy.packs_below == PAYS_BELOW  # on a CPU
+    assert policy.packing == ON_CPUS  # on a CPU
 
 
 def test_unknown_forms_are_refused():

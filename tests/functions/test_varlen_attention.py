@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -21,16 +22,15 @@ from rlhfless.functions import policy as policy_module
 from rlhfless.functions.batching import fed_sequences
 from rlhfless.functions.policy import load_policy, policy_of, response_logprobs
 from rlhfless.functions.prefix_attention import NAME, VarlenLayout, shared_prefix_attention
-from rlhfless.prefixes.packing import PackedSegments, SharingSequences
+from rlhfless.prefixes.packing import ALWAYS, PackedSegments, Packing, SharingSequences
 from rlhfless.spec import ModelSpec
 
 CPU = torch.device("cpu")
 
 
-def packed(rows: list[np.ndarray], least_saved_tokens: int = 1) -> PackedSegments:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhfless.prefixes.packing.pruned.__defaults__", (least_saved_tokens,))
-        return SharingSequences(np.concatenate(rows), np.array([len(row) for row in rows])).pack(np.arange(len(rows)))
+def packed(rows: list[np.ndarray]) -> PackedSegments:
+    lengths, packing = np.array([len(row) for row in rows]), Packing(math.inf, least_saved_tokens=1)
+    return SharingSequences(np.concatenate(rows), lengths, packing).pack(np.arange(len(rows)))
 
 
 def test_layout_by_hand():
@@ -121,11 +121,14 @@ def test_in_float64_a_model_is_that_of_padded_rows_to_1e9(
 ):
     layout = None
     if sharing == "nested":
-        batch, layout = shared_batch, fed_sequences(shared_batch).pack(np.arange(shared_batch.sequences))
+        batch, layout = (
+            shared_batch,
+            fed_sequences(shared_batch, 10_000, ALWAYS).pack(np.arange(shared_batch.sequences)),
+        )
         assert len(VarlenLayout.of(layout, CPU).levels) == 3
     elif sharing == "nothing":
         batch = select(batch, np.arange(0, batch.sequences, 4))  # of each group one
-        layout = fed_sequences(batch).pack(np.arange(batch.sequences))
+        layout = fed_sequences(batch, 10_000, ALWAYS).pack(np.arange(batch.sequences))
         assert not layout.shared
     policy = loaded(checkpointing)
     monkeypatch.setattr(torch, "float32", torch.float64)  # norms of transformers cast to it by name
@@ -161,7 +164,7 @@ class Operators(TorchDispatchMode):
 def test_both_passes_are_flash_attention(loaded, shared_batch):
     """In each of two layers: own segments, and three depths of prefixes."""
     policy = loaded()
-    layout = fed_sequences(shared_batch).pack(np.arange(shared_batch.sequences))
+    layout = fed_sequences(shared_batch, 10_000, ALWAYS).pack(np.arange(shared_batch.sequences))
     with Operators() as operators:
         response_logprobs(policy, shared_batch, 1.0, layout).logprobs.sum().backward()
     assert operators.of_attention == {"torch_attn::_varlen_attn": 8, "torch_attn::_varlen_attn_backward": 8}
@@ -173,12 +176,12 @@ def test_on_a_gpu_that_is_not_there(shared_batch):
         hidden_size=448, intermediate_size=64, num_hidden_layers=2, num_attention_heads=7, num_key_value_heads=1,
         vocab_size=64,
     )  # fmt: skip
-    layout = fed_sequences(shared_batch).pack(np.arange(shared_batch.sequences))
+    layout = fed_sequences(shared_batch, 10_000, ALWAYS).pack(np.arange(shared_batch.sequences))
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
         gpu = torch.device("cuda")
-        policy = dataclasses.replace(policy_of(model, gpu, torch.bfloat16), packs_below=1.0, varlen=True)
+        policy = dataclasses.replace(policy_of(model, gpu, torch.bfloat16), packing=ALWAYS, varlen=True)
         with Operators() as operators:
             found = response_logprobs(policy, shared_batch, 1.0, layout)
     assert found.logprobs.shape == (shared_batch.response_mask.sum(),)

@@ -1,20 +1,15 @@
 """Sequences in one row in which each shared prefix lies once."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless.prefixes.packing import (
-    LEAST_SAVED_TOKENS,
-    PAYS_BELOW,
-    PAYS_BELOW_ON_GPUS,
-    SharingSequences,
-    expected_to_pay_below,
-    packs_below,
-    pruned,
-)
+from rlhfless.prefixes.packing import JOIN_KEYS, LEAST_SAVED_TOKENS, Packing, SharingSequences, pruned
 from rlhfless.prefixes.trie import NONE, shared_prefixes
+from rlhfless.scaling.latency.shape import ModelShape
 
 STEM = np.arange(40)
 
@@ -36,10 +31,11 @@ def test_a_prefix_that_saves_little_is_computed_for_each() -> None:
     rows = [np.r_[STEM[:5], 50], np.r_[STEM[:5], 60]]
     assert len(sharing(rows).pack(np.arange(2)).source) == 12
     forest = shared_prefixes(rows)
-    parent, kept = pruned(forest.tokens, forest.parent, forest.samples, least_saved_tokens=5)
-    assert (parent.tolist(), kept.tolist()) == ([NONE], [0, NONE])
-    _, kept = pruned(forest.tokens, forest.parent, forest.samples, least_saved_tokens=6)
-    assert kept.tolist() == [NONE, NONE]
+    total = np.array([12])
+    for least, expected in ((5, [0, NONE]), (6, [NONE, NONE])):
+        packing = Packing(math.inf, least_saved_tokens=least)
+        parent, kept = pruned(forest.tokens, forest.parent, forest.samples, total, packing, 100)
+        assert (parent.tolist(), kept.tolist()) == ([NONE], expected)
 
 
 def test_a_prefix_of_one_user_in_the_row_is_part_of_its_sequence() -> None:
@@ -81,26 +77,47 @@ def test_no_more_tokens_than_sharing_that_pays_leaves(rows: list[np.ndarray]) ->
     assert forest.unique_tokens <= len(packed.source) <= forest.unique_tokens + LEAST_SAVED_TOKENS * len(forest)
 
 
-# -- where packing pays
+# -- which prefixes pay on GPUs
+
+TOKEN_KEYS = {"0.6b": 3840.0, "7b": 32_512.0}
+"""Of Qwen3-0.6B and Qwen2.5-7B."""
 
 
 @pytest.mark.parametrize(
-    ("expected", "padded_token_s", "packed_token_s", "below"),
+    ("model", "prompt", "responses", "budget", "shared"),
     [
-        (0.7, 3e-6, 4e-6, 0.7),  # breaks even at 0.75: as expected
-        (0.7, 3e-6, 5.1e-6, 0.7),  # at 0.588, within a factor of 1.2
-        (0.7, 3e-6, 5.2e-6, 0.5),  # at 0.577: far from it
-        (0.7, 3e-6, 3e-6, 1.0),  # a packed token costs no more than a padded one
-        (1.0, 3e-6, 3.5e-6, 1.0),
-        (1.0, 3e-6, 4e-6, 0.7),
-        (1.0, 3e-6, 7e-6, 0.4),  # at 0.43
-        (1.0, 6e-6, 3e-6, 1.0),  # never where it computes more
-        (1.0, 1e-6, 1e-4, 0.0),  # it pays nowhere
+        ("7b", 256, (400, 1024), 8192, True),  # a fifth of the tokens
+        ("7b", 100, (400, 1024), 8192, True),  # a ninth
+        ("7b", 100, (6_000, 16_000), 32_768, False),  # 0.4 %
+        ("7b", 2_000, (6_000, 16_000), 65_536, True),
+        ("0.6b", 256, (400, 1024), 8192, True),
+        ("0.6b", 100, (400, 1024), 8192, False),  # joining weighs more beside smaller products
     ],
 )
-def test_measured_rates_count_where_they_are_far_from_expected(expected, padded_token_s, packed_token_s, below):
-    assert packs_below(expected, padded_token_s, packed_token_s) == below
+def test_a_prefix_is_shared_on_gpus_where_that_saves_more_than_joining_costs(model, prompt, responses, budget, shared):
+    """Eight samples of a prompt, in units of attention to one key: saved are the products and the attention of a
+    prompt's tokens, lost is what joining takes of each token behind it."""
+    random = np.random.default_rng(0)
+    rows = [
+        np.r_[10_000 * group + np.arange(prompt), random.integers(10**6, 10**9, size)]
+        for group in range(4)
+        for size in random.integers(*responses, 8)
+    ]
+    lengths, packing = np.array([len(row) for row in rows]), Packing(math.inf, TOKEN_KEYS[model])
+    sequences = SharingSequences(np.concatenate(rows), lengths, packing, budget)
+    parts = [sequences.pack(part) for part in sequences.cut(budget, lengths - prompt)]
+    assert any(part.shared for part in parts) is shared
+    tokens = sum(len(part.source) for part in parts)
+    saved = (lengths.sum() - tokens) * (packing.token_keys + prompt / 2)
+    joined = JOIN_KEYS * sum(end - stop for part in parts for _, stop, end in part.shared)
+    assert saved >= joined, "packing never costs more than it saves"
 
 
-def test_what_is_expected():
-    assert (expected_to_pay_below(on_cpu=False), expected_to_pay_below(on_cpu=True)) == (PAYS_BELOW_ON_GPUS, PAYS_BELOW)
+def test_by_the_sizes_of_a_model():
+    """A layer of Qwen2.5-7B has 3584 (2 x 3584 + 2 x 512) parameters of attention and 3 x 3584 x 18944 of the MLP, and
+    queries of 3584 numbers: 2 FLOPs each beside 4 for each number and key."""
+    config = {
+        "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152_064, "intermediate_size": 18_944,
+    }  # fmt: skip
+    assert ModelShape.of_config(config).token_keys == (3584 * 8192 + 3 * 3584 * 18_944) / (2 * 3584) == 32_512

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless.prefixes.packing import SharingSequences
+from rlhfless.prefixes.packing import Packing, SharingSequences
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS, move_pays, to_precompute
 from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.prefixes.tree import PrefixTree
@@ -91,9 +91,10 @@ def test_the_saved_tokens_are_those_of_the_packed_rows(prompts: list[tuple[int, 
         for i, (g, n) in enumerate(zip(group, responses, strict=True))
     ]
     lengths = np.array([len(row) for row in fed])
-    packed = SharingSequences(np.concatenate([np.array(row) for row in fed]), lengths)
+    packing = Packing(math.inf, data.draw(st.sampled_from([None, 50.0, 1000.0, 1e6])))
+    packed = SharingSequences(np.concatenate([np.array(row) for row in fed]), lengths, packing, WHOLE)
     computed = len(packed.pack(np.arange(len(group))).source)
-    assert saved_tokens(tree, size, group, responses, SharedForward(WHOLE, math.inf)) == int(lengths.sum()) - computed
+    assert saved_tokens(tree, size, group, responses, SharedForward(WHOLE, packing)) == int(lengths.sum()) - computed
 
 
 def test_each_micro_batch_computes_the_prefix_by_hand() -> None:
@@ -105,7 +106,7 @@ def test_each_micro_batch_computes_the_prefix_by_hand() -> None:
     assert saved_tokens(tree, *batch, SharedForward(WHOLE)) == fed - (100 + 4 * 14)
     assert saved_tokens(tree, *batch, SharedForward(130)) == fed - 2 * 128
     assert saved_tokens(tree, *batch, SharedForward(110)) == 0
-    assert saved_tokens(tree, *batch, SharedForward(130, pays_below=0.5)) == 0
+    assert saved_tokens(tree, *batch, SharedForward(130, Packing(0.5))) == 0
 
 
 # -- ranks: prompts with a long common prefix are neighbours

@@ -126,6 +126,12 @@ class ModelShape:
         """Parameters that one token is multiplied with."""
         return self.attention + self.dense_mlp + self.experts_per_token * self.expert_mlp + self.head
 
+    @property
+    def token_keys(self) -> float:
+        """Keys to which a token could attend in the time that the other products of a layer take it: 2 FLOPs for each
+        parameter, and 4 for each key and number of its queries."""
+        return (self.active - self.head) / (2 * self.layers * self.heads * self.head_dim)
+
     def read(self, tokens: float) -> float:
         """Parameters that are read for a batch of `tokens` tokens: of the experts only those that a token uses."""
         asked = 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0

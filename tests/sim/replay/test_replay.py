@@ -10,7 +10,7 @@ import pytest
 
 from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, KV_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
 from rlhfless.control.compute.simulating import best_static
-from rlhfless.prefixes.packing import expected_to_pay_below
+from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
 from rlhfless.records import Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
@@ -305,8 +305,8 @@ def test_a_learner_that_computed_nearly_all_prompts_once_does_so_again(
     )
     forward = setup_of(told, latency).prefixes.forward
     assert forward is not None
-    usual = expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
-    assert forward.pays_below == (1.0 if packs_all else usual)
+    usual = ON_CPUS if device_kind(trace) == CPU_KIND else ALWAYS
+    assert forward.packing == (ALWAYS if packs_all else usual)
 
 
 def test_a_run_is_replayed_in_its_own_schedule(one_actor: Path, latency: LatencyFile) -> None:
