@@ -37,7 +37,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Iterator[Devi
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     monkeypatch.setattr(loading, "is_finite", lambda _: True)
-    for name in ("_check_against_model", "_choose_attention"):
+    for name in ("_check_against_model", "_choose_attention", "_can_fuse_head"):
         monkeypatch.setattr(policy, name, lambda *_: None)
     offset = sharding_utils.compute_local_shape_and_global_offset
 
