@@ -60,7 +60,7 @@ function options(plot, chart) {
       y: { distr: chart.log ? 3 : 1, range: (_, low, high) => domain(low, high, plot.chart) },
     },
     axes: [
-      { ...axis, size: 24, space: 60, incrs: WHOLE, grid: { show: false }, values: (_, values) => values.map((value) => value.toLocaleString("en")) },
+      { ...axis, size: 24, space: 60, incrs: chart.across ? chart.across.incrs : WHOLE, grid: { show: false }, values: (_, values) => values.map((value) => told(plot, value)) },
       { ...axis, size: 50, space: 34, grid: { stroke: () => colour("grid"), width: 1, filter }, filter, values: (_, values, __, ___, increment) => values.map((value) => tick(value && value * factor, increment * factor, plot.chart)) },
     ],
     series: [{}, ...chart.areas.flatMap(() => [edge, edge]), ...chart.lines.map((line) => ({
@@ -73,6 +73,9 @@ function options(plot, chart) {
   };
 }
 
+/** A place of the x axis, in words. */
+const told = (plot, value) => (plot.chart.across?.format ?? ((step) => step.toLocaleString("en")))(value);
+
 function dragged(plot, u) {
   const { left, width } = u.select;
   if (width < 1) return;
@@ -84,13 +87,13 @@ function dragged(plot, u) {
 /**
  * Draw curves into `plot`: {areas: [{upper: {x, y}, lower, tone, opacity}], lines: [{name, x, y, tone, dash, dots, pale,
  * format}], read: lines whose values are told at the pointer, log, zero, format: of values, prefix and suffix: of ticks,
- * factor of ticks to values, from and to: steps}. `plot.zoom` is told which steps were dragged over; null for all.
+ * factor of ticks to values, from and to: steps, across: {format} of an x axis other than steps}. `plot.zoom` is told which steps were dragged over; null for all.
  */
 export function drawCurves(plot, chart) {
   const there = (chart.read ?? chart.lines).filter((line) => line.x.length);
   const first = chart.from ?? Math.min(...there.map((line) => line.x[0])), last = chart.to ?? Math.max(...there.map((line) => line.x.at(-1)));
   plot.chart = { ...chart, read: there, range: last > first ? [first, last] : [first - 1, first + 1] };
-  const kind = JSON.stringify([chart.areas.map((area) => [area.tone, area.opacity]), chart.lines.map(({ tone, dash, dots, pale }) => [tone, dash, dots, pale]), chart.log]);
+  const kind = JSON.stringify([chart.areas.map((area) => [area.tone, area.opacity]), chart.lines.map(({ tone, dash, dots, pale }) => [tone, dash, dots, pale]), chart.log, chart.across?.format.name]);
   if (plot.uplot && plot.kind === kind) {
     plot.uplot.setSize({ width: plot.clientWidth, height: plot.clientHeight });
     plot.uplot.setData(columns(chart));
@@ -136,7 +139,7 @@ function tell(plot, u) {
     return h("span", {}, h("i", { class: `key c-${line.tone} ${line.dash ?? ""}` }), line.name, h("b", {}, ` ${text(line.y[at])}`), line.raw ? ` (${text(line.raw[at])})` : null);
   });
   const place = u.valToPos(step, "x") + u.over.offsetLeft;
-  const tip = h("div", { class: `tip ${place > plot.clientWidth / 2 ? "before" : ""}` }, h("b", {}, `step ${step.toLocaleString("en")}`), rows);
+  const tip = h("div", { class: `tip ${place > plot.clientWidth / 2 ? "before" : ""}` }, h("b", {}, `${plot.chart.across ? "" : "step "}${told(plot, step)}`), rows);
   tip.style.setProperty("--at", `${place}px`);
   plot.append(tip);
 }

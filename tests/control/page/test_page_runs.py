@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
+import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
+from sqlalchemy.orm import Session
 
 from fakes import filled
 from rlhfless.bundled.model import SMALLEST, build_random
+from rlhfless.control import store
 from rlhfless.control.service import Service
 from rlhfless.scaling.prices import PriceBook, load_price_book
 
@@ -76,6 +80,48 @@ def test_runs_are_chosen_and_drawn_over_each_other(opened) -> None:  # type: ign
     page.get_by_role("link", name="Leave out math-grpo aa10be71").click()
     expect(chart.locator(".legend li")).to_have_count(1)
     expect(page).to_have_url(re.compile(f"#/compare/{filled.RUN_ID}$"))
+
+
+def test_runs_are_compared_by_settings_time_and_cost(opened, site: tuple[str, Service]) -> None:  # type: ignore[no-untyped-def]
+    service = site[1]
+
+    def change(session: Session) -> None:
+        run = store.run_of(session, filled.EARLIER_ID)
+        rewards = [run.spec["rewards"][0], {**run.spec["rewards"][1], "pattern": "7"}]
+        run.spec = {**run.spec, "name": "other", "seed": 7, "optimizer": {"learning_rate": 3e-6}, "rewards": rewards}
+        store.touch(session, run)
+
+    asyncio.run_coroutine_threadsafe(service.database.write(change), service.bus.loop).result(20)
+    page: Page = opened(f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}")
+    table = page.get_by_role("table", name="Settings that differ")
+    expect(table).to_be_visible()
+    rows = {
+        texts[0]: texts[1:] for row in table.locator("tbody tr").all() if (texts := row.locator("td").all_inner_texts())
+    }
+    assert rows["seed"] == ["0", "7"]
+    assert rows["optimizer.eps"] == ["1e-8", "\N{EN DASH}"]
+    assert rows["optimizer.learning_rate"][1] == "0.000003"
+    assert rows["rewards.1.pattern"][1] == "7"
+    assert "rewards.0.type" not in rows
+    assert not rows.keys() & {"name", "steps", "model.path"}
+    plot = page.locator(".chart", has=page.get_by_role("heading", name="reward_mean", exact=True)).locator(".plot")
+    last = "({uplot}) => [1, 2].map((at) => uplot.data[0].findLast((_, place) => uplot.data[at][place] != null))"
+    assert plot.evaluate(last)[1] == 400
+    axes = page.get_by_role("group", name="X axis")
+    at, cost = next(
+        (at, row["cost_usd"]) for _, at, row in reversed(filled.measured(400, 300, 0.0, seed=8)) if "cost_usd" in row
+    )
+    axes.get_by_role("button", name="Cost").click()
+    page.wait_for_function("document.querySelector('.plot').uplot.scales.x.max < 200")
+    assert plot.evaluate(last)[1] == pytest.approx(cost, rel=1e-6)
+    axes.get_by_role("button", name="Time").click()
+    page.wait_for_function("document.querySelector('.plot').uplot.scales.x.max > 1000")
+    assert plot.evaluate(last)[1] == pytest.approx(at, rel=0.01)
+    plot.hover()
+    expect(plot.locator(".tip b").first).to_have_text(re.compile("^[0-9]+ (h|min)"))
+    axes.get_by_role("button", name="Steps").click()
+    page.wait_for_function("document.querySelector('.plot').uplot.scales.x.max === 400")
+    assert Axe().run(page).response["violations"] == []
 
 
 def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -> None:  # type: ignore[no-untyped-def]
