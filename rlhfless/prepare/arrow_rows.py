@@ -51,14 +51,15 @@ def _reader(kind: pa.DataType) -> _Read | None:
         return _struct_reader([(name, read) for name, read in readers if read is not None])
     if types.is_map(kind):
         return _map_reader(_reader(kind.item_type)) if _is_text(kind.key_type) else None
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if any(each(kind) for each in lists):
         read = _reader(kind.value_type)
         return None if read is None else lambda value: None if value is None else list(map(read, value))
     return None
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return any(each(kind) for each in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
 
 
 def _struct_reader(readers: list[tuple[str, _Read]]) -> _Read:
