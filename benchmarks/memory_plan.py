@@ -77,7 +77,7 @@ def compared(name: str, layers: int | None, width: int) -> dict[str, Any]:
     config.num_hidden_layers = layers or config.num_hidden_layers
     start_s = time.perf_counter()
     held = peak_bytes(config, LEARNER, ranks, ROWS, width)
-    how = Sharded(ranks, LEARNER.dtype, LEARNER.gradient_checkpointing)
+    how = Sharded(ranks, LEARNER.dtype, LEARNER.recomputes)
     shape = ModelShape.of_config(config.to_dict())
     planned = learn_phases(shape, ROWS * width, how, LOGITS_CHUNK_ELEMENTS)[0].size_bytes
     return {

@@ -63,16 +63,18 @@ def _config(sizes: Sequence[int], **more: int) -> Mapping[str, object]:
     return dict(zip((*names, "intermediate_size", "vocab_size"), sizes, strict=True)) | more
 
 
-LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 CONFIGS: dict[str, Mapping[str, object]] = {  # of the models' own config.json
     "Llama-3.1-8B": BUILT_IN["llama-3.1-8b"],
-    "Qwen3-32B": _config((64, 5120, 64, 8, 25600, 151936), head_dim=128),
-    "Qwen3-30B-A3B": _config((48, 2048, 32, 4, 6144, 151936), **EXPERTS, moe_intermediate_size=768),
-    "Qwen3-235B-A22B": _config((94, 4096, 64, 4, 12288, 151936), **EXPERTS, moe_intermediate_size=1536),
+    "Qwen3-32B": BUILT_IN["qwen3-32b"],
+    "Qwen3-30B-A3B": BUILT_IN["qwen3-30b-a3b"],
+    "Qwen3-235B-A22B": BUILT_IN["qwen3-235b-a22b"],
     "DeepSeek-V3": _config(
         (61, 7168, 128, 128, 18432, 129280),
-        **LATENT,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
         n_routed_experts=256,
         n_shared_experts=1,
         num_experts_per_tok=8,
@@ -80,7 +82,7 @@ CONFIGS: dict[str, Mapping[str, object]] = {  # of the models' own config.json
         moe_intermediate_size=2048,
     ),
     "Nemotron-3-Nano-30B-A3B": _config((52, 2688, 32, 2, 1856, 131072), mamba_num_heads=64),
-    "Qwen3-8B": _config((36, 4096, 32, 8, 12288, 151936), head_dim=128),
+    "Qwen3-8B": BUILT_IN["qwen3-8b"],
     "Qwen2.5-Math-1.5B": BUILT_IN["qwen2.5-1.5b"],
     "deepseek-llm-7b": _config((30, 4096, 32, 32, 11008, 102400)),
 }

@@ -8,12 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 _NAMES = re.compile(
-    r"(?:qwen|meta-llama)/(?:meta-)?(qwen2\.5-[\d.]+b|llama-[\d.]+-[\d]+b)(?:-instruct)?", re.IGNORECASE
+    r"(?:qwen|meta-llama|openai|zai-org)/(?:meta-)?([\w.-]+?)(?:-instruct|-base)?(?:-2507)?", re.IGNORECASE
 )
+"""Names on the hub; variants have the sizes of their model."""
 
 
 def _config(
-    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, tied: bool = False
+    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, tied: bool = False, **more: Any
 ) -> Mapping[str, Any]:
     return MappingProxyType(
         {
@@ -24,9 +25,22 @@ def _config(
             "intermediate_size": mlp,
             "vocab_size": vocabulary,
             "tie_word_embeddings": tied,
+            **more,
         }
     )
 
+
+def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, tied: bool = False, **more: int) -> Any:
+    return _config(layers, hidden, heads, kv_heads, mlp, 151936, tied, head_dim=128, **more)
+
+
+def _gpt_oss(layers: int, experts: int) -> Mapping[str, Any]:
+    window = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+    routed = {"num_local_experts": experts, "num_experts_per_tok": 4}
+    return _config(layers, 2880, 64, 8, 2880, 201088, head_dim=64, **routed, **window)
+
+
+_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
 
 BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -36,6 +50,30 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen2.5-7b": _config(28, 3584, 28, 4, 18944, 152064),
         "qwen2.5-14b": _config(48, 5120, 40, 8, 13824, 152064),
         "qwen2.5-32b": _config(64, 5120, 40, 8, 27648, 152064),
+        "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
+        "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tied=True),
+        "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tied=True),
+        "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
+        "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
+        "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
+        "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144, **_QWEN3_EXPERTS, moe_intermediate_size=768),
+        "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 12288, **_QWEN3_EXPERTS, moe_intermediate_size=1536),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
+        "glm-4.5-air": _config(
+            46,
+            4096,
+            96,
+            8,
+            10944,
+            151552,
+            head_dim=128,
+            n_routed_experts=128,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            first_k_dense_replace=1,
+            moe_intermediate_size=1408,
+        ),
         "llama-3.1-8b": _config(32, 4096, 32, 8, 14336, 128256),
         "llama-2-70b": _config(80, 8192, 64, 8, 28672, 32000),
         "llama-3.1-70b": _config(80, 8192, 64, 8, 28672, 128256),

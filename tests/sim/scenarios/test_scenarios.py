@@ -132,6 +132,17 @@ def test_the_published_set_covers_what_it_is_meant_to() -> None:
         ("qwen2.5-32b", 32.8),
         ("llama-3.1-70b", 70.6),
         ("llama-3.1-8b", 8.03),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-1.7b", 1.72),
+        ("qwen3-4b", 4.02),
+        ("qwen3-8b", 8.19),
+        ("qwen3-14b", 14.77),
+        ("qwen3-32b", 32.76),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-235b-a22b", 235.1),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
+        ("glm-4.5-air", 106.9),
     ],
 )
 def test_built_in_models_have_the_parameters_of_their_cards(name: str, billions: float) -> None:
