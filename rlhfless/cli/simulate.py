@@ -119,10 +119,12 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
 def _calibrate(folders: Sequence[Path], out: Path) -> None:
     """Fit the latency model to all steps of the traces, and write it."""
     from rlhfless.records.traces import read_trace, trace_folder
-    from rlhfless.sim.replay.calibrate import calibrate
     from rlhfless.sim.replay.latency_file import write_latency
+    from rlhfless.sim.replay.replay import fitted
+    from rlhfless.sim.workloads.runtime import read_runtime
 
-    latency = calibrate([read_trace(trace_folder(folder)) for folder in folders])
+    traces = [read_trace(trace_folder(folder), tokens=False) for folder in folders]
+    latency = fitted(traces, [read_runtime(trace_folder(folder)) for folder in folders])
     write_latency(latency, out)
     typer.echo(f"{out}: fitted to {latency.steps} steps of {', '.join(latency.traces)}")
 
@@ -136,10 +138,10 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.policies.registry import PolicyError
     from rlhfless.sim.replay.beside import Beside
-    from rlhfless.sim.replay.calibrate import calibrate, device_kind
+    from rlhfless.sim.replay.calibrate import device_kind
     from rlhfless.sim.replay.latency_file import load_latency
     from rlhfless.sim.replay.recorded import AS_IT_WAS
-    from rlhfless.sim.replay.replay import replay
+    from rlhfless.sim.replay.replay import fitted, replay
     from rlhfless.sim.replay.what_if import policy_of, run_policy
     from rlhfless.sim.workloads.runtime import read_runtime
     from rlhfless.telemetry.terminal import Terminal
@@ -159,7 +161,7 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
         Terminal().print(replay_table(again))
     else:
         # A fit to other devices says nothing of the run's own.
-        own = fit if fit is None or fit.device_kind == device_kind(trace) else calibrate([trace])
+        own = fit if fit is None or fit.device_kind == device_kind(trace) else fitted([trace], [drawn])
         beside = Beside(again, replay(trace, drawn, own), policy_of(trace), other.max_staleness)
         Terminal().print(beside_table(beside))
         report |= {"as_recorded": beside.base.report(), "times": beside.times, "costs": beside.costs}

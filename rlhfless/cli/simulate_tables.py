@@ -127,5 +127,6 @@ def replay_table(again: Replay) -> RenderableType:
         kv = f"{again.kv_tokens:,} tokens, as the engines reported"
     title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
     facts = f"cost of these steps  {cost}", *prompts, f"KV memory of an actor  {kv}"
-    last: tuple[RenderableType, ...] = (*facts, Prose(legend, style="dim"))
+    pace = [Prose(again.changed_pace)] if again.changed_pace else []
+    last: tuple[RenderableType, ...] = (*facts, *pace, Prose(legend, style="dim"))
     return Group(title, "", steps, "", over_all, "", *last)

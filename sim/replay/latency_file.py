@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from rlhfless.scaling.latency.fitted import BentEngine
 from rlhfless.scaling.latency.timeline import KNOTS
+from rlhfless.scaling.step_times import Phase, column_phase
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.files import read_values
@@ -114,6 +116,43 @@ class LatencyFile(SpecModel):
     devices of their own."""
     mean_s: dict[str, NotNegative]
     """Mean seconds of the steps, by stage."""
+
+    def scaled(self, factors: Mapping[str, float]) -> LatencyFile:
+        """All seconds of a stage, by its phase, times its factor; those of other stages stay."""
+
+        def of(phase: str, seconds: float) -> float:
+            return seconds * factors.get(phase, 1.0)
+
+        def line(phase: str, fit: LineFit) -> LineFit:
+            return LineFit(fixed_s=of(phase, fit.fixed_s), token_s=of(phase, fit.token_s))
+
+        def learner(fit: LearnerFit) -> LearnerFit:
+            evaluate = None if fit.evaluate is None else line(Phase.LEARN, fit.evaluate)
+            return LearnerFit(evaluate=evaluate, learn=line(Phase.LEARN, fit.learn))
+
+        engine = self.generation.model_copy(
+            update={
+                name: tuple(of(Phase.GENERATION, each) for each in value)
+                if isinstance(value, tuple)
+                else of(Phase.GENERATION, value)
+                for name, value in self.generation
+            }
+        )
+        first = learner(LearnerFit(evaluate=self.evaluate, learn=self.learn))
+        changes: dict[str, object] = {
+            "generation": engine,
+            "call_s": of(Phase.GENERATION, self.call_s),
+            "kv_token_s": None if self.kv_token_s is None else of(Phase.GENERATION, self.kv_token_s),
+            "load_weights_s": of(Phase.SYNC, self.load_weights_s),
+            "publish_s": of(Phase.SYNC, self.publish_s),
+            "group_s": of(Phase.SCORING, self.group_s),
+            "columns": {name: line(column_phase(name), fit) for name, fit in self.columns.items()},
+            "updates": {name: line(column_phase(name), fit) for name, fit in self.updates.items()},
+            "evaluate": first.evaluate,
+            "learn": first.learn,
+            "learner_sizes": {size: learner(fit) for size, fit in self.learner_sizes.items()},
+        }
+        return self.model_copy(update=changes)
 
     @property
     def engine(self) -> BentEngine:

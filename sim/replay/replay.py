@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -23,6 +23,7 @@ from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase, column_phase, step_times
+from rlhfless.sim.experiment.statistics import LEAST_VALUES, mean_interval
 from rlhfless.sim.learner_size import ChoosesSize, LearnerSizes, SimulatedLearnerSize
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -33,6 +34,13 @@ from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind, run_co
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
+
+MOST_SCALED = 4.0
+"""A stage whose replay is off by more than this factor has another cause than its scatter."""
+
+PACE, LEAST_SHARE = 1.25, 0.1
+"""A stage with at least this share of a step has changed its pace if its judged seconds are off by more than this
+factor."""
 
 AS_RECORDED = "as recorded"
 """The default policy of a replay."""
@@ -115,6 +123,24 @@ class Replay:
             if any(step.measured_s[stage] > 0 for step in steps)
         ]
 
+    @property
+    def changed_pace(self) -> str:
+        """A sentence if the judged steps took much longer or shorter than the fit to the other steps says; else
+        empty."""
+        if self.policy != AS_RECORDED or self.extrapolated_to:
+            return ""
+        told = []
+        for error in self.errors:
+            times = error.measured_s / error.predicted_s if error.predicted_s else 1.0
+            if error.measured_s > LEAST_SHARE * self.errors[-1].measured_s and abs(math.log(times)) > math.log(PACE):
+                told.append(f"{error.stage} {times:.2f}")
+        if not told:
+            return ""
+        return (
+            f"These steps took other times than the fit to {self.fitted_to} predicts ({', '.join(told)} times): the "
+            "pace of the machine, or what the run does, changed in between."
+        )
+
     def report(self) -> dict[str, Any]:
         """All figures as JSON values."""
         errors = [{**asdict(error), "skill": error.skill} for error in self.errors]
@@ -157,7 +183,7 @@ def replay(
         learned = records[: max(len(records) // 2, 1)]
         judged = records[len(learned) :] or records
         last = learned[-1].step
-        latency, fitted_to = calibrate([trace], keep=lambda step: step <= last), f"steps 1 to {last}"
+        latency, fitted_to = fitted([trace], [drawn], keep=lambda step: step <= last), f"steps 1 to {last}"
     if policy is None and other.actors is not None:
         raise TraceError(f"{other.actors} actors draw other samples than in {trace.meta.run_id}; name a policy")
     name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
@@ -206,6 +232,45 @@ def replay(
         tuple(_plans(trace, simulated)),
         tuple(_divided(simulated, [record.step for record in judged])),
     )
+
+
+def fitted(
+    traces: Sequence[Trace], drawn: Sequence[Sequence[RolloutBatch]], keep: Callable[[int], bool] | None = None
+) -> LatencyFile:
+    """The fit to the traces (see `calibrate`), scaled so that a replay of the fitted steps takes as long as they took,
+    in each stage and in all: the medians that it is made of do not keep means. A difference that the scatter of the
+    steps explains stays. `drawn` are the batches of each trace."""
+    latency = calibrate(traces, keep)
+
+    def replayed(latency: LatencyFile) -> list[ReplayedStep]:
+        replays = (replay(trace, batches, latency) for trace, batches in zip(traces, drawn, strict=True))
+        steps = [step for again in replays for step in again.steps if keep is None or keep(step.step)]
+        return [step for step in steps if not step.done_again] or steps
+
+    steps = replayed(latency)
+    latency = latency.scaled({str(stage): _biased(steps, str(stage)) for stage in STAGES})
+    late_s = [step.measured_s[WALL] - step.predicted_s[WALL] for step in replayed(latency)]
+    if not _may_be_chance(late_s):
+        latency = latency.model_copy(update={"driver_s": max(latency.driver_s + fmean(late_s), 0.0)})
+    return latency
+
+
+def _biased(steps: Sequence[ReplayedStep], stage: str) -> float:
+    """Measured by predicted seconds of a stage, over all steps; 1 where their scatter explains what is between."""
+    pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in steps]
+    pairs = [pair for pair in pairs if min(pair) > 0]
+    if _may_be_chance([math.log(measured / predicted) for predicted, measured in pairs]):
+        return 1.0
+    predicted_s, measured_s = (math.fsum(seconds) for seconds in zip(*pairs, strict=True))
+    return min(max(measured_s / predicted_s, 1 / MOST_SCALED), MOST_SCALED)
+
+
+def _may_be_chance(values: Sequence[float]) -> bool:
+    """Whether the mean of independent values may well be 0: it is within its 95 % interval."""
+    if len(values) < LEAST_VALUES:
+        return True
+    interval = mean_interval(values)
+    return interval.low <= 0 <= interval.high
 
 
 def _learner_size(

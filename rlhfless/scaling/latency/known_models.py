@@ -30,17 +30,17 @@ def _config(
     )
 
 
-def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, tied: bool = False, **more: int) -> Any:
-    return _config(layers, hidden, heads, kv_heads, mlp, 151936, tied, head_dim=128, **more)
+def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Mapping[str, Any]:
+    return _config(layers, hidden, heads, kv_heads, mlp, 151936, head_dim=128, **more)
 
 
 def _gpt_oss(layers: int, experts: int) -> Mapping[str, Any]:
-    window = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
-    routed = {"num_local_experts": experts, "num_experts_per_tok": 4}
+    window: Any = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
+    routed: Any = {"num_local_experts": experts, "num_experts_per_tok": 4}
     return _config(layers, 2880, 64, 8, 2880, 201088, head_dim=64, **routed, **window)
 
 
-_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_EXPERTS: Any = {"num_experts": 128, "num_experts_per_tok": 8}
 
 BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, KV_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
 from rlhfless.control.compute.simulating import best_static
 from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
-from rlhfless.records import Work
+from rlhfless.records import Invocation, StepRecord, Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
@@ -22,7 +23,7 @@ from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
 from rlhfless.sim.replay.measured import helper_cores, shared_s
 from rlhfless.sim.replay.recorded import setup_of
-from rlhfless.sim.replay.replay import replay
+from rlhfless.sim.replay.replay import fitted, replay
 from rlhfless.sim.replay.what_if import OtherDevices
 from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.workloads.runtime import read_runtime
@@ -93,6 +94,46 @@ def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:
     assert wall.skill == pytest.approx(1 - wall.error / wall.error_of_mean)
     assert wall.skill > 0.5
     assert again.predicted_usd == pytest.approx(again.measured_usd, rel=0.05)
+
+
+def slowed(trace: Trace, times: Mapping[int, float]) -> Trace:
+    """The trace with the learn calls of some steps that many times as long, and all that follows later."""
+    at_s, calls, steps = 0.0, list[Invocation](), list[StepRecord]()
+    for step in trace.steps:
+        begin_s = at_s
+        own = [call for call in trace.invocations if call.step == step.step]
+        for call in sorted(own, key=lambda call: call.start_s):
+            more_s = (times.get(step.step, 1.0) - 1) * call.duration_s * (call.work is Work.LEARN)
+            calls.append(replace(call, start_s=call.start_s + at_s, end_s=call.end_s + at_s + more_s))
+            at_s += more_s
+        steps.append(replace(step, start_s=step.start_s + begin_s, end_s=step.end_s + at_s))
+    return replace(trace, invocations=tuple(calls), steps=tuple(steps))
+
+
+def test_a_fit_keeps_the_means_of_the_steps_it_was_fitted_to(
+    one_actor: Path, latency: LatencyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Medians of requests once said 0.75 of what 60 steps of a run took to draw: here a fit that is off as much."""
+    trace, drawn = read_trace(one_actor), read_runtime(one_actor)
+    off = latency.scaled({"generation": 0.75, "learn": 1.3}).model_copy(update={"driver_s": latency.driver_s + 0.5})
+    monkeypatch.setattr("rlhfless.sim.replay.replay.calibrate", lambda *_: off)
+    for error in replay(trace, drawn, fitted([trace], [drawn])).errors:
+        if error.stage in ("generation", "learn", "step"):
+            assert error.predicted_s == pytest.approx(error.measured_s, rel=0.02), error.stage
+
+
+def test_a_difference_that_may_be_chance_changes_no_fit(one_actor: Path) -> None:
+    """The mean of the learn calls is 1.06 times what it was, and no one can say so from one slow step."""
+    trace, drawn = slowed(read_trace(one_actor), {4: 1.5}), read_runtime(one_actor)
+    plain, kept = calibrate([trace]), fitted([trace], [drawn])
+    assert kept.learn == plain.learn
+
+
+def test_a_run_that_slows_down_is_said_to(one_actor: Path, latency: LatencyFile) -> None:
+    trace, drawn = read_trace(one_actor), read_runtime(one_actor)
+    assert replay(trace, drawn).changed_pace == ""
+    quick = latency.scaled({"generation": 0.5})
+    assert "generation 2.0" in replay(trace, drawn, quick).changed_pace
 
 
 @pytest.fixture(scope="module")
