@@ -38,7 +38,7 @@ def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
     reasons = threading.Thread(target=_show_reasons, args=(client.url, run.id, console, over), daemon=True)
     reasons.start()
     before: dict[str, float] = {}
-    worked = Worked()
+    worked = DrivenTime()
     try:
         for event in client.watch(run.id):
             worked.add(event)
@@ -108,7 +108,7 @@ def _show(console: Console, event: EventObject, before: dict[str, float]) -> Non
         console.show(event.message if event.level == "info" else f"{event.level}: {event.message}")
 
 
-class Worked:
+class DrivenTime:
     """The seconds in which a run had a driver, from all its events: neither its queue nor its pauses."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.cli.runs_watch import Worked
+from rlhfless.cli.runs_watch import DrivenTime
 from rlhfless.control.objects.runs import EventObject
 
 
@@ -15,7 +15,7 @@ def status(at: float, value: str) -> EventObject:
 
 
 def test_the_time_of_a_run_is_without_its_queue_and_its_pauses() -> None:
-    worked = Worked()
+    worked = DrivenTime()
     life = [
         *((0.0, "queued"), (100.0, "validating"), (103.0, "provisioning"), (110.0, "running"), (150.0, "pausing")),
         *((151.0, "paused"), (900.0, "queued"), (950.0, "validating"), (960.0, "running"), (990.0, "succeeded")),
