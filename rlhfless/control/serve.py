@@ -94,6 +94,13 @@ class _Server(uvicorn.Server):
         """Do nothing: `_signals` handles signals."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with the app's own end when it is forced, too: else that is cancelled, with a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.lifespan.shutdown(), GRACE_S)
+
 
 def _bound(settings: ServiceSettings) -> socket.socket:
     """The socket to listen on. Raises InputError if the address cannot be used."""
