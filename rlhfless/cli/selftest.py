@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,35 +57,41 @@ def selftest(
     disable_progress_bar()  # type: ignore[no-untyped-call]
     loaded = None if spec is None else load_spec(spec, overrides or ())
     console = Terminal(soft_wrap=True)
+    between = None
     if ray_address is None:
         nodes = {"this machine": node_report(loaded, lambda outcome: _show(console, outcome))}
     else:
-        nodes = asyncio.run(_on_cluster(ray_address, loaded))
+        nodes, between = asyncio.run(_on_cluster(ray_address, loaded))
         _show_nodes(console, nodes)
-    report = whole_report(nodes)
+        _show(console, between)
+    report = whole_report(nodes, between)
     for node in nodes.values():
         _show_step(console, node["step"])
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
         console.print(f"{out} has the report")
-    if any(check["state"] == "failed" for node in nodes.values() for check in node["checks"]):
+    states = [check["state"] for node in nodes.values() for check in node["checks"]]
+    if "failed" in states or (between is not None and between.state == "failed"):
         raise typer.Exit(FAILED)
 
 
-async def _on_cluster(address: str, spec: RunSpec | None) -> dict[str, dict[str, Any]]:
+async def _on_cluster(address: str, spec: RunSpec | None) -> tuple[dict[str, dict[str, Any]], CheckOutcome]:
     from rlhfless.fleet.cluster import Cluster, FleetError
     from rlhfless.fleet.each_node import on_each_node
+    from rlhfless.selftest.between_nodes import MEET_S, between_nodes
     from rlhfless.selftest.report import node_report
     from rlhfless.spec import PlacementSpec
 
     cluster = await Cluster.start(PlacementSpec(ray_address=address), Path())
     try:
+        on_nodes = partial(on_each_node, timeout_s=4 * MEET_S, with_cores=True)
+        between = await asyncio.to_thread(between_nodes, on_nodes)
         reports: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
     finally:
         await cluster.stop()
     if not reports:
         raise FleetError(f"no node of the cluster at {address} ended its self-test within {NODE_S:.0f} s")
-    return dict(reports)
+    return dict(reports), between
 
 
 def _show_nodes(console: Console, nodes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -122,3 +129,13 @@ def _show_step(console: Console, step: Mapping[str, Any] | None) -> None:
         predicted = step["predicted"]
         low, high = (predicted[name] / predicted["steps"] for name in ("wall_low_s", "wall_high_s"))
         console.print(f"step time: {predicted['step_s']:.3g} s ({low:.3g} to {high:.3g}); lengths {step['lengths']}")
+    if step is not None and (measured := step["measured"]) is not None:
+        _show_measured(console, measured)
+
+
+def _show_measured(console: Console, measured: Mapping[str, Any]) -> None:
+    """A step that was taken, beside its prediction."""
+    parts = ", ".join(f"{name} {measured[f'{name}_s']:.3g}" for name in ("publish", "load", "generation", "learn"))
+    predicted_s = measured["predicted_s"]
+    beside = f"not predicted ({measured['reason']})" if predicted_s is None else f"predicted {predicted_s:.3g} s"
+    console.print(f"measured step of {measured['samples']} samples: {measured['step_s']:.3g} s, {beside}; {parts} s")

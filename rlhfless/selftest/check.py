@@ -78,20 +78,26 @@ def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckOutcome
 
 
 def _outcome(check: Check, subject: Subject, states: Mapping[str, State]) -> CheckOutcome:
+    def run() -> Measured:
+        if subject.gpus < check.gpus:
+            raise NotHere(f"it needs {check.gpus} GPU(s), and this node has {subject.gpus}")
+        if missing := [name for name in check.needs if states.get(name) != "ok"]:
+            raise NotHere(f"it needs what {' and '.join(missing)} did not find")
+        return check.run(subject)
+
+    return outcome_of(check.name, check.remedy, inspect.getdoc(check.run) or "", run)
+
+
+def outcome_of(name: str, remedy: str, measures: str, run: Callable[[], Measured]) -> CheckOutcome:
+    """Run one check."""
     began_s = time.monotonic()
 
     def ended(state: State, measured: Measured, why: str = "") -> CheckOutcome:
-        remedy = check.remedy if state == "failed" else ""
-        return CheckOutcome(
-            check.name, inspect.getdoc(check.run) or "", state, time.monotonic() - began_s, measured, why, remedy
-        )
+        seconds = time.monotonic() - began_s
+        return CheckOutcome(name, measures, state, seconds, measured, why, remedy if state == "failed" else "")
 
-    if subject.gpus < check.gpus:
-        return ended("not applicable", {}, f"it needs {check.gpus} GPU(s), and this node has {subject.gpus}")
-    if missing := [name for name in check.needs if states.get(name) != "ok"]:
-        return ended("not applicable", {}, f"it needs what {' and '.join(missing)} did not find")
     try:
-        return ended("ok", check.run(subject))
+        return ended("ok", run())
     except NotHere as reason:
         return ended("not applicable", {}, str(reason))
     except Wrong as fault:

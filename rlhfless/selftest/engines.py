@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rlhfless.functions.generation.engine import EngineSettings, LoadReport, SampleRequest
+from rlhfless.functions.generation.engine import EngineSettings, LoadReport, Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
 from rlhfless.prepare.memory.assumed import shared_kv_bytes
@@ -92,13 +92,17 @@ class Engines:
         report = self.run(self.engine.load(published))
         return report, self.run(self.engine.logprobs(published.probe.token_ids))
 
+    def sample(self, *requests: SampleRequest) -> list[Sampled]:
+        """The responses of all requests, generated at the same time."""
+
+        async def sampled() -> list[Sampled]:
+            return await asyncio.gather(*map(self.engine.sample, requests))
+
+        return self.run(sampled())
+
     def draw(self, *requests: SampleRequest) -> list[tuple[int, ...]]:
-        """The tokens of each request, drawn at the same time."""
-
-        async def drawn() -> list[tuple[int, ...]]:
-            return [sample.token_ids for sample in await asyncio.gather(*map(self.engine.sample, requests))]
-
-        return self.run(drawn())
+        """The tokens of each response."""
+        return [sampled.token_ids for sampled in self.sample(*requests)]
 
     def close(self) -> None:
         self.run(self.engine.stop())
@@ -137,7 +141,8 @@ def running(subject: Subject) -> Engines:
     return subject.engines
 
 
-def _published(subject: Subject, step: int, *, perturbed: bool = False) -> tuple[PublishedWeights, float]:
+def publish(subject: Subject, step: int, *, perturbed: bool = False) -> tuple[PublishedWeights, float]:
+    """Publish the learner's weights as the version of `step`; returns it and the seconds."""
     work = up(subject).do(rank_work.publish, str(subject.store.folder), step, subject.probe, perturbed)
     return next((weights, seconds) for weights, seconds in work if weights is not None)
 
@@ -171,7 +176,7 @@ def start(subject: Subject) -> Measured:
 )
 def perturbed(subject: Subject) -> Measured:
     """A perturbed version must reach every tensor, and move the outputs to where the learner's are."""
-    (weights, publish_s), engines = _published(subject, -1, perturbed=True), running(subject)
+    (weights, publish_s), engines = publish(subject, -1, perturbed=True), running(subject)
     before = engines.run(engines.engine.logprobs(subject.probe))
     began_s = time.perf_counter()
     report, after = engines.load(weights)
@@ -202,7 +207,7 @@ def _tolerance(subject: Subject) -> float:
 )
 def probe(subject: Subject) -> Measured:
     """A load of the learner's weights: its rate, and how much of the probe's tolerance rounding takes."""
-    weights, publish_s = _published(subject, 1)
+    weights, publish_s = publish(subject, 1)
     subject.results |= {"published": weights, "publish_s": publish_s}
     began_s = time.perf_counter()
     measured = loaded(subject, running(subject))
@@ -325,7 +330,7 @@ def other_order(subject: Subject) -> Measured:
     began_s = time.monotonic()
     subject.ranks = RankProcesses(subject, count)
     measured = {"learner_start_s": time.monotonic() - began_s}
-    subject.results["published"] = _published(subject, 2)[0]
+    subject.results["published"] = publish(subject, 2)[0]
     return measured | loaded(subject, engines)
 
 

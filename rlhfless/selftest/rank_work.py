@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -76,21 +77,33 @@ def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -
 
 def batch(subject: Subject) -> PackedBatch:
     """Groups whose samples share their prompt, with advantages; half a sequence is prompt."""
-    half = min(subject.asked.sequence_tokens, 2 * LONGEST_TOKENS) // 2
+    half, logprob = min(subject.asked.sequence_tokens, 2 * LONGEST_TOKENS) // 2, -np.log(subject.vocabulary)
     groups = []
     for number in range(PROMPTS):
-        prompt = Prompt(f"p{number}", subject.tokens(half, 1000 * number), "")
+        responses = [subject.tokens(half - sample, 97 * number + 13 * sample) for sample in range(SAMPLES)]
+        groups.append((subject.tokens(half, 1000 * number), [(each, [logprob] * len(each)) for each in responses]))
+    return packed(groups)
+
+
+Response = tuple[Sequence[int], Sequence[float]]
+"""Tokens and logprobs."""
+
+
+def packed(groups: Sequence[tuple[tuple[int, ...], Sequence[Response]]]) -> PackedBatch:
+    """A batch of prompts, each with its responses, whose advantages are 1 and -1 in turn."""
+    made = []
+    for number, (tokens, responses) in enumerate(groups):
+        prompt = Prompt(f"p{number}", tokens, "")
         rollouts = tuple(
             Rollout(
-                prompt.prompt_id, sample, 0, np.array(subject.tokens(half - sample, 97 * number + 13 * sample)),
-                np.full(half - sample, -np.log(subject.vocabulary), dtype=np.float32), "", FinishReason.STOP, (),
-                "selftest", 0.0, 1.0,
+                prompt.prompt_id, sample, 0, np.array(response), np.array(logprobs, dtype=np.float32), "",
+                FinishReason.STOP, (), "selftest", 0.0, 1.0,
             )
-            for sample in range(SAMPLES)
+            for sample, (response, logprobs) in enumerate(responses)
         )  # fmt: skip
-        groups.append(Group.of(prompt, rollouts))
-    packed = pack(groups)
-    return packed.with_columns(advantages=packed.spread(np.tile([1.0, -1.0], packed.sequences // 2)))
+        made.append(Group.of(prompt, rollouts))
+    batch = pack(made)
+    return batch.with_columns(advantages=batch.spread(np.resize([1.0, -1.0], batch.sequences)))
 
 
 def learn(rank: LearnerRank, packed: PackedBatch) -> tuple[dict[str, float], float, int]:

