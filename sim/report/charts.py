@@ -22,6 +22,7 @@ from matplotlib.ticker import LogLocator, StrMethodFormatter
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.intervals import clip, union
 from rlhfless.sim.experiment.statistics import Interval
+from rlhfless.sim.report.words import work_text
 
 WIDTH, HEIGHT = 7.6, 4.4
 """Inches of a picture."""
@@ -77,11 +78,8 @@ WORK_COLOURS: Mapping[Work, str] = {
     Work.WAKE: "#6e6e6e",
 }
 
-CRITIC_COLOURS: Mapping[Work, tuple[str, str]] = {
-    Work.LOGPROBS: ("critic values", "#8fbc3f"),
-    Work.LEARN: ("critic learn", "#556b2f"),
-}
-"""Name and colour of a critic's work, which is of the same kinds as that of the reference and the learner."""
+CRITIC_COLOURS: Mapping[Work, str] = {Work.LOGPROBS: "#8fbc3f", Work.LEARN: "#556b2f"}
+"""Of a critic's work, which is of the same kinds as that of the reference and the learner."""
 
 CPU_ONLY = frozenset({FunctionName.SCORING})
 """Functions without an accelerator: they have no row in a Gantt chart."""
@@ -187,7 +185,9 @@ def _keys(*, deadline: bool, critic: bool) -> list[Patch | Line2D]:
     """What the colours of `gantt` mean."""
     named = {"starting": STATE_COLOURS[ReplicaState.STARTING], "held, idle": STATE_COLOURS[ReplicaState.SERVING]}
     named |= {"without weights": STATE_COLOURS[ReplicaState.STALE], "asleep": STATE_COLOURS[ReplicaState.SLEEPING]}
-    named |= {_named(work): ink for work, ink in WORK_COLOURS.items()} | dict(CRITIC_COLOURS.values() if critic else ())
+    named |= {work_text(FunctionName.LEARNER, work): ink for work, ink in WORK_COLOURS.items()}
+    if critic:
+        named |= {work_text(FunctionName.CRITIC, work): ink for work, ink in CRITIC_COLOURS.items()}
     keys: list[Patch | Line2D] = [
         Patch(facecolor=ink, label=name, edgecolor=GRID, linewidth=0.5) for name, ink in named.items()
     ]
@@ -196,19 +196,15 @@ def _keys(*, deadline: bool, critic: bool) -> list[Patch | Line2D]:
     return keys
 
 
-def _named(work: Work) -> str:
-    return "reference" if work is Work.LOGPROBS else str(work).replace("_", " ")
-
-
 def _worked(calls: Sequence[Invocation], low: float, high: float) -> Iterator[tuple[str, str, float, float, float]]:
     """Work of one replica within a holding: name, colour, start, end, and half of the height of its bar."""
     for work in dict.fromkeys(call.work for call in calls):
         of_work = [call for call in calls if call.work is work]
-        name, ink = _named(work), WORK_COLOURS[work]
-        if of_work[0].function == FunctionName.CRITIC:
-            name, ink = CRITIC_COLOURS.get(work, (name, ink))
+        function, ink = of_work[0].function, WORK_COLOURS[work]
+        if function == FunctionName.CRITIC:
+            ink = CRITIC_COLOURS.get(work, ink)
         for begin, end in clip(union((call.start_s, call.end_s) for call in of_work), low, high):
-            yield name, ink, begin, end, 0.28
+            yield work_text(function, work), ink, begin, end, 0.28
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhfless.records import in_order
 from rlhfless.records.traces import Trace
+from rlhfless.sim.report.words import work_text
 
 _US = 1e6
 
@@ -36,7 +37,7 @@ def trace_events(trace: Trace) -> dict[str, Any]:
         process = processes[call.function]
         where = f"{device_of.get(call.incarnation, call.replica)} work"
         events.append(
-            _slice(process, track(process, where), str(call.work), call.start_s, call.end_s)
+            _slice(process, track(process, where), work_text(call.function, call.work), call.start_s, call.end_s)
             | {"args": {"step": call.step, "input_tokens": call.input_tokens, "output_tokens": call.output_tokens}}
         )
     steps = len(processes) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhfless.records import FunctionName, Work
 from rlhfless.sim.experiment.compare import PolicyComparison
 from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.scenarios.scenario import (
@@ -69,3 +70,13 @@ def _multiple(measure: MultipleOf, of: str) -> str:
 
 def _per(per: str) -> str:
     return {"run": "over the run", "epoch": "over each epoch", "step": "in each step"}[per]
+
+
+def work_text(function: str, work: Work) -> str:
+    """The name of a call's work. A critic's is of the same kinds as that of the reference and the learner."""
+    if function == FunctionName.CRITIC and work in _OF_CRITIC:
+        return _OF_CRITIC[work]
+    return "reference" if work is Work.LOGPROBS else str(work).replace("_", " ")
+
+
+_OF_CRITIC = {Work.LOGPROBS: "critic values", Work.LEARN: "critic learn"}

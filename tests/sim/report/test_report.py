@@ -19,6 +19,7 @@ from rlhfless.sim.experiment.rows import objective
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report import write_report
 from rlhfless.sim.report.charts import ParetoPoint, pareto, svg
+from rlhfless.sim.report.perfetto import trace_events
 from rlhfless.sim.report.pictures import pictures
 from rlhfless.sim.report.summary import summary
 from rlhfless.sim.report.words import contract_text
@@ -212,3 +213,5 @@ def test_a_critics_work_is_named_in_gantt_charts() -> None:
     names = [text.get_text() for text in legend.get_texts()]
     assert {"critic values", "critic learn", "reference"} <= {*names}
     assert len(names) == len({*names})
+    slices = {event["name"] for event in trace_events(compared.results["static_colocated"][0].trace)["traceEvents"]}
+    assert {"critic values", "critic learn", "learn", "reference"} <= slices
