@@ -65,7 +65,7 @@ class PrefixLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixLevel:
+class SharedDepth:
     """The prefixes of one depth, to which disjoint parts of the row attend. A part that attends to no prefix of this
     depth has one key, so that no sequence is empty, and is `idle`."""
 
@@ -80,7 +80,7 @@ class VarlenLayout:
     """A PackedSegments on a GPU."""
 
     own: Pieces
-    levels: tuple[PrefixLevel, ...]
+    levels: tuple[SharedDepth, ...]
     """The shortest prefixes first."""
 
     @classmethod
@@ -101,7 +101,7 @@ class VarlenLayout:
         )
 
 
-def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.device) -> PrefixLevel:
+def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.device) -> SharedDepth:
     """`prefixes`: (start, stop, end) as in PackedSegments.shared, ascending."""
     queries, source, idle, at = list[int](), [], np.ones(tokens, bool), 0
     for start, stop, end in [*prefixes, (0, tokens, tokens)]:
@@ -111,7 +111,7 @@ def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.devi
                 source.append(attended)
         idle[stop:end] = False
         at = end
-    return PrefixLevel(
+    return SharedDepth(
         Pieces.of(queries, device),
         Pieces.of(list(map(len, source)), device),
         torch.from_numpy(np.concatenate(source)).to(device),

@@ -183,7 +183,7 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
     how = Sharded(
         learner.split_over(ranks),
         learner.dtype,
-        learner.gradient_checkpointing,
+        learner.recomputes,
         exact_head=learner.head_dtype is not None,
         copies=ranks // learner.split_over(ranks),
     )
@@ -493,7 +493,7 @@ def _kept_by_torch(layers: int, dtype: str, checkpointing: bool, sharing: bool) 
         sequences = np.r_[np.arange(40), np.arange(50, 62), np.arange(40), np.arange(70, 82)]
         packed = SharingSequences(sequences, np.array([52, 52])).pack(np.arange(2))
         assert len(packed.source) == TOKENS
-        row = packed_row(packed, torch.device("cpu"))
+        row = packed_row(packed, torch.device("cpu"), varlen=False)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()

@@ -33,9 +33,8 @@ class SecondPolicy:
             return Wanted(name, Site.BESIDE, ranks=ranks, ranks_key=f"functions.{name}.ranks")
 
         def phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
-            return on_device(
-                [frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind, ranks
-            )  # of the policy's sizes
+            # Of the policy's sizes.
+            return on_device([frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind, ranks)
 
         return FunctionKind(
             name,
