@@ -35,7 +35,7 @@ def _wanted(spec: RunSpec) -> Wanted:
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     spec = terms.spec
-    learner, phases = spec.learner, learner_phases(spec, terms.shape, terms.micro_batch_tokens)
+    learner, phases = spec.learner, learner_phases(spec, terms.shape, terms.micro_batch_tokens, terms.sheet.kind)
     phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
     if spec.weights.transport != "cuda_ipc":
         return phases
@@ -43,12 +43,12 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     return tuple(replace(phase, parts=(*phase.parts, copy)) for phase in phases)
 
 
-def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:
-    """The phases of a rank with micro-batches of so many tokens, without what every process holds."""
+def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int, kind: str) -> tuple[MemoryPhase, ...]:
+    """The phases of a rank on a kind of device with micro-batches of so many tokens, without what its process holds."""
     learner = spec.learner
     if spec.type == "reward_model":
-        return value_phases(shape, tokens, sharded(learner, spec.optimizer))
-    how = replace(sharded(learner, spec.optimizer), exact_head=learner.head_dtype == "float32")
+        return value_phases(shape, tokens, sharded(learner, spec.optimizer, kind))
+    how = replace(sharded(learner, spec.optimizer, kind), exact_head=learner.head_dtype == "float32")
     phases = learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
     return tuple(phase for phase in phases if not (spec.supervised and phase.name == PUBLISH))
 

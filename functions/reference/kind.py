@@ -6,7 +6,7 @@ from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, on_device, reference_phase
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
 
@@ -29,7 +29,13 @@ def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPha
     learner = terms.spec.learner
     chunk = learner.logits_elements or LOGITS_CHUNK_ELEMENTS
     return reference_phase(
-        shape, terms.micro_batch_tokens, learner.dtype, chunk, sharing=learner.share_prefixes, ranks=ranks
+        shape,
+        terms.micro_batch_tokens,
+        learner.dtype,
+        chunk,
+        sharing=learner.share_prefixes,
+        ranks=ranks,
+        on_gpu=terms.sheet.kind != CPU_KIND,
     )
 
 

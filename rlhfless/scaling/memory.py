@@ -135,7 +135,7 @@ def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
     return 16 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape)
 
 
-def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool) -> int:
+def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool, on_gpu: bool = False) -> int:
     """What the attention of one layer holds of a token while shared prefixes are computed once, and gives back. What it
     keeps for the backward pass is what torch's own attention keeps.
 
@@ -143,8 +143,14 @@ def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool) -> i
                                      up to 3/2 long with padding; keys and values for all heads
         backward    q (12 + 14 b)    three gradients in float32; five tensors by segments, and their three gradients;
                                      keys and values for all heads
+        on a GPU, in 16 bits         FlashAttention of rows without padding or copies (computed, not measured):
+        forward     2 b q            the outputs of own segments and of prefixes, before they are joined
+        backward    q (4 + 5 b)      a gradient in float32 inside the kernel; the output's gradient, two of the queries,
+                                     and those of keys and values for all heads
     """
     queries, b = shape.query_width, DTYPE_BYTES[dtype]
+    if on_gpu and dtype != "float32":
+        return queries * (4 + 5 * b if backward else 2 * b)
     return queries * (12 + 14 * b if backward else 4 + 8 * b)
 
 
@@ -180,6 +186,8 @@ class Sharded:
     """What belongs to no layer is gathered in float32."""
     sharing: bool = False
     """Prefixes may be computed once (rlhfless.functions.prefix_attention)."""
+    on_gpu: bool = False
+    """Rows are computed by FlashAttention."""
     copies: int = 1
     """Sets of so many ranks (HSDP)."""
     values: bool = False
@@ -195,7 +203,7 @@ class Sharded:
         return self.ranks * self.copies == 1 and not self.offload
 
 
-def sharded(training: TrainingSpec, optimizer: AdamWSpec) -> Sharded:
+def sharded(training: TrainingSpec, optimizer: AdamWSpec, kind: str = CPU_KIND) -> Sharded:
     """How a trained model is split, by its section of the spec, and how it is optimised."""
     return Sharded(
         training.split_over(training.world_size),
@@ -203,6 +211,7 @@ def sharded(training: TrainingSpec, optimizer: AdamWSpec) -> Sharded:
         training.recomputes,
         training.offload,
         sharing=training.share_prefixes,
+        on_gpu=kind != CPU_KIND,
         copies=training.copies,
         moment_bits=optimizer.moment_bits,
         averaged=training.average_decay is not None,
@@ -269,7 +278,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head
     kept = activation_bytes(shape, tokens, how.dtype, checkpointing=how.checkpointing)
     recomputed = tokens * layer_token_bytes(shape, how.dtype) if how.checkpointing else 0
-    sharing = tokens * sharing_token_bytes(shape, how.dtype, backward=True) if how.sharing else 0
+    sharing = sharing_token_bytes(shape, how.dtype, backward=True, on_gpu=how.on_gpu) * tokens * how.sharing
     logits = 8 * tokens * shape.hidden if how.values else logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     whole = b * (shape.parameters - root) + r * root
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
@@ -313,7 +322,8 @@ def value_phases(shape: ModelShape, tokens: int, how: Sharded) -> tuple[MemoryPh
     body = without_head(shape)
     learn, _, restore = learn_phases(body, tokens, replace(how, values=True), LOGITS_CHUNK_ELEMENTS)
     layer = layer_token_bytes(shape, how.dtype)
-    passing = max(layer, sharing_token_bytes(shape, how.dtype, backward=False) if how.sharing else 0)
+    sharing = sharing_token_bytes(shape, how.dtype, backward=False, on_gpu=how.on_gpu) * how.sharing
+    passing = max(layer, sharing)
     gathered = next(part for part in learn.parts if part.name == "gathered weights")
     if not how.alone:
         size = DTYPE_BYTES[how.dtype] * (root_parameters(body) + 2 * layer_parameters(body))
@@ -323,13 +333,20 @@ def value_phases(shape: ModelShape, tokens: int, how: Sharded) -> tuple[MemoryPh
 
 
 def reference_phase(
-    shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, sharing: bool, ranks: int = 1
+    shape: ModelShape,
+    tokens: int,
+    dtype: DType,
+    chunk_elements: int,
+    *,
+    sharing: bool,
+    ranks: int = 1,
+    on_gpu: bool = False,
 ) -> MemoryPhase:
     """One of N ranks of the reference: b P / N of weights, what is gathered (`gathered_bytes`), one layer at a time for
     T tokens, and the logits of a forward pass. The layer's second half is for what it computes from, or for what
     `sharing` of prefixes holds, if that is more."""
     layer = layer_token_bytes(shape, dtype)
-    passing = max(layer, sharing_token_bytes(shape, dtype, backward=False) if sharing else 0)
+    passing = max(layer, sharing_token_bytes(shape, dtype, backward=False, on_gpu=on_gpu) * sharing)
     return MemoryPhase(
         "logprobs",
         (

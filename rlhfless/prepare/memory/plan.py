@@ -275,7 +275,7 @@ def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
 
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan]) -> int:
     """The largest micro-batch that fits, in tokens, on the device with the least memory left for each rank."""
-    rooms = []
+    rooms, kind = [], ""
     for plan in plans:
         others = [
             part.asleep_bytes if plan.turns else part.largest.size_bytes
@@ -284,10 +284,11 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
         ]
         if ranks := [part for part in plan.functions if part.publishes]:
             rooms.append((plan.usable_bytes - sum(others)) // len(ranks) - ranks[0].asleep_bytes)
+            kind = plan.kind
     low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2
-        needed = max(phase.size_bytes for phase in learner_phases(spec, shape, middle))
+        needed = max(phase.size_bytes for phase in learner_phases(spec, shape, middle, kind))
         low, high = (middle, high) if needed <= min(rooms) else (low, middle - 1)
     return low
 
