@@ -26,10 +26,10 @@ from where import machine
 from rlhfless.sim.experiment.compare import PolicyComparison, compare
 from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.shared import ONE_BY_ONE, Arrangement, arrangements
-from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.scenarios import Scenario, load_scenario
 from rlhfless.sim.scenarios.scenario import CheapestContract, MultipleOf, PolicyEntry, WeightedContract
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
+from rlhfless.sim.statistics import Interval
 
 FOLDER = Path(__file__).parents[1] / "examples" / "scenarios"
 QUICK = ("paper-3b-l40s", "gsm8k-7b-h100-owned", "code-70b-h200", "reasoning-7b-a100")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from rlhfless.records import Decision, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
+from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
 from rlhfless.records.traces import Trace, TraceMeta
 from rlhfless.scaling.intervals import Interval, clip, union
 from rlhfless.scaling.lifecycle import ReplicaIdentity
@@ -35,11 +35,27 @@ class SimulatedLedger:
         call = Invocation(caller.function, caller.replica, caller.incarnation, work, step, start_s, end_s, **figures)  # type: ignore[arg-type]
         self.invocations.append(call)
 
-    def trace(self, prices: PriceBook, beside: Iterable[str]) -> Trace:
-        """The trace, without a row per response. `beside` names replicas that hold a share of their own."""
+    def trace(self, prices: PriceBook, beside: Iterable[str], paid_around: tuple[float, float] | None = None) -> Trace:
+        """The trace, without a row per response. `beside` names replicas that hold a share of their own;
+        `paid_around`: see LearnerShape."""
         meta = TraceMeta("simulated", 1, prices.snapshot(), {}, {})
-        holdings = tuple(slept(self.holdings, prices, frozenset(beside)))
+        held = self.holdings if paid_around is None else by_use(self.holdings, self.invocations, *paid_around)
+        holdings = tuple(slept(held, prices, frozenset(beside)))
         return Trace(meta, holdings, tuple(self.invocations), steps=tuple(self.steps), decisions=tuple(self.decisions))
+
+
+def by_use(holdings: Iterable[Holding], calls: Iterable[Invocation], before_s: float, after_s: float) -> list[Holding]:
+    """The holdings, of the learner only those around its calls."""
+    learner = FunctionName.LEARNER
+    spans = union((call.start_s - before_s, call.end_s + after_s) for call in calls if call.function == learner)
+    kept: list[Holding] = []
+    for holding in holdings:
+        if holding.function != learner:
+            kept.append(holding)
+            continue
+        parts = clip(spans, holding.start_s, holding.end_s)
+        kept += [replace(holding, start_s=start_s, end_s=end_s) for start_s, end_s in parts]
+    return kept
 
 
 def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:

@@ -160,6 +160,9 @@ class LearnerShape:
     """Passes over the batch."""
     streaming: bool = False
     """It begins with complete groups while others are drawn (`schedule.streaming` of a run)."""
+    paid_around: tuple[float, float] | None = None
+    """It gives its devices back after its work of a step: seconds before and after in which they are paid for. None: it
+    keeps them."""
 
 
 @dataclass(frozen=True, slots=True)

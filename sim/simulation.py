@@ -135,7 +135,7 @@ class Simulation:
         while self._steps:
             self._advance()
         self.fleet.close(self.now_s)
-        return self.ledger.trace(self._prices, self.fleet.beside())
+        return self.ledger.trace(self._prices, self.fleet.beside(), self.setup.learner.paid_around)
 
     def _begin(self, batch: RolloutBatch) -> StepUnderWay:
         if self._shared is None:

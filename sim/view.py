@@ -27,7 +27,9 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     Stragglers look like all others, and all actors are assumed to load their weights at once.
     """
     actors = setup.actors
-    never = (setup.learner.slot_setup, *(actors[slot].slot_setup for slot in setup.prefill))
+    released = setup.learner.paid_around is not None
+    learners = () if released else (setup.learner.slot_setup,)
+    never = (*learners, *(actors[slot].slot_setup for slot in setup.prefill))
     kept = frozenset(device.name for slot_setup in never for device in slot_setup.allocation.devices)
     replica_slots = tuple(
         ReplicaSlot(
@@ -36,7 +38,10 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
             kind=slot_setup.allocation.devices[0].kind,
             devices=tuple(device.name for device in slot_setup.allocation.devices),
             node=slot_setup.node,
-            usd_per_s=_usd_per_s(slot_setup, prices, kept),
+            # A learner that gives its devices back is paid for by its work, whatever a policy does.
+            usd_per_s=0.0
+            if released and setup.roles[slot] is FunctionRole.UPDATES
+            else _usd_per_s(slot_setup, prices, kept),
             start_s=slot_setup.start_s,
             engine=_engine_limits(actors[slot]) if setup.roles[slot] is FunctionRole.SAMPLES else None,
         )

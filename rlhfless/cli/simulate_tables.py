@@ -12,7 +12,6 @@ from rlhfless.cli.tables import table
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import ResultRow
 from rlhfless.sim.experiment.shared import Arrangement
-from rlhfless.sim.experiment.statistics import CONFIDENCE, LEAST_VALUES
 from rlhfless.sim.replay.beside import Beside
 from rlhfless.sim.replay.measured import WALL
 from rlhfless.sim.replay.replay import Replay
@@ -20,6 +19,7 @@ from rlhfless.sim.report.columns import COLUMNS, ReportColumn
 from rlhfless.sim.report.verdict import arrangements_verdict, verdict
 from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible, unused
 from rlhfless.sim.scenarios import Scenario
+from rlhfless.sim.statistics import CONFIDENCE, LEAST_VALUES
 from rlhfless.telemetry.numbers import decimal, money
 from rlhfless.telemetry.terminal import Prose
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from rlhfless.sim.experiment.figures import StepFigures
-from rlhfless.sim.experiment.statistics import (
+from rlhfless.sim.statistics import (
     Interval,
     mean_interval,
     positive_interval,

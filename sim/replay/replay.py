@@ -23,7 +23,6 @@ from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase, column_phase, step_times
-from rlhfless.sim.experiment.statistics import LEAST_VALUES, mean_interval
 from rlhfless.sim.learner_size import ChoosesSize, LearnerSizes, SimulatedLearnerSize
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -34,6 +33,7 @@ from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind, run_co
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
+from rlhfless.sim.statistics import LEAST_VALUES, mean_interval
 
 MOST_SCALED = 4.0
 """A stage whose replay is off by more than this factor has another cause than its scatter."""

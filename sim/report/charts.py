@@ -21,8 +21,8 @@ from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.intervals import clip, union
-from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report.words import work_text
+from rlhfless.sim.statistics import Interval
 
 WIDTH, HEIGHT = 7.6, 4.4
 """Inches of a picture."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhfless.sim.experiment.rows import ResultRow
-from rlhfless.sim.experiment.statistics import Interval
+from rlhfless.sim.statistics import Interval
 
 DASH = "-"
 

@@ -8,13 +8,13 @@ from html import escape
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import Part, ResultRow
-from rlhfless.sim.experiment.statistics import CONFIDENCE, LEAST_VALUES
 from rlhfless.sim.report.charts import svg
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.pictures import Pictures
 from rlhfless.sim.report.verdict import verdict
 from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible, unused
 from rlhfless.sim.scenarios.load import resolved_yaml
+from rlhfless.sim.statistics import CONFIDENCE, LEAST_VALUES
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }

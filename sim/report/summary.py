@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import Part
-from rlhfless.sim.experiment.statistics import CONFIDENCE
 from rlhfless.sim.report.verdict import verdict
+from rlhfless.sim.statistics import CONFIDENCE
 
 SUMMARY_VERSION = 2
 """Raised with any change of a key's name, unit or meaning."""

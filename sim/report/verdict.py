@@ -8,12 +8,12 @@ from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import ResultRow
 from rlhfless.sim.experiment.run import BOUNDS
 from rlhfless.sim.experiment.shared import Arrangement
-from rlhfless.sim.experiment.statistics import LEAST_VALUES, Interval
 from rlhfless.sim.scenarios.scenario import (
     CheapestContract,
     FastestContract,
     ScenarioContract,
 )
+from rlhfless.sim.statistics import LEAST_VALUES, Interval
 
 EQUAL = 0.01
 """Figures that differ by less than this share are equal, and so are those whose interval has 1."""

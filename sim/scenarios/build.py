@@ -75,6 +75,10 @@ class ScenarioLayout:
         self._first = DevicesByNode.of(first, self.devices)
         devices_of_first = self._first.all
         apart = placement.mode == "disaggregated"
+        if scenario.cluster.serverless is not None and not apart:
+            what = "co-located functions share devices, and serverless containers have their own"
+            hint = "set placement.mode to disaggregated, also for each policy that is placed co-located by default"
+            raise InputError(scenario.name, [Problem("placement.mode", what, hint)])
         self.learner_side = devices_of_first
         if apart:
             self.learner_side = devices_of_first[-(placement.learner_devices or -(-len(devices_of_first) // 2)) :]
@@ -111,7 +115,7 @@ class ScenarioLayout:
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
         model = timing.engine_shape(self._scenario)
-        up_s = timing.start_s(self._measured, FunctionName.GENERATION, start_s(model))
+        up_s = timing.start_s(self._scenario, self._measured, FunctionName.GENERATION, start_s(model))
         turns = timing.turns_of(self._scenario, self._measured, FunctionName.GENERATION, machines.kind, engine.devices)
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
@@ -168,13 +172,14 @@ class ScenarioLayout:
             scenario.learner.mini_batches * count,
             scenario.learner.epochs,
             scenario.schedule.streaming and self._placement.mode == "disaggregated",
+            paid_around=timing.paid_around(scenario, count),
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
         """The slots of scoring, and of the reference and the critic if there are any."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        up_s = timing.start_s(self._measured, FunctionName.SCORING, scoring.start_s)
+        up_s = timing.start_s(self._scenario, self._measured, FunctionName.SCORING, scoring.start_s)
         slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], up_s, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
         shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
@@ -210,7 +215,7 @@ class ScenarioLayout:
     def _slot(self, function: str, node: str, side: tuple[Device, ...]) -> SlotSetup:
         """The slot of a function of the learner's side, whose state moves to host memory and back."""
         scenario, kind = self._scenario, side[0].kind
-        up_s = timing.start_s(self._measured, function, start_s(scenario.model.shape))
+        up_s = timing.start_s(scenario, self._measured, function, start_s(scenario.model.shape))
         turns = timing.turns_of(scenario, self._measured, function, kind, len(side))
         return SlotSetup(Allocation.of(side), node, up_s, turns.sleep_s, turns.wake_s)
 
@@ -281,6 +286,9 @@ def lease_terms(scenario: Scenario, layout: ScenarioLayout) -> RentalTerms:
 
 def _priced(device: DevicePrice, machines: MachinesSpec, scenario: Scenario) -> DevicePrice:
     changes: dict[str, object] = {"rented_by": machines.rented_by or device.rented_by}
+    if (seller := scenario.cluster.serverless) is not None:
+        usd_per_hour = seller.premium * device.usd_per_hour
+        return device.model_copy(update={"rented_by": "device", "usd_per_hour": usd_per_hour, "billing": None})
     terms = scenario.cluster.billing
     if terms is not None:
         changes["billing"] = Billing(**terms.model_dump(), source="cluster.billing", as_of=device.as_of)

@@ -200,13 +200,24 @@ def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, ki
     return state_turns(held, scenario.cluster.sheet(kind), devices)
 
 
-def start_s(measured: LatencyFile | None, function: str, expected_s: float) -> float:
-    """A cold start of a function: as measured, or as it is expected to be."""
+def start_s(scenario: Scenario, measured: LatencyFile | None, function: str, expected_s: float) -> float:
+    """A cold start of a function: as measured, or as it is expected to be; of a serverless container its restore."""
+    if (seller := scenario.cluster.serverless) is not None and function != FunctionName.SCORING:
+        return seller.restore_s
     if measured is None:
         return expected_s
     if function == FunctionName.GENERATION:
         return measured.start_s or expected_s
     return measured.starts.get(function, expected_s)
+
+
+def paid_around(scenario: Scenario, devices: int) -> tuple[float, float] | None:
+    """Seconds before and after the learner's work of a step in which it is paid for: its restore, and its state from
+    and to the store. None where it keeps its devices."""
+    if (seller := scenario.cluster.serverless) is None:
+        return None
+    state_s = state_bytes(scenario) / devices / seller.state_bytes_per_s
+    return seller.restore_s + state_s, state_s
 
 
 def publish_s(scenario: Scenario, measured: LatencyFile | None) -> float:

@@ -20,8 +20,8 @@ from statistics import NormalDist, fmean, median, stdev
 from rlhfless.control.objects.costs import PlannedCost
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.sim.experiment.statistics import student_quantile
 from rlhfless.sim.replay.measured import WALL, measured_s
+from rlhfless.sim.statistics import student_quantile
 
 BAND = 0.9
 """Share of runs that end within their band."""

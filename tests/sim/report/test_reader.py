@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from fakes.tiny_scenario import scenario, values
 from rlhfless.cli.main import app
 from rlhfless.sim.experiment.compare import compare
-from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report.charts import DOT, ParetoPoint, pareto
 from rlhfless.sim.report.pictures import pictures
 from rlhfless.sim.scenarios import Scenario
+from rlhfless.sim.statistics import Interval
 from rlhfless.spec.errors import InputError
 
 

@@ -16,7 +16,6 @@ from fakes.tiny_scenario import scenario
 from rlhfless.sim.experiment.compare import NO_BEATS_S, PolicyComparison, compare
 from rlhfless.sim.experiment.forecasts import length_forecasts
 from rlhfless.sim.experiment.rows import objective
-from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report import write_report
 from rlhfless.sim.report.charts import ParetoPoint, pareto, svg
 from rlhfless.sim.report.perfetto import trace_events
@@ -24,6 +23,7 @@ from rlhfless.sim.report.pictures import pictures
 from rlhfless.sim.report.summary import summary
 from rlhfless.sim.report.words import contract_text
 from rlhfless.sim.scenarios.draw import batches
+from rlhfless.sim.statistics import Interval
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError
 

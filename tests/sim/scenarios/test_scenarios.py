@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import CONFIG, scenario, values
+from rlhfless.records import Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.latency.known_models import BUILT_IN
+from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.contracts import ContractError
+from rlhfless.sim.ledger import by_use
 from rlhfless.sim.scenarios import load_scenario, timing
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.cluster import TransportSpec
@@ -349,3 +353,55 @@ def test_the_depth_that_follows_the_batch_is_as_good_as_any_fixed_one(policy: st
     runs = [compare(scenario(**changes, engine=engine)).results[policy] for engine in (*drafting, {})]
     auto_s, *others_s = (sum(step.time_s for run in results for step in run.steps) for results in runs)
     assert auto_s <= 1.01 * min(others_s)
+
+
+def test_serverless_containers_by_hand() -> None:
+    """A restore of 3 s, and the state's bytes by 2 devices and 1e9 a second, before and after the learner's work."""
+    seller = {"premium": 1.5, "restore_s": 3, "state_bytes_per_s": 1e9}
+    apart = {"mode": "disaggregated", "learner_devices": 2}
+    described = scenario(cluster={**machines(nodes=2), "serverless": seller}, placement=apart)
+    state_s = timing.state_bytes(described) / 2 / 1e9
+    layout = ScenarioLayout(described, described.placement)
+    assert layout.learner().paid_around == pytest.approx((3 + state_s, state_s))
+    assert {shape.slot_setup.start_s for shape in (*layout.actors(), layout.learner())} == {3}
+    plain = load_price_book(None).device("l40s").usd_per_hour
+    assert price_book(described).device("l40s").usd_per_hour == pytest.approx(1.5 * plain)
+    assert price_book(described).device("l40s").rented_by == "device"
+
+
+def test_a_released_learner_is_paid_for_around_its_work() -> None:
+    held = [
+        Holding("learner", "learner-0", "a", "l40s-1", "l40s", 1.0, ReplicaState.SERVING, 0.0, 100.0),
+        Holding("generation", "generation-0", "b", "l40s-0", "l40s", 1.0, ReplicaState.SERVING, 0.0, 100.0),
+    ]
+    calls = [
+        Invocation("learner", "learner-0", "a", work, step, start_s, end_s)
+        for step, work, start_s, end_s in (
+            (1, Work.LEARN, 2.0, 10.0),  # begins before it could have been restored
+            (2, Work.EVALUATE, 40.0, 42.0),
+            (2, Work.LEARN, 44.0, 50.0),  # so soon after that it stays
+            (3, Work.LEARN, 90.0, 99.0),
+        )
+    ]
+    paid = by_use(held, calls, before_s=5.0, after_s=2.0)
+    spans = [(each.start_s, each.end_s) for each in paid if each.function == "learner"]
+    assert spans == [(0.0, 12.0), (35.0, 52.0), (85.0, 100.0)]
+    assert [each for each in paid if each.function == "generation"] == held[1:]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ({"reacquire_s": 30}, "rented by the second, each by itself, and reacquire_s says otherwise"),
+        ({"billing": {"granularity_s": 60}}, "and billing says otherwise"),
+        ({"machines": [{"kind": "l40s", "devices_per_node": 2, "rented_by": "node"}]}, "machines.l40s says otherwise"),
+    ],
+)
+def test_serverless_containers_are_rented_each_by_itself(cluster: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        scenario(cluster={**machines(), **cluster, "serverless": {}})
+
+
+def test_serverless_functions_share_no_device() -> None:
+    with pytest.raises(InputError, match="co-located functions share devices"):
+        ScenarioLayout(scenario(cluster={**machines(), "serverless": {}}), ScenarioPlacementSpec())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.sim.experiment.statistics import (
+from rlhfless.sim.statistics import (
     Interval,
     mean_interval,
     positive_interval,
