@@ -44,6 +44,7 @@ from rlhfless.functions.attention_check import head_width, packed_difference
 from rlhfless.functions.attention_form import has_attention, ignored_by_sdpa, is_fused, load_fused
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
+from rlhfless.functions.compiled_layers import compile_layers
 from rlhfless.functions.context_rope import choose_frequencies
 from rlhfless.functions.head import Entropy, OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
@@ -184,11 +185,12 @@ def load_policy(
     exact_head: bool = False,
     share_prefixes: bool = True,
     logits_elements: int | None = None,
+    compiled: bool = False,
     form: Form = POLICY,
 ) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`sharding.default_device` if None). With
     `share_prefixes` sequences are packed where that pays, if its attention and the device's kernels allow
-    that. `logits_elements`: see OutputHead.chunk_elements.
+    that. `logits_elements`: see OutputHead.chunk_elements. `compiled`: see compile_layers.
 
     `form`: which model of the files it is. `mesh`: split its parameters over these ranks; each reads its own parts of
     the files. Without one, both formats must be the same. `offload` and `exact_head`: see sharding.shard. *Collective*
@@ -234,6 +236,8 @@ def load_policy(
         policy = packed
     if gradient_checkpointing:
         checkpoint_activations(model)
+    if compiled:
+        compile_layers(model)
     return policy
 
 

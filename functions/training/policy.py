@@ -16,14 +16,15 @@ def load_trained_policy(
 ) -> PolicyNetwork:
     """The learner's policy. See load_trained."""
     exact = learner.head_dtype == "float32"
-    return load_trained(model, learner, device, mesh, exact_head=exact, logits_elements=learner.logits_elements)
+    head = {"exact_head": exact, "logits_elements": learner.logits_elements}
+    return load_trained(model, learner, device, mesh, compiled=learner.compile, **head)
 
 
 def load_trained(
     model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **head: Any
 ) -> PolicyNetwork:
     """Load a model, split over `mesh`, with its master weights in float32. `head`: what load_policy takes for its
-    output. Raises as load_policy does. *Collective.*"""
+    output, and `compiled`. Raises as load_policy does. *Collective.*"""
     return load_policy(
         model,
         parameter_dtype="float32",

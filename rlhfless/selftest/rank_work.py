@@ -19,6 +19,7 @@ from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.attention_check import head_width, padded_difference
 from rlhfless.functions.attention_check import packed_difference as kernel_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
+from rlhfless.functions.compiled_layers import compile_layers, restore_layers
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.functions.policy import CHECK_TOLERANCE
@@ -138,6 +139,30 @@ def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
         "state_bytes": parking.size_bytes,
         "same": np.array_equal(before, rank.evaluate(packed)),
     }
+
+
+def head_differs(rank: LearnerRank) -> tuple[bool, float, float]:
+    """Whether the rank uses the fused head, how far that is from the plain one, and how far it may be."""
+    from rlhfless.functions.head_kernels import fused_difference
+
+    policy = rank._policy
+    dtype = torch.float32 if rank._training.head_dtype == "float32" else policy.compute_dtype
+    return policy.head.fused, fused_difference(policy.head, policy.device, dtype), CHECK_TOLERANCE[dtype]
+
+
+def compiled(rank: LearnerRank, packed: PackedBatch) -> dict[str, float]:
+    """Seconds of a step with plain layers and with compiled ones, those of the steps that compile, and the largest
+    difference of logprobs, in nats. The layers are plain again then."""
+    _, plain_s, _ = learn(rank, packed)
+    before = rank.evaluate(packed)
+    compile_layers(rank._model)
+    try:
+        difference = float(np.abs(before - rank.evaluate(packed)).max())
+        _, first_s, _ = learn(rank, packed)
+        _, compiled_s, _ = learn(rank, packed)
+    finally:
+        restore_layers(rank._model)
+    return {"plain_s": plain_s, "compiled_s": compiled_s, "first_s": first_s, "difference_nats": difference}
 
 
 def kernels_differ(rank: LearnerRank) -> tuple[dict[str, float], float]:

@@ -150,6 +150,26 @@ def packing(subject: Subject) -> Measured:
     return {**gradients, **_same(subject, difference)}
 
 
+@check("fused head", "report it with this file; the learner uses the plain head", needs=("learner",), gpus=1)
+def head(subject: Subject) -> Measured:
+    """Outputs and gradients of the fused output head against the plain one's."""
+    used, difference, allowed = up(subject).do(rank_work.head_differs)[0]
+    measured = {"largest_difference": difference, "allowed_difference": allowed, "used": used}
+    if not (used and difference <= allowed):
+        raise Wrong("the fused head is not used here", **measured)
+    return measured
+
+
+@check("compiled layers", "leave learner.compile at false", needs=("learner",), gpus=1)
+def compiled(subject: Subject) -> Measured:
+    """A learning step with plain layers and with compiled ones (`learner.compile`), and the difference of logprobs."""
+    if subject.spec.learner.compile:
+        raise NotHere("the spec compiles its layers, and the other checks run with them")
+    answers = up(subject).do(rank_work.compiled, rank_work.batch(subject))
+    measured = {name: max(answer[name] for answer in answers) for name in answers[0]}
+    return {**measured, **_same(subject, measured["difference_nats"])}
+
+
 @check("1 against 2 ranks", "report it with this file: the learner's sharding is wrong here")
 def ranks_agree(subject: Subject) -> Measured:
     """The same step of the bundled model, which any device holds, by one rank and by two."""

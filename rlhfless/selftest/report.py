@@ -35,6 +35,8 @@ CHECKS = (
     ranks.collectives,
     ranks.learner,
     ranks.packing,
+    ranks.head,
+    ranks.compiled,
     ranks.peak,
     sleeping.learner,
     engines.start,

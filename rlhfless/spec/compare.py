@@ -23,6 +23,7 @@ MAY_DIFFER = (
     "evaluation",
     "generation.engine",
     "generation.progress_interval_s",
+    "learner.compile",
     "learner.ranks",
     "learner.min_ranks",
     "learner.shard_ranks",

@@ -141,6 +141,11 @@ class LearnerSpec(TrainingSpec):
     """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
     carry no rounding of the logits; by default they compute in `dtype`."""
 
+    compile: bool = False
+    """Compile each decoder layer with `torch.compile`: fused norms, rotary embeddings and activation functions. The
+    first step takes some minutes longer, and results are the same up to rounding. `rlhfless selftest` times a step with
+    and without it on GPUs."""
+
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights, with this decay per optimiser step, such as 0.99: evaluations,
     the best checkpoint and the model that checkpoints have are the average's; what is learned and drawn is as without.
