@@ -96,6 +96,7 @@ PURE = (
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),
+    Smoke("step_computed", (rf"\| step \| {NUMBER} \| {NUMBER} \|",)),
     Smoke("weights_computed", (rf"\| `nccl` \| {NUMBER} \| {NUMBER} \|",)),
 )
 LIVE = (
