@@ -62,7 +62,16 @@ def _packed(batch: PackedBatch, budget_tokens: int, packing: Packing) -> tuple[M
     answered = np.flatnonzero(batch.response_lengths > 0)
     sequences = fed_sequences(select(batch, answered), budget_tokens, packing)
     parts = sequences.cut(budget_tokens, batch.response_lengths[answered])
-    return tuple(MicroBatch(answered[part], sequences.pack(part)) for part in parts)
+    return tuple(MicroBatch(answered[part], _row(sequences, part, budget_tokens, packing)) for part in parts)
+
+
+def _row(sequences: SharingSequences, part: IntArray, budget_tokens: int, packing: Packing) -> PackedSegments:
+    """The layout of some sequences in a row, in which they share prefixes unless that costs more than it saves."""
+    packed, lengths = sequences.pack(part), sequences.lengths[part]
+    alone = int(lengths.sum())
+    if packed.shared and alone <= budget_tokens and not packing.row_pays(alone, packed):
+        return PackedSegments.side_by_side(lengths)
+    return packed
 
 
 def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, packing: Packing) -> list[IntArray]:

@@ -85,19 +85,9 @@ class VarlenLayout:
 
     @classmethod
     def of(cls, packed: PackedSegments, device: torch.device) -> VarlenLayout:
-        levels: list[list[tuple[int, int, int]]] = []
-        ends: list[int] = []  # of the prefixes that the next one is inside of
-        for start, stop, end in sorted(packed.shared):
-            while ends and ends[-1] <= start:
-                ends.pop()
-            if len(ends) == len(levels):
-                levels.append([])
-            if end > stop:
-                levels[len(ends)].append((start, stop, end))
-            ends.append(end)
         return cls(
             Pieces.of([tokens for _, tokens in packed.segments], device),
-            tuple(_level(prefixes, len(packed.source), device) for prefixes in levels if prefixes),
+            tuple(_level(prefixes, len(packed.source), device) for prefixes in packed.levels()),
         )
 
 

@@ -91,6 +91,14 @@ class Packing:
         rows = -(-(own + behind) // row_tokens)
         return own * (samples - rows) * (self.token_keys + depth + own / 2) > JOIN_KEYS * behind
 
+    def row_pays(self, alone: int, packed: PackedSegments) -> bool:
+        """Whether a row of sequences of `alone` tokens pays in this layout: the kernel of a level passes the whole row,
+        also tokens that come after no prefix of it."""
+        if self.token_keys is None:
+            return True
+        computed = len(packed.source)
+        return (alone - computed) * self.token_keys > JOIN_KEYS * computed * len(packed.levels())
+
 
 NEVER, ON_CPUS, ALWAYS = Packing(), Packing(PAYS_BELOW), Packing(math.inf)
 
@@ -107,6 +115,20 @@ class PackedSegments:
     shared: tuple[tuple[int, int, int], ...]
     """(start, stop, end) of each prefix: its own tokens are [start, stop), and the tokens that come after it, and
     attend to it, [stop, end)."""
+
+    def levels(self) -> list[list[tuple[int, int, int]]]:
+        """`shared` by depth, the shortest prefixes first, without those that no token comes after."""
+        levels: list[list[tuple[int, int, int]]] = []
+        ends: list[int] = []  # of the prefixes that the next one is inside of
+        for start, stop, end in sorted(self.shared):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            if len(ends) == len(levels):
+                levels.append([])
+            if end > stop:
+                levels[len(ends)].append((start, stop, end))
+            ends.append(end)
+        return [level for level in levels if level]
 
     @classmethod
     def side_by_side(cls, lengths: IntArray) -> PackedSegments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.families import FAMILIES, save
+from fakes.rollouts import drawn
 from rlhfless.algorithms.base import LossInputs, algorithm_of
-from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.algorithms.batch import PackedBatch, pack, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens
 from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs, token_logprobs
 from rlhfless.functions.prefix_attention import PrefixLayout, shared_prefix_attention
-from rlhfless.prefixes.packing import ALWAYS, NEVER, ON_CPUS, PackedSegments, Packing, SharingSequences
+from rlhfless.prefixes.packing import ALWAYS, JOIN_KEYS, NEVER, ON_CPUS, PackedSegments, Packing, SharingSequences
+from rlhfless.records import Group, Prompt
 from rlhfless.spec import GRPOSpec, ModelSpec
 
 EXACT = 1e-9
@@ -260,6 +263,37 @@ def test_on_gpus_padding_alone_is_reason_to_pack(policy, batch):
     assert sum(len(part.packed.source) for part in parts.parts) <= (batch.lengths - 1).sum()
     assert_equal(passed(policy, batch, parts.parts), passed(policy, batch, padded(batch)))
     assert policy.packing == ON_CPUS  # on a CPU
+
+
+def test_on_gpus_prefixes_are_shared_where_that_pays(policy, shared_batch):
+    """Rows are without padding in any case; sharing pays just above where it breaks even."""
+    whole_row = fed_sequences(shared_batch, 10_000, ALWAYS).pack(np.arange(shared_batch.sequences))
+    alone, computed = int((shared_batch.lengths - 1).sum()), len(whole_row.source)
+    breaks_even = JOIN_KEYS * computed * len(whole_row.levels()) / (alone - computed)
+    expected = passed(policy, shared_batch, padded(shared_batch))
+    for token_keys, shares in ((50.0, False), (1.2 * breaks_even, True)):
+        packing = Packing(math.inf, token_keys)
+        parts = cut(shared_batch, 10_000, packing=packing)
+        assert (parts.packed, parts.shares) == (True, shares)
+        assert_equal(passed(policy, shared_batch, parts.parts), expected)
+        together = deal(shared_batch, 10_000, 2, packing=packing)
+        assert sorted(np.concatenate(together).tolist()) == list(range(shared_batch.sequences))
+
+
+def test_a_row_with_few_users_of_a_prefix_shares_none():
+    """Two sequences share 60 tokens beside 16,000 that do not, which the prefix's kernel would pass, too."""
+    stem = np.arange(60)
+    rows = [np.r_[stem, 10**6 + np.arange(40)], np.r_[stem, 2 * 10**6 + np.arange(40)]]
+    packing = Packing(math.inf, 32_512.0)
+    for others, shares in ((0, True), (16, False)):
+        prompts = [*rows, *(10**7 * (number + 1) + np.arange(1000) for number in range(others))]
+        groups = [
+            Group.of(
+                Prompt(f"p{number}", tuple(row[:-1].tolist()), ""), [drawn(f"p{number}", 0, row[-1:], np.zeros(1))]
+            )
+            for number, row in enumerate([np.r_[row, 7] for row in prompts])
+        ]
+        assert cut(pack(groups), 32_768, packing=packing).shares is shares
 
 
 def test_unknown_forms_are_refused():
