@@ -8,8 +8,8 @@ import torch
 
 from rlhfless.algorithms.base import ActorCritic, ValueInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.explained_variance import with_explained_variance
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.ppo import with_explained_variance
 from rlhfless.functions.critic.network import load_critic, values_of
 from rlhfless.functions.policy import PolicyNetwork, response_outputs
 from rlhfless.functions.ranks.shares import by_group

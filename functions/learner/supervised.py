@@ -9,7 +9,7 @@ import torch
 from rlhfless.algorithms.base import LossOutputs
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
-from rlhfless.algorithms.supervised import WrittenInputs, objective_of
+from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.critic.network import load_critic, values_of
 from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_outputs
@@ -22,7 +22,7 @@ from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec, RunType
 
 
 class SupervisedRank(TrainingRank):
-    """See TrainingRank. Its batches are of rlhfless.algorithms.examples."""
+    """See TrainingRank. Its batches are of rlhfless.algorithms.supervised."""
 
     _training: LearnerSpec
 
@@ -92,7 +92,7 @@ class SupervisedRank(TrainingRank):
         """See TrainingRank."""
         outputs, *_ = response_outputs(self._policy, batch, self._outputs, packed)
         of_tokens, reference = partial(self._of_responses, batch), batch.reference_logprobs
-        inputs = WrittenInputs(
+        inputs = SupervisedInputs(
             outputs,
             of_tokens(batch.sequence_id),
             batch.denominators.tokens,

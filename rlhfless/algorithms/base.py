@@ -1,12 +1,11 @@
-"""The interface of an algorithm: advantages from a batch, and a loss from tensors. One file per algorithm.
+"""The interface of an algorithm: advantages from a batch, and a loss from tensors.
 
-The learner and the loop know only this interface. An algorithm's settings say what else a step must compute for it,
-such as reference logprobs (`needs`, see rlhfless.spec.algorithm); they also hold the algorithm's own keys of the spec.
+The learner and the loop know only this interface. An algorithm's settings hold its keys of the spec, and declare what
+else a step must compute for it, such as reference logprobs (`needs`, see rlhfless.spec.algorithm).
 
-The loss covers the response tokens of one micro-batch. No distributed calls, no model, no padding. Every sum is divided
-by a given denominator of the whole optimiser step. Losses, gradients and metrics of
-micro-batches and ranks therefore simply add up, however the tokens were divided. Means over a micro-batch
-do not exist here, because they would give the tokens of a short micro-batch more weight.
+A loss covers the generated tokens of one micro-batch, without padding, model or distributed calls. Every sum is divided
+by a denominator of the whole optimizer step, so losses, gradients and metrics of micro-batches and ranks add up however
+the tokens were divided. A mean over a micro-batch would give the tokens of a short one more weight.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from rlhfless.spec import AlgorithmSpec
 from rlhfless.spec.extension import make
 
 BUILT_IN: Mapping[str, str] = {
-    "grpo": "rlhfless.algorithms.grpo:GRPO",
-    "dapo": "rlhfless.algorithms.dapo:DAPO",
-    "dr_grpo": "rlhfless.algorithms.dr_grpo:DrGRPO",
-    "rloo": "rlhfless.algorithms.rloo:RLOO",
-    "reinforce_plus_plus": "rlhfless.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
-    "gspo": "rlhfless.algorithms.gspo:GSPO",
-    "cispo": "rlhfless.algorithms.cispo:CISPO",
-    "sapo": "rlhfless.algorithms.sapo:SAPO",
+    "grpo": "rlhfless.algorithms.group_based:GRPO",
+    "dapo": "rlhfless.algorithms.group_based:DAPO",
+    "dr_grpo": "rlhfless.algorithms.group_based:DrGRPO",
+    "rloo": "rlhfless.algorithms.group_based:RLOO",
+    "reinforce_plus_plus": "rlhfless.algorithms.ppo:ReinforcePlusPlus",
+    "gspo": "rlhfless.algorithms.group_based:GSPO",
+    "cispo": "rlhfless.algorithms.group_based:CISPO",
+    "sapo": "rlhfless.algorithms.group_based:SAPO",
     "ppo": "rlhfless.algorithms.ppo:PPO",
 }
 """Import paths of the built-in algorithms, by the `type` of their settings."""
 
 MAXIMUM_SUFFIX = "_max"
-"""Metrics with this ending combine by maximum; all others are shares of a token mean and combine by sum."""
+"""Metrics with this suffix combine by maximum. All others are shares of a token mean and combine by sum."""
 
 OF_LOSS = frozenset({"loss", "policy_loss"})
 """Metrics that are divided as the loss is, and not by tokens."""
@@ -44,57 +43,56 @@ OF_LOSS = frozenset({"loss", "policy_loss"})
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Response tokens only, of whole sequences. Fields with the name of a batch's column hold that column's values."""
+    """The generated tokens of a micro-batch of whole sequences. A field named like a column of the batch holds it."""
 
-    logprobs: torch.Tensor  # [tokens], current, with a gradient
-    entropy: torch.Tensor  # [tokens], of the current policy; with a gradient only if `needs` says so
+    logprobs: torch.Tensor  # [tokens], of the current policy, with a gradient
+    entropy: torch.Tensor  # [tokens], of the current policy; has a gradient only if `needs.entropy_gradient`
     rollout_logprobs: torch.Tensor  # [tokens]
     advantages: torch.Tensor  # [tokens]
     denominator_tokens: int
-    """Response tokens of the optimiser step, over all micro-batches and ranks."""
+    """Generated tokens of the optimizer step, over all micro-batches and ranks."""
     sequence_id: torch.Tensor  # [tokens], int64, from 0
-    """The sequence of each token in its micro-batch, which has all response tokens of each and no sequence without."""
+    """The sequence of each token in its micro-batch, which holds all its generated tokens; none is empty."""
     denominator_sequences: int
-    """Sequences of the optimiser step that have response tokens."""
+    """Sequences of the optimizer step with generated tokens."""
     old_logprobs: torch.Tensor | None = None  # [tokens]
-    """None: this is the first and only update of the step, so the old policy is the current one, exactly."""
-    reference_logprobs: torch.Tensor | None = None  # [tokens]; if the algorithm needs a reference
+    """None in a step with a single update, where the old policy is exactly the current one."""
+    reference_logprobs: torch.Tensor | None = None  # [tokens], if the algorithm needs a reference
     staleness: torch.Tensor | None = None  # [tokens]
-    """Versions that each token's weights were behind; None where they are alike."""
+    """Versions by which the weights behind each token were stale; None if all tokens are equally stale."""
     oldest: int = 0
-    """See PackedBatch."""
+    """The largest staleness in the batch of the step."""
     own: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [tokens]
-    """Columns of the user's own functions, by name."""
+    """Columns of user-defined functions, by name."""
 
     @property
     def scale(self) -> float:
-        """Factor that makes a sum over tokens this micro-batch's share of the optimiser step's mean."""
+        """Factor from a sum over tokens to this micro-batch's share of the optimizer step's mean."""
         return 1.0 / max(self.denominator_tokens, 1)
 
     @property
     def old(self) -> torch.Tensor:
-        """Logprobs of the policy before the first update of the step, a constant to the gradient, `[tokens]`."""
+        """Logprobs of the policy before the step's first update, `[tokens]`, without a gradient."""
         return self.logprobs.detach() if self.old_logprobs is None else self.old_logprobs
 
     @property
     def sequence_scale(self) -> float:
-        """As `scale`, of a sum over sequences."""
+        """Factor from a sum over sequences to this micro-batch's share of the optimizer step's mean."""
         return 1.0 / max(self.denominator_sequences, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueInputs:
-    """The critic's side of LossInputs: response tokens only, in any order."""
+    """LossInputs of a critic: generated tokens only, in any order."""
 
     values: torch.Tensor  # [tokens], current, with a gradient
-    old_values: torch.Tensor  # [tokens], those that the advantages were computed from
+    old_values: torch.Tensor  # [tokens], from which the advantages were computed
     returns: torch.Tensor  # [tokens]
     denominator_tokens: int
-    """As in LossInputs."""
 
     @property
     def scale(self) -> float:
-        """As in LossInputs."""
+        """See LossInputs."""
         return 1.0 / max(self.denominator_tokens, 1)
 
 
@@ -104,49 +102,49 @@ class LossOutputs:
 
     loss: torch.Tensor  # []
     metrics: dict[str, torch.Tensor]  # each []
-    """The names are the same for any tokens, also for none. Names that telemetry does not declare begin with
-    `algorithm/`."""
+    """The names must not depend on the tokens. Names that telemetry does not declare start with `algorithm/`."""
 
 
 class Algorithm(Protocol):
-    """An algorithm, made from its settings in the driver and in every rank of the learner; it keeps no state."""
+    """An algorithm, built from its settings in the driver and in every rank of the learner. It keeps no state."""
 
     def __init__(self, settings: Any) -> None: ...
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Advantages `[tokens]`; `batch.spread` turns one value per sequence into one per token. The batch has
-        `rewards` and the columns that the settings' `needs` name."""
+        """Compute advantages `[tokens]` from `rewards` and the columns that `needs` asks for.
+
+        `batch.spread` turns a value per sequence into one per token.
+        """
         ...
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss to minimise, as this micro-batch's share."""
+        """Compute this micro-batch's share of the loss to minimize."""
         ...
 
 
 class ActorCritic(Algorithm, Protocol):
-    """An algorithm whose settings need `values`: its batches have the critic's values, and it says what a critic
-    learns."""
+    """An algorithm that needs `values`: its batches have the critic's values, and it trains the critic."""
 
     def returns(self, batch: PackedBatch) -> FloatArray:
-        """What the critic is to predict, `[tokens]`."""
+        """Compute the critic's targets, `[tokens]`."""
         ...
 
     def value_loss(self, inputs: ValueInputs) -> LossOutputs:
-        """The critic's loss, as this micro-batch's share."""
+        """Compute this micro-batch's share of the critic's loss."""
         ...
 
 
 def algorithm_of(settings: AlgorithmSpec) -> Algorithm:
-    """The algorithm of the settings: a built-in one, or the user's own by its import path."""
+    """Build the algorithm of the settings: built in, or imported from the user's path."""
     algorithm: Algorithm = make(settings, BUILT_IN)
     return algorithm
 
 
 def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Metrics that every algorithm has, each `[]`: of the policy, and of its difference from the engine.
+    """Compute the metrics of every algorithm, each `[]`.
 
-    The engine and the learner compute the same weights with different kernels, so `rollout_logprob_difference` is
-    small; a run whose weights are wrong shows there (rlhfless.weights.monitor).
+    The engine and the learner run the same weights with different kernels, so `rollout_logprob_difference` is small
+    unless the engine has wrong weights (rlhfless.weights.monitor).
     """
     magnitude = (inputs.old - inputs.rollout_logprobs).detach().abs()
     return {
@@ -157,7 +155,7 @@ def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
 
 
 def combine_metrics(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The metrics of micro-batches that belong to one optimiser step, taken together."""
+    """Combine the metrics of the micro-batches of one optimizer step."""
     total: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, value in part.items():
@@ -171,12 +169,14 @@ def combine_metrics(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, to
 
 
 BY_STALENESS = "_by_staleness/"
-"""Between a metric's name and the versions that its tokens' weights were behind."""
+"""Separates a metric's name from the staleness of its tokens."""
 
 
 def by_staleness(inputs: LossInputs, **values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Means over all tokens of `values` [tokens] that are 0 on tokens of another staleness, for each; nothing where all
-    tokens are of one. Divided by that of 1 they are means over the tokens of each."""
+    """Split the token mean of each of `values` [tokens] by staleness; empty if all tokens are equally stale.
+
+    Each share is divided by all tokens of the step. Divide it by the share of `tokens` for a mean over its own.
+    """
     if inputs.staleness is None:
         return {}
     return {
@@ -187,5 +187,5 @@ def by_staleness(inputs: LossInputs, **values: torch.Tensor) -> dict[str, torch.
 
 
 def largest(values: torch.Tensor) -> torch.Tensor:
-    """The largest of values that are at least 0, `[]`; 0 of none."""
+    """Return the maximum of non-negative values, `[]`; 0 if there are none."""
     return values.max() if values.numel() else values.new_zeros(())

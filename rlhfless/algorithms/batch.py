@@ -1,25 +1,22 @@
 """The learner's data: all sequences of a step, packed into one dimension of tokens.
 
-There is no padding here. A sequence is a sample: its prompt, and then the tokens of the model, with the tokens of an
-environment in between. Sequences lie one after the other, sorted by (prompt id, sample index), so the order in which a
-fleet finished them leaves no trace.
+A sequence is a sample: its prompt, then the tokens that the model generated, with an environment's tokens in between.
+Sequences are sorted by (prompt id, sample index), so the batch does not depend on the order in which they finished.
 
 Invariants of a `PackedBatch`:
 
-- The value at index t is about `tokens[t]` given the tokens before it in its sequence. Tokens that the model did not
-  draw hold 0; `response_mask` says which it drew, and may be any mask that leaves out each sequence's first token.
-- `sequence_id` counts 0, 1, 2, ... and does not decrease; `group_id` counts 0, 1, 2, ... in the order of
-  first appearance.
-- Logprobs come in three kinds that are never mixed: *rollout* (the engine's at sampling), *old* (the
-  policy before the first update of the step), *reference* (the frozen policy). The *current* ones exist only
-  inside the learner.
-- `denominators` are of one optimiser step over all ranks and micro-batches. `select` keeps them, so
-  how a batch is cut up cannot change the loss; `mini_batches` gives each mini-batch its own.
+- The value at index t belongs to `tokens[t]` given the tokens before it in its sequence. `response_mask` marks the
+  generated tokens, all others hold 0. It may be any mask without the first token of a sequence.
+- `sequence_id` counts 0, 1, 2, ... and does not decrease; `group_id` counts 0, 1, 2, ... by first appearance.
+- Logprobs come in three kinds that are never mixed: *rollout* (the engine's at sampling), *old* (the policy before the
+  step's first update), *reference* (the frozen policy). The *current* ones exist only inside the learner.
+- `denominators` belong to one optimizer step over all ranks and micro-batches. `select` keeps them, so the way a batch
+  is divided cannot change the loss; `mini_batches` gives each mini-batch its own.
 
-A column is declared once, as a field of `PackedBatch`: its type, whether it has a value per token or per sequence, and
-where `pack` finds it in a sample, if it does. Everything else here works from these declarations.
+A column is declared once, as a field of `PackedBatch`: its dtype, whether it has a value per token or per sequence, and
+where `pack` finds it in a sample. All other code here works from these declarations.
 
-Deliberately not here: padding and micro-batching, which depend on the device (see rlhfless.functions.policy).
+Padding and micro-batching depend on the device and live in rlhfless.functions.policy.
 """
 
 from __future__ import annotations
@@ -39,41 +36,37 @@ from rlhfless.spec.errors import UserError
 BoolArray = npt.NDArray[np.bool_]
 
 _COLUMN = "column"
-"""Key of a field's metadata under which its declaration is."""
+"""Key of the declaration in a field's metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The declaration of a column of values."""
+    """The declaration of a column."""
 
     dtype: type[np.generic]
     per_token: bool
-    """Whether it has a value for each token (0 on tokens that the model did not draw), or one for each sequence."""
+    """A value per token (0 on tokens that were not generated), or one per sequence."""
     of_sample: Callable[[Sample], Any] | None = None
-    """Takes the value from a sample, for `pack`: `[model tokens]`, or a number if it is per sequence. None, here or as
-    the value, means that the column is added later."""
+    """Reads the value from a sample: `[generated tokens]`, or a number per sequence. None, here or as the value: the
+    column is added later."""
 
 
 OWN = Column(np.float32, per_token=True)
-"""The declaration of every column that a function of the user's own computes."""
+"""The declaration of every column of a user-defined function."""
 
 
 def per_token(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
-    """Metadata of a field that is a column with a value per token."""
+    """Declare a field as a column with a value per token."""
     return {_COLUMN: Column(dtype, per_token=True, of_sample=of_sample)}
 
 
 def per_sequence(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
-    """Metadata of a field that is a column with a value per sequence."""
+    """Declare a field as a column with a value per sequence."""
     return {_COLUMN: Column(dtype, per_token=False, of_sample=of_sample)}
 
 
-def _drawn_logprobs(sample: Sample) -> FloatArray:
-    return np.concatenate([rollout.logprobs for rollout in sample.rollouts])
-
-
 class NonFinite(UserError, ValueError):
-    """A column has a value that is not finite: one NaN would turn the gradient of the whole step into NaN."""
+    """A column has a value that is not finite. A single NaN would turn the gradient of the whole step into NaN."""
 
     def __init__(self, column: str, value: float, place: str, count: int) -> None:
         super().__init__(column, value, place, count)
@@ -87,12 +80,12 @@ class NonFinite(UserError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """The denominators of the losses of one optimiser step."""
+    """The denominators of one optimizer step."""
 
     tokens: int
-    """Tokens that the model drew."""
+    """Generated tokens."""
     sequences: int
-    """Sequences in which it drew any."""
+    """Sequences with generated tokens."""
     groups: int
 
     def plus(self, other: Denominators) -> Denominators:
@@ -101,7 +94,7 @@ class Denominators:
 
 
 NO_DENOMINATORS = Denominators(0, 0, 0)
-"""Of a batch that is still being packed."""
+"""Placeholder while a batch is packed."""
 
 UNDIVIDED = Denominators(1, 1, 1)
 """Of a part of a batch: its losses are sums."""
@@ -109,7 +102,7 @@ UNDIVIDED = Denominators(1, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences in one dimension of tokens. See the module's docstring for the invariants."""
+    """Sequences packed into one dimension. See the module's docstring for the invariants."""
 
     tokens: IntArray  # [tokens]
     positions: IntArray  # [tokens], from 0 in each sequence
@@ -117,7 +110,9 @@ class PackedBatch:
     group_id: IntArray  # [tokens]
     response_mask: BoolArray  # [tokens]
     denominators: Denominators
-    rollout_logprobs: FloatArray = dataclasses.field(metadata=per_token(np.float32, _drawn_logprobs))
+    rollout_logprobs: FloatArray = dataclasses.field(
+        metadata=per_token(np.float32, lambda sample: np.concatenate([each.logprobs for each in sample.rollouts]))
+    )
     rewards: npt.NDArray[np.float64] | None = dataclasses.field(
         default=None, metadata=per_sequence(np.float64, lambda sample: sample.score and sample.score.total)
     )
@@ -131,12 +126,11 @@ class PackedBatch:
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     returns: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     staleness: IntArray | None = dataclasses.field(default=None, metadata=per_token(np.int64))
-    """Versions that the weights which drew each token were behind; where these differ, so that metrics tell them
-    apart."""
+    """Versions by which the weights behind each token were stale; None if all tokens are equally stale."""
     oldest: int = 0
-    """The largest of them in the batch of the step, of which this may be a part."""
+    """The largest staleness in the batch of the step, of which this may be a part."""
     own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
-    """Columns of the user's own functions, by name, each `[tokens]`."""
+    """Columns of user-defined functions, by name, each `[tokens]`."""
 
     @property
     def sequences(self) -> int:
@@ -158,7 +152,7 @@ class PackedBatch:
 
     @property
     def response_lengths(self) -> IntArray:
-        """Tokens of each sequence that the model drew, `[sequences]`."""
+        """Generated tokens of each sequence, `[sequences]`."""
         return np.bincount(self.sequence_id[self.response_mask], minlength=self.sequences)
 
     @property
@@ -167,38 +161,40 @@ class PackedBatch:
         return self.group_id[self.starts]
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """The columns that the batch has, by name."""
+        """Return the columns that are set, by name."""
         values = {name: getattr(self, name) for name in declared(type(self))}
         return {name: value for name, value in (values | dict(self.own)).items() if value is not None}
 
     def with_columns(self, **columns: npt.NDArray[Any]) -> PackedBatch:
-        """The batch with these columns: `[tokens]` or `[sequences]`, as each is declared. A column that is not is the
-        user's own, `[tokens]`."""
+        """Return the batch with these columns, `[tokens]` or `[sequences]` as declared.
+
+        An undeclared column is the user's own, `[tokens]`. Raises ValueError for another shape, and NonFinite.
+        """
         known = declared(type(self))
         fitted = {name: self._fitted(name, known.get(name, OWN), values) for name, values in columns.items()}
         return dataclasses.replace(self, **self._placed(fitted))
 
     def _placed(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-        """Values of fields, with these columns in them."""
+        """Return `columns` as values of fields."""
         known = declared(type(self))
         placed: dict[str, Any] = {name: values for name, values in columns.items() if name in known}
         own = {name: values for name, values in columns.items() if name not in known}
         return placed | {"own": {**self.own, **own}}
 
     def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`values` [sequences] as `[tokens]`: each token that the model drew gets the value of its sequence."""
+        """Give each generated token the value of its sequence: `[sequences]` -> `[tokens]`."""
         if values.shape != (self.sequences,):
             raise ValueError(f"the values have shape {values.shape}, expected one per sequence: ({self.sequences},)")
         return np.where(self.response_mask, values[self.sequence_id], 0)
 
-    def placed(self, drawn: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`drawn` [tokens that the model drew] as `[tokens]`, 0 elsewhere."""
-        values = np.zeros(len(self.tokens), dtype=drawn.dtype)
-        values[self.response_mask] = drawn
+    def placed(self, generated: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Fill the other tokens with 0: `[generated tokens]` -> `[tokens]`."""
+        values = np.zeros(len(self.tokens), dtype=generated.dtype)
+        values[self.response_mask] = generated
         return values
 
     def _fitted(self, name: str, column: Column, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`values` in the column's type, 0 where it has none. Raises ValueError for another shape, and NonFinite."""
+        """Convert `values` to the column's dtype, and set tokens without a value to 0."""
         expected = self.tokens.shape if column.per_token else (self.sequences,)
         if values.shape != expected:
             per = "token" if column.per_token else "sequence"
@@ -214,16 +210,13 @@ class PackedBatch:
 
 
 def declared(batch: type[PackedBatch]) -> Mapping[str, Column]:
-    """The columns of a batch, by name."""
+    """Return the declared columns of a batch, by name."""
     fields = dataclasses.fields(batch)
     return {field.name: field.metadata[_COLUMN] for field in fields if _COLUMN in field.metadata}
 
 
 def in_batch_order(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups by prompt id, and the samples of each by sample index: the order of `pack`'s sequences.
-
-    Groups without samples are left out.
-    """
+    """Sort groups by prompt id and their samples by sample index, as `pack` does. Drops groups without samples."""
     by_sample = (
         Group(group.prompt, tuple(sorted(group.samples, key=attrgetter("sample_index"))))
         for group in groups
@@ -235,9 +228,8 @@ def in_batch_order(groups: Sequence[Group]) -> tuple[Group, ...]:
 def pack(groups: Sequence[Group]) -> PackedBatch:
     """Pack the groups of a step, with all values that their samples have.
 
-    Raises ValueError for no sequences at all, a prompt without tokens (its first response token would be
-    predicted from nothing), rollout logprobs that are missing, and values that only some samples have; NonFinite, which
-    names the column and the sample, for a value that is not finite.
+    Raises ValueError without samples, for a prompt without tokens (its first response token would be predicted from
+    nothing), missing rollout logprobs, and values that only some samples have; NonFinite, with column and sample.
     """
     ordered = in_batch_order(groups)
     if not ordered:
@@ -247,8 +239,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         _check(sample)
     segments = [segment for sample in samples for segment in sample.segments]
     segment_lengths = np.array([len(segment.token_ids) for segment in segments])
-    drawn = np.array([not isinstance(segment, GivenSegment) for segment in segments])
-    response_mask = np.repeat(drawn, segment_lengths)
+    generated = np.array([not isinstance(segment, GivenSegment) for segment in segments])
+    response_mask = np.repeat(generated, segment_lengths)
     lengths = np.array([sample.tokens for sample in samples])
     sizes = np.array([len(group.samples) for group in ordered])
     known = declared(PackedBatch)
@@ -273,8 +265,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 
 
 def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -> list[list[FloatArray]]:
-    """`values` [tokens] of the batch that `pack` made of these groups, cut into `[model tokens]` of each sample of each
-    group, in their own order."""
+    """Split `values` [tokens] of `pack(groups)` by group and sample, in the order of `groups`: `[generated tokens]`."""
     of_sequences = np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
     keys = [sample.key for group in in_batch_order(groups) for sample in group.samples]
     by_key = dict(zip(keys, of_sequences, strict=True))
@@ -282,10 +273,10 @@ def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -
 
 
 def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
-    """The sequences `sequence_indices` [selected], in that order, with new ids from 0.
+    """Return the sequences `sequence_indices` [selected], in that order, with new ids from 0.
 
-    The denominators stay the ones of `batch`: use it for ranks and micro-batches, which share an optimiser step.
-    Raises ValueError for a sequence that is named twice.
+    The denominators stay those of `batch`, for ranks and micro-batches, which share an optimizer step. Raises
+    ValueError if a sequence is selected twice.
     """
     indices = np.asarray(sequence_indices, dtype=np.int64)
     if len(np.unique(indices)) != len(indices):
@@ -309,32 +300,15 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     )
 
 
-def mini_batches(batch: PackedBatch, count: int, order: IntArray) -> tuple[PackedBatch, ...]:
-    """Cut into `count` mini-batches of whole groups, whose numbers of groups differ by at most one: the first ones of
-    `order` [groups] are in the first.
-
-    Each mini-batch is the data of one optimiser step, so it has denominators of its own. Raises ValueError when there
-    are fewer groups than mini-batches.
-    """
-    if count == 1:
-        return (batch,)
-    groups = batch.sequence_groups
-    if not 1 <= count <= batch.groups:
-        raise ValueError(f"cannot cut {batch.groups} groups into {count} mini-batches of whole groups")
-    parts = np.array_split(order, count)
-    return tuple(own_denominators(select(batch, np.flatnonzero(np.isin(groups, part)))) for part in parts)
-
-
 def leave_out(batch: PackedBatch, sequences: BoolArray) -> PackedBatch:
-    """The batch, in which nothing is learned from what the model drew in these `sequences` [sequences]. They keep their
-    rewards and their places in their groups, and count in no denominator."""
+    """Exclude `sequences` [sequences] from the loss and its denominators. They keep their rewards and group."""
     mask = batch.response_mask & ~sequences[batch.sequence_id]
     masked = dataclasses.replace(batch, response_mask=mask)
     return own_denominators(masked.with_columns(**masked.columns()))
 
 
 def own_denominators(batch: PackedBatch) -> PackedBatch:
-    """The batch as the data of an optimiser step of its own."""
+    """Return the batch as the data of an optimizer step of its own."""
     answered = int(np.count_nonzero(batch.response_lengths))
     own = Denominators(int(batch.response_mask.sum()), answered, batch.groups)
     return dataclasses.replace(batch, denominators=own)
@@ -345,7 +319,7 @@ def _own(name: str) -> Column:
 
 
 def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArray) -> npt.NDArray[Any] | None:
-    """A column from the samples; None if they do not have it yet."""
+    """Collect a column from the samples; None if they do not have it yet."""
     assert column.of_sample is not None
     of_samples = [column.of_sample(sample) for sample in samples]
     lacking = [sample for sample, value in zip(samples, of_samples, strict=True) if value is None]

@@ -1,8 +1,8 @@
-"""The optimiser steps of a training step: passes over its batch (epochs), each cut into mini-batches.
+"""The optimizer steps of a training step: passes over its batch (epochs), each divided into mini-batches.
 
-Several passes draw more from samples that were expensive to generate (arXiv 1707.06347, algorithm 1, has K epochs).
-The groups of each pass are in an order of its own, which depends only on the seed: a step that is done again, or
-resumed, has the same mini-batches.
+Several passes learn more from samples that were expensive to generate (arXiv 1707.06347, algorithm 1, has K epochs).
+Each pass has its own order of groups, which depends only on the seed: a step that is repeated or resumed has the same
+mini-batches.
 
 A batch of one optimiser step may also come in parts, whose gradients are added up before the last of it is drawn (Part,
 LastParts). What a loss is divided by is known at the end, so they are sums until then.
@@ -15,29 +15,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.algorithms.batch import Denominators, PackedBatch, mini_batches
+from rlhfless.algorithms.batch import Denominators, PackedBatch, own_denominators, select
+from rlhfless.records import IntArray
+
+
+def mini_batches(batch: PackedBatch, count: int, order: IntArray) -> tuple[PackedBatch, ...]:
+    """Divide a batch into `count` mini-batches of whole groups, in the order `order` [groups].
+
+    Their numbers of groups differ by at most one. Each is the data of one optimizer step and has its own denominators.
+    Raises ValueError if there are fewer groups than mini-batches.
+    """
+    if count == 1:
+        return (batch,)
+    groups = batch.sequence_groups
+    if not 1 <= count <= batch.groups:
+        raise ValueError(f"cannot cut {batch.groups} groups into {count} mini-batches of whole groups")
+    parts = np.array_split(order, count)
+    return tuple(own_denominators(select(batch, np.flatnonzero(np.isin(groups, part)))) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How one function passes over the batch of one training step."""
+    """How a function passes over the batch of a training step."""
 
     mini_batches: int = 1
-    """Optimiser steps of each pass."""
+    """Optimizer steps per pass."""
     epochs: int = 1
     seed: tuple[int, ...] = (0,)
-    """Numbers of the run and of the step, from which the order of each pass is drawn."""
+    """Numbers of the run and of the step, which seed the order of each pass."""
     planned_updates: int = 0
-    """Optimiser steps of the whole run, over which the learning rate may fall."""
+    """Optimizer steps of the whole run, over which the learning rate may fall."""
 
     @property
     def updates(self) -> int:
-        """Optimiser steps of the training step."""
+        """Optimizer steps of the training step."""
         return self.mini_batches * self.epochs
 
     def over(self, batch: PackedBatch) -> Iterator[PackedBatch]:
-        """The mini-batches of all passes, one after the other, each the data of an optimiser step. Raises ValueError as
-        `mini_batches` does."""
+        """Yield the mini-batches of all passes. Raises ValueError if there are fewer groups than mini-batches."""
         for epoch in range(self.epochs):
             order = np.random.default_rng([number % 2**64 for number in (*self.seed, epoch)])
             yield from mini_batches(batch, self.mini_batches, order.permutation(batch.groups))

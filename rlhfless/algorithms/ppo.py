@@ -1,31 +1,48 @@
-"""Proximal policy optimisation with a critic (arXiv 1707.06347): a value per token in place of a group's mean.
+"""Advantages per token: PPO with a critic, and REINFORCE++, which whitens returns in place of one.
 
-The actor's advantages and the critic's returns may have different lambdas (decoupled GAE, arXiv 2503.01491): the
-critic learns without bias from lambda 1, and the actor from a smaller one has less variance. Advantages are whitened
-over the step, returns are not.
+An environment's tokens are skipped: the step after a generated token is the next generated token, because the model
+decides nothing in between.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from rlhfless.algorithms.base import LossOutputs, ValueInputs
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.explained_variance import explained_variance_parts
-from rlhfless.algorithms.gae import gae
-from rlhfless.algorithms.kl import FloatLike, rewards_of, token_rewards
-from rlhfless.algorithms.policy_loss import ClippedLoss
-from rlhfless.algorithms.statistics import whitened
-from rlhfless.records import FloatArray
-from rlhfless.spec import PPOSpec
+from rlhfless.algorithms.group_based import centred
+from rlhfless.algorithms.kl import Float64Array, FloatLike, rewards_of, token_rewards
+from rlhfless.algorithms.losses import ClippedLoss
+from rlhfless.records import FloatArray, IntArray
+from rlhfless.spec import PPOSpec, ReinforcePlusPlusSpec
+
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance when whitening."""
+
+EXPLAINED_VARIANCE = "explained_variance"
+
+_RETURN, _RETURN_SQUARE, _ERROR, _ERROR_SQUARE = PARTS = (
+    "return",
+    "return_square",
+    "value_error",
+    "value_error_square",
+)
+"""Token means from which `with_explained_variance` computes the explained variance; telemetry does not have them."""
 
 
 class PPO(ClippedLoss[PPOSpec]):
-    """The algorithm `ppo` (see rlhfless.algorithms.base)."""
+    """Proximal policy optimization with a critic (arXiv 1707.06347).
+
+    The actor's advantages and the critic's returns may have different lambdas (decoupled GAE, arXiv 2503.01491): with
+    lambda 1 the critic learns without bias, with a smaller one the actor's advantages have less variance.
+    """
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """Generalised advantages, `[tokens]`. Raises ValueError if the batch lacks rewards or values."""
+        """Compute generalized advantages, `[tokens]`, whitened over the step if so set. Raises ValueError if the batch
+        lacks rewards or values."""
         settings, alpha = self._settings, self._settings.length_adaptive
         lambda_: FloatLike | float = settings.lambda_actor
         if alpha is not None:
@@ -34,21 +51,25 @@ class PPO(ClippedLoss[PPOSpec]):
         return batch.placed(whitened(advantages) if settings.whiten else advantages).astype(np.float32)
 
     def returns(self, batch: PackedBatch) -> FloatArray:
-        """What the critic learns, `[tokens]`: values and advantages, before these are whitened. Raises as
-        `advantages`."""
+        """Compute the critic's targets, `[tokens]`: values plus advantages that are not whitened. Raises ValueError if
+        the batch lacks rewards or values."""
         lambda_ = self._settings.lambda_critic
         if lambda_ is None:
             lambda_ = 1.0 if self._settings.length_adaptive else self._settings.lambda_actor
         advantages = self._gae(batch, lambda_)
-        return batch.placed(advantages + _drawn_values(batch)).astype(np.float32)
+        return batch.placed(advantages + _generated_values(batch)).astype(np.float32)
 
     def _gae(self, batch: PackedBatch, lambda_: FloatLike | float) -> FloatLike:
         rewards = token_rewards(batch, rewards_of(batch), self._settings.kl)
-        return gae(rewards, _drawn_values(batch), batch.response_lengths, self._settings.gamma, lambda_)
+        return gae(rewards, _generated_values(batch), batch.response_lengths, self._settings.gamma, lambda_)
 
     def value_loss(self, inputs: ValueInputs) -> LossOutputs:
-        """The critic's loss, token mean: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), c = `value_clip`,
-        as in the authors' implementation (arXiv 2005.12729, section 3)."""
+        """Compute the critic's loss, a token mean, with c = `value_clip`:
+
+            0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+
+        Source: the PPO authors' implementation (arXiv 2005.12729, section 3).
+        """
         squares, clipped = (inputs.values - inputs.returns).square(), None
         if (clip := self._settings.value_clip) is not None:
             near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-clip, clip)
@@ -60,7 +81,89 @@ class PPO(ClippedLoss[PPOSpec]):
         return LossOutputs(loss, metrics)
 
 
-def _drawn_values(batch: PackedBatch) -> FloatLike:
+class ReinforcePlusPlus(ClippedLoss[ReinforcePlusPlusSpec]):
+    """REINFORCE++ (arXiv 2501.03262): the return of each token, whitened over the tokens of the step.
+
+        G_t = r_t + gamma G_{t+1}        A_t = (G_t - mean of G) / std of G
+
+    r_t is minus the KL of token t, if that is part of the reward, plus the response's reward at its last generated
+    token. `group_baseline` first subtracts from this reward the mean of its group (REINFORCE++-baseline).
+    """
+
+    def advantages(self, batch: PackedBatch) -> FloatArray:
+        """Compute whitened returns, `[tokens]`. Raises ValueError if the batch has no rewards."""
+        rewards = rewards_of(batch)
+        if self._settings.group_baseline:
+            rewards = centred(rewards, batch.sequence_groups)
+        by_token = token_rewards(batch, rewards, self._settings.kl)
+        # Without values and with lambda 1 an advantage is the return.
+        returns = gae(by_token, np.zeros(len(by_token)), batch.response_lengths, self._settings.gamma, 1.0)
+        return batch.placed(whitened(returns)).astype(np.float32)
+
+
+def gae(
+    rewards: FloatLike, values: FloatLike, lengths: IntArray, gamma: float, lambda_: FloatLike | float
+) -> FloatLike:
+    """Compute generalized advantage estimates (arXiv 1506.02438, eq. 16), `[generated tokens]` in float64:
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}
+
+    `rewards` and `values` are `[generated tokens]`, sequence after sequence. `lengths` [sequences] counts those of each
+    sequence. `lambda_` is one number or `[sequences]`. After the last token V and A are 0.
+    """
+    longest_first = np.argsort(-lengths, kind="stable")
+    last = (np.cumsum(lengths) - 1)[longest_first]
+    discount = gamma * np.broadcast_to(np.asarray(lambda_, dtype=np.float64), lengths.shape)[longest_first]
+    # Backwards, all sequences at once: k tokens before the end, only the first `count` sequences are long enough.
+    longer = np.searchsorted(-lengths[longest_first], -np.arange(int(lengths.max(initial=0))))
+    advantages = np.zeros(len(rewards))
+    next_values = next_advantages = np.zeros(len(lengths))
+    for k, count in enumerate(longer):
+        at = last[:count] - k
+        delta = rewards[at] + gamma * next_values[:count] - values[at]
+        next_advantages = delta + discount[:count] * next_advantages[:count]
+        next_values = values[at].astype(np.float64)
+        advantages[at] = next_advantages
+    return advantages
+
+
+def whitened(values: FloatLike) -> Float64Array:
+    """Shift and scale `values` to mean 0 and unbiased variance 1, in float64; a single value becomes 0."""
+    wide = np.asarray(values, dtype=np.float64)
+    if not len(wide):
+        return wide
+    shifted = wide - wide.mean()
+    return np.asarray(shifted / np.sqrt((shifted**2).sum() / max(len(wide) - 1, 1) + VARIANCE_FLOOR))
+
+
+def _generated_values(batch: PackedBatch) -> FloatLike:
     if batch.values is None:
         raise ValueError("advantages need the critic's values, and the batch has none")
     return batch.values[batch.response_mask]
+
+
+def explained_variance_parts(inputs: ValueInputs) -> dict[str, torch.Tensor]:
+    """Compute the micro-batch's share of each of `PARTS`, `[]`, in float64 because variances are small differences.
+
+    A variance does not add up over micro-batches; these token means do.
+    """
+    returns = inputs.returns.detach().double()
+    errors = returns - inputs.old_values.detach().double()
+    parts = (returns, returns.square(), errors, errors.square())
+    return {name: part.sum() * inputs.scale for name, part in zip(PARTS, parts, strict=True)}
+
+
+def with_explained_variance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replace `PARTS` in a step's metrics with 1 - Var(R - V) / Var(R), where V are the values behind the advantages.
+
+    1 is a critic that predicts every return, 0 one that predicts their mean. If all returns are equal the metric is
+    left out.
+    """
+    kept = {name: value for name, value in metrics.items() if name not in PARTS}
+    if not metrics.keys() >= set(PARTS):
+        return kept
+    variance = metrics[_RETURN_SQUARE] - metrics[_RETURN] ** 2
+    unexplained = metrics[_ERROR_SQUARE] - metrics[_ERROR] ** 2
+    if variance <= 1e-12 * metrics[_RETURN_SQUARE]:  # rounding
+        return kept
+    return kept | {EXPLAINED_VARIANCE: 1 - max(unexplained, 0.0) / variance}

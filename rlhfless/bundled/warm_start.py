@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhfless.algorithms.examples import pack_examples
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.bundled.model import ModelSize, build_model, build_tokenizer
 from rlhfless.bundled.task import Demonstration, TaskRecipe, draw_demonstrations
 from rlhfless.functions.learner.supervised import SupervisedRank

@@ -6,9 +6,9 @@ learned again after a restore, has the same coefficient; a checkpoint keeps the 
 
 from __future__ import annotations
 
-from rlhfless.algorithms.adaptive_kl import adaptive_kl_of, after_step, with_coefficient
 from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.spec import AlgorithmSpec
 
 
@@ -31,15 +31,15 @@ class AlgorithmState:
         """Take note of what a step has drawn, and learns from; returns the step's figures. `batch`: None where it was
         learned in parts, which an algorithm whose KL follows a target is not."""
         here = self._at(step)
-        kl = adaptive_kl_of(here)
-        self._settings = {step: here, step + 1: here if kl is None or batch is None else after_step(here, batch)}
+        kl = adaptive_kl(here)
+        self._settings = {step: here, step + 1: here if kl is None or batch is None else adapt_kl(here, batch)}
         return {} if kl is None else {"kl_coefficient": kl.coefficient}
 
     def coefficient_after(self, step: int) -> float | None:
         """The KL coefficient of the step after `step`, if it follows a target, for a checkpoint."""
-        kl = adaptive_kl_of(self._at(step + 1))
+        kl = adaptive_kl(self._at(step + 1))
         return None if kl is None else kl.coefficient
 
     def restore(self, step: int, coefficient: float | None) -> None:
         """Go on from a checkpoint of `step` with what `coefficient_after` gave, or from the start."""
-        self._settings = {} if coefficient is None else {step + 1: with_coefficient(self._first, coefficient)}
+        self._settings = {} if coefficient is None else {step + 1: with_kl_coefficient(self._first, coefficient)}

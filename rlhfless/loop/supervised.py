@@ -15,8 +15,7 @@ from typing import cast
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.examples import pack_examples
-from rlhfless.algorithms.supervised import Objective, evaluated, objective_of
+from rlhfless.algorithms.supervised import Objective, evaluate, objective_of, pack_examples
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.loop.step_context import StepBegun
@@ -73,7 +72,7 @@ class SupervisedRun(TrainedRun):
     async def evaluate(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
         """The figures of held-out examples, by the learner as it is now."""
         outputs = await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
-        return evaluated(self._objective, batch, outputs)
+        return evaluate(self._objective, batch, outputs)
 
     def response_tokens(self, examples: Sequence[Example]) -> list[int]:
         """Tokens of each response, with the end-of-sequence token that a policy learns."""

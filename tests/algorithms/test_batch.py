@@ -1,4 +1,4 @@
-"""Packing, selecting and cutting: by hand on a small batch, and as properties on any."""
+"""Packing, selecting and dividing a batch, and passes over it: by hand on a small batch, and as properties on any."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlhfless.algorithms.batch import (
     by_sample,
     declared,
     in_batch_order,
-    mini_batches,
     pack,
     per_token,
     select,
 )
+from rlhfless.algorithms.passes import Passes, mini_batches
 from rlhfless.records import FloatArray, Group, Score
 
 PER_TOKEN = ("tokens", "positions", "response_mask", "rollout_logprobs", "advantages")
@@ -252,3 +252,41 @@ def test_a_value_of_a_token_that_the_model_did_not_draw_means_nothing(make_group
     batch = pack([make_group("a", (1, 2), [[10, 20]])])
     values = np.where(batch.response_mask, 0.5, np.nan)
     assert batch.with_columns(values=values).values.tolist() == [0, 0, 0.5, 0.5]
+
+
+@pytest.fixture(scope="module")
+def batch_of_six(make_group) -> PackedBatch:
+    """Group i has one response of i + 1 tokens, all of them i."""
+    return pack([make_group(name, (50,), [[number] * (number + 1)]) for number, name in enumerate("abcdef")])
+
+
+def tokens_of(part: PackedBatch) -> list[int]:
+    return sorted(set(part.tokens[part.response_mask].tolist()))
+
+
+def test_mini_batches_follow_the_order(batch_of_six):
+    parts = mini_batches(batch_of_six, 3, np.array([4, 0, 5, 1, 2, 3]))
+    assert [tokens_of(part) for part in parts] == [[0, 4], [1, 5], [2, 3]]
+    assert [part.denominators.tokens for part in parts] == [5 + 1, 6 + 2, 3 + 4]
+
+
+@given(count=st.integers(1, 6), epochs=st.integers(1, 4), seed=st.tuples(st.integers(), st.integers(0, 10**6)))
+def test_each_pass_has_all_groups_once(batch_of_six, count, epochs, seed):
+    passes = Passes(count, epochs, seed)
+    parts = [tokens_of(part) for part in passes.over(batch_of_six)]
+    assert len(parts) == count * epochs
+    for epoch in range(epochs):
+        met = [group for part in parts[count * epoch : count * (epoch + 1)] for group in part]
+        assert sorted(met) == list(range(6))
+    again = [tokens_of(part) for part in Passes(count, epochs, seed).over(batch_of_six)]
+    assert parts == again, "a step that is done again has the same updates"
+
+
+def test_passes_and_steps_differ_in_their_order(batch_of_six):
+    def order(seed: tuple[int, int]) -> list[list[int]]:
+        return [tokens_of(part) for part in Passes(6, 2, seed).over(batch_of_six)]
+
+    first = order((0, 1))
+    assert first[:6] != first[6:]
+    assert first != order((0, 2))
+    assert first != order((1, 1))

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from rlhfless.algorithms.base import LossInputs, ValueInputs, algorithm_of, combine_metrics
-from rlhfless.algorithms.batch import Denominators, PackedBatch, mini_batches, select
-from rlhfless.algorithms.correction import correction
+from rlhfless.algorithms.batch import Denominators, PackedBatch, select
+from rlhfless.algorithms.losses import correction
+from rlhfless.algorithms.passes import mini_batches
 from rlhfless.spec import (
     CISPOSpec,
     DrGRPOSpec,

@@ -15,8 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.batch import select
-from rlhfless.algorithms.examples import pack_examples
-from rlhfless.algorithms.supervised import DPO, SFT, BradleyTerry, Objective, WrittenInputs, evaluated, objective_of
+from rlhfless.algorithms.supervised import (
+    DPO,
+    SFT,
+    BradleyTerry,
+    Objective,
+    SupervisedInputs,
+    evaluate,
+    objective_of,
+    pack_examples,
+)
 from rlhfless.records.examples import Example
 from rlhfless.spec import DPOSpec
 
@@ -34,9 +42,9 @@ def pairs(seed: int = 0) -> list[Example]:
     return made
 
 
-def inputs_of(batch: Any, outputs: torch.Tensor, reference: torch.Tensor | None = None) -> WrittenInputs:
+def inputs_of(batch: Any, outputs: torch.Tensor, reference: torch.Tensor | None = None) -> SupervisedInputs:
     mask = torch.from_numpy(batch.response_mask)
-    return WrittenInputs(
+    return SupervisedInputs(
         outputs[mask],
         torch.from_numpy(batch.sequence_id)[mask],
         batch.denominators.tokens,
@@ -206,7 +214,7 @@ def test_shares_of_micro_batches_add_up_and_held_out_figures_are_those_of_the_lo
             metrics[name] += float(value)
     assert loss == pytest.approx(float(whole.loss))
     assert metrics == pytest.approx({name: float(value) for name, value in whole.metrics.items()})
-    assert evaluated(objective, batch, outputs.numpy()) == pytest.approx({"loss": loss, **metrics}, rel=1e-6)
+    assert evaluate(objective, batch, outputs.numpy()) == pytest.approx({"loss": loss, **metrics}, rel=1e-6)
 
 
 def test_each_type_has_its_objective() -> None:

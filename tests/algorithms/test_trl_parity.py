@@ -20,7 +20,7 @@ from fakes.fleet import group as group_of
 from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import pack
-from rlhfless.algorithms.group_relative import group_advantages
+from rlhfless.algorithms.group_based import group_advantages
 from rlhfless.records import Score
 from rlhfless.spec import CISPOSpec, DrGRPOSpec, GRPOSpec, GSPOSpec, ImportanceSpec, KLSpec, RLOOSpec, SAPOSpec
 

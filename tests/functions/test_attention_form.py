@@ -28,7 +28,7 @@ from transformers import (
 from fakes.families import FAMILIES, SHAPE, save
 from fakes.tiny_learner import make_pairs, make_rank, make_supervised
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.examples import pack_examples
+from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.functions.attention_form import eager_reason, ignored_by_sdpa
 from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
 from rlhfless.functions.reward_model.model import RewardModel

@@ -12,8 +12,8 @@ import pytest
 from fakes import scene as scenes
 from fakes.fleet import group
 from fakes.scene import OLD_LOGPROB, Scene
-from rlhfless.algorithms.adaptive_kl import next_coefficient
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.kl import next_kl_coefficient
 from rlhfless.loop.algorithm_state import AlgorithmState
 from rlhfless.loop.step import learned_batch, train
 from rlhfless.records import Experience, FinishReason, Rollout, Sample, Score
@@ -23,12 +23,12 @@ from rlhfless.spec.errors import UserError
 
 def test_the_coefficient_by_hand() -> None:
     # Half above the target is cut to 20 %; 100 of 1000 samples: 2 % more. A quarter below to 20 %, 2 % less.
-    assert next_coefficient(0.1, 1.5, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 1.02)
-    assert next_coefficient(0.1, 0.75, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 0.98)
-    assert next_coefficient(0.1, 1.1, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 1.01)
-    assert next_coefficient(0.1, 1.0, 1.0, samples=100, horizon=1000) == 0.1
+    assert next_kl_coefficient(0.1, 1.5, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 1.02)
+    assert next_kl_coefficient(0.1, 0.75, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 0.98)
+    assert next_kl_coefficient(0.1, 1.1, 1.0, samples=100, horizon=1000) == pytest.approx(0.1 * 1.01)
+    assert next_kl_coefficient(0.1, 1.0, 1.0, samples=100, horizon=1000) == 0.1
     # A step with more samples than the horizon changes it by 20 %, and never to 0.
-    assert next_coefficient(0.1, 0.0, 1.0, samples=10**9, horizon=1000) == pytest.approx(0.08)
+    assert next_kl_coefficient(0.1, 0.0, 1.0, samples=10**9, horizon=1000) == pytest.approx(0.08)
 
 
 def batch_with_kl(kl: float) -> PackedBatch:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from fakes.fleet import group
 from rlhfless.algorithms.batch import pack
-from rlhfless.algorithms.grpo import GRPO
-from rlhfless.algorithms.statistics import STD_FLOOR
+from rlhfless.algorithms.group_based import GRPO, STD_FLOOR
 from rlhfless.loop.failures import LOGPROBS, added_up, readable, without_failures
 from rlhfless.loop.summary import reward_metrics
 from rlhfless.records import Experience, Group, Score

@@ -11,8 +11,7 @@ import torch
 from fakes.fleet import group
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import pack
-from rlhfless.algorithms.clip import clip_metrics
-from rlhfless.algorithms.correction import correction
+from rlhfless.algorithms.losses import clip_metrics, correction
 from rlhfless.loop.staleness import by_token, split, staleness_of
 from rlhfless.records import Experience, Group, VersionSpan, WeightVersion
 from rlhfless.spec import GRPOSpec

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fakes.ranks import run_supervised
 from fakes.tiny_learner import make_pairs, make_supervised
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.algorithms.examples import pack_examples
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.records.examples import Example
 from rlhfless.spec import AdamWSpec, DPOSpec
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rlhfless.algorithms.base import LossInputs
-from rlhfless.algorithms.batch import Denominators, by_sample, mini_batches, pack, select
-from rlhfless.algorithms.grpo import GRPO
+from rlhfless.algorithms.batch import Denominators, by_sample, pack, select
+from rlhfless.algorithms.group_based import GRPO
+from rlhfless.algorithms.passes import mini_batches
 from rlhfless.functions.head import OutputHead
 from rlhfless.functions.policy import PolicyNetwork, response_logprobs, token_logprobs
 from rlhfless.records import FinishReason, GivenSegment, Group, Prompt, Rollout, Sample, Score, Source

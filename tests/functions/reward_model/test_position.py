@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from fakes.tiny_learner import make_supervised
-from rlhfless.algorithms.examples import pack_examples
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.model import load_policy

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from fakes.ranks import run_learner, run_supervised
 from fakes.tiny_learner import make_batch, make_pairs, make_rank, make_supervised
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.examples import pack_examples
 from rlhfless.algorithms.passes import Passes
+from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.functions.training.average import WeightAverage
 
 DECAY = 0.75
