@@ -134,9 +134,9 @@ class ScenarioEngineSpec(SpecModel):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a device's memory that the engine may use."""
 
-    reserved_gb: Annotated[float, Field(ge=0)] = 3.9
+    reserved_gb: Annotated[float, Field(ge=0)] | None = None
     """Memory of the engine's share that neither weights nor KV can use: CUDA graphs, activations, NCCL (aiconfigurator
-    reserves 3.5 GB and 0.4 GB)."""
+    reserves 3.5 GB and 0.4 GB). By default 3.9, at most a tenth of the memory."""
 
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one KV block."""

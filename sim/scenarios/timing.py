@@ -28,6 +28,9 @@ GB = 1e9
 EIGHT, FULL = 8, 16
 """Bits of a byte, and of a format that is not quantised."""
 
+RESERVED_GB, RESERVED_SHARE = 3.9, 0.1
+"""Memory of a device that an engine needs beside weights and KV, and most of it as a share of the device."""
+
 LEARN_OPERATIONS = 6
 """Operations per parameter and token of a forward and a backward pass, as an MFU counts them."""
 
@@ -134,7 +137,9 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
     windows, whose long sequences hold less. Raises DoesNotFit."""
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
-    usable = device.memory_bytes.value * engine.memory_fraction - engine.reserved_gb * GB
+    reserved = min(RESERVED_GB * GB, RESERVED_SHARE * device.memory_bytes.value)
+    reserved = reserved if engine.reserved_gb is None else engine.reserved_gb * GB
+    usable = device.memory_bytes.value * engine.memory_fraction - reserved
     elsewhere = shape.expert_bytes * (1 - 1 / engine.data_parallel)
     left = usable - (shape.total_bytes - elsewhere) / engine.tensor_parallel
     tokens = int(left / (shape.kv_bytes * share))

@@ -378,7 +378,6 @@ def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
         "tensor_parallel": engine.devices_per_actor,
         "max_sequences": engine.sequence_limit,
         "memory_fraction": engine.gpu_memory_fraction,
-        "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),
     }
 
 

@@ -169,6 +169,9 @@ def test_learning_and_memory_by_hand() -> None:
     # 48 GB x 0.85 less 3.9 GB and the weights; 2 x 28 layers x 4 KV heads x 128 x 2 bytes for each token.
     left = 48e9 * 0.85 - 3.9e9 - one.model.shape.total_bytes
     assert timing.kv_tokens(one, "l40s") == int(left / 57_344)
+    # Of 24 GB a tenth is reserved.
+    small = 24e9 * 0.85 - 2.4e9 - one.model.shape.total_bytes
+    assert timing.kv_tokens(one, "l4") == pytest.approx(small / 57_344, rel=1e-3)
     # 16 bytes for each of 7.6 billion parameters, in 0.8 x 48 GB.
     assert timing.learner_devices_needed(one, "l40s") == 4
 
