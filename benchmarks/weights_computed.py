@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from smoke import parsed
 from where import machine
 
+from rlhfless.records.weights import BUCKET_BYTES
 from rlhfless.weights.digest import MOST_THREADS
 from rlhfless.weights.parts import PARTS
 from rlhfless.weights.read_ahead import READERS
@@ -24,7 +25,7 @@ from rlhfless.weights.read_ahead import READERS
 
 @dataclass(frozen=True)
 class Rates:
-    """GB/s. Those without a note were seen on the H100 machine of docs/gpus.md."""
+    """GB/s, but for seconds. Those without a note were seen on the H100 machine of docs/gpus.md."""
 
     write: float = 2.1
     """Of one thread, into pages of shared memory."""
@@ -39,6 +40,12 @@ class Rates:
     """Of all threads together, from memory to memory; also what they hash at most."""
     network: float = 25.0
     """Assumed: NCCL between nodes, 200 Gbit/s."""
+    gather: float = 150.0
+    """Assumed: of a layer from all ranks, by NVLink."""
+    device_copy: float = 1300.0
+    """Assumed: from memory to memory of a GPU."""
+    bucket_s: float = 1e-3
+    """Assumed: seconds, for a rank and its engines to tell each other of a bucket."""
     device_hash: float = 200.0
     """Computed: 3.3 TB/s of device memory, at 80 %; 54 bytes are moved for each four (two products of 8 bytes written
     and read, two factors, the word itself)."""
@@ -96,12 +103,14 @@ def nccl(model: Model, now: bool) -> float:
 
 
 def cuda_ipc(model: Model, now: bool) -> float | None:
-    """Hashed by the learner, by eight threads on a host, and by its engine, by one; all on one GPU."""
-    if model.workers > 1:
-        return None
+    """Before: hashed by the learner, by eight threads on a host, and by its engine, by one; all on one GPU. Now:
+    gathered twice, for the digest and for the engines; hashed by the learner and by each engine's workers; copied to
+    the bucket and from it."""
     if now:
-        return 2 * model.gb / RATES.device_hash
-    return model.gb / min(MOST_THREADS * RATES.hash, RATES.copy) + model.gb / RATES.hash
+        hashing = (1 + 1 / model.workers) * model.gb / RATES.device_hash
+        copying = 2 * model.gb / RATES.device_copy + model.gb * 1e9 / BUCKET_BYTES * RATES.bucket_s
+        return 2 * model.gb / RATES.gather + hashing + copying
+    return model.gb / min(MOST_THREADS * RATES.hash, RATES.copy) + model.gb / RATES.hash if model.workers == 1 else None
 
 
 WAYS: Mapping[str, Callable[[Model, bool], float | None]] = {

@@ -14,6 +14,7 @@ import mmap
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,6 +86,27 @@ class Parking:
             self._file.close()
             self._file = None
         self.parked = False
+
+    @contextmanager
+    def lent(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Within the block tensors are whole although they are parked; what is written to them then is lost."""
+        wanted = [local(tensor.detach()).untyped_storage() for tensor in tensors] if self.parked else []
+        # Of a storage there is one object, whose memory, and so its address, is gone.
+        chosen = [number for number, mine in enumerate(self._storages) if any(each is mine for each in wanted)]
+        storages = [self._storages[number] for number in chosen]
+        refill(storages, [self._sizes[number] for number in chosen])
+        try:
+            for number, storage in zip(chosen, storages, strict=True):
+                if self._on_gpu:
+                    _as_bytes(storage).copy_(self._pinned[number], non_blocking=True)
+                elif self._file is not None:
+                    self._file.seek(sum(self._sizes[:number]))
+                    _read_into(self._file, storage)
+            yield
+        finally:
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            empty(storages)
 
     @property
     def _on_gpu(self) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import LastParts
@@ -38,13 +38,13 @@ class StoreHome:
         long as it lives."""
         # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
         from rlhfless.weights.broadcast import Broadcaster
-        from rlhfless.weights.cuda_ipc import IpcStore
+        from rlhfless.weights.buckets import BucketStore
         from rlhfless.weights.device_hash import piece_hash_of
         from rlhfless.weights.http_server import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
-            store = IpcStore(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
+            store = BucketStore(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
             self.mark()
             return store
         join = Broadcaster(self.folder, host, self.readers).join if self.transport == "nccl" else None
@@ -89,6 +89,8 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
     named = "learner"
     _rank: LearnerRank
+    _store: Any
+    """A WeightStore; a BucketStore if engines share the ranks' GPUs."""
 
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
         super().__init__(settings, rank)
@@ -99,7 +101,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
     @property
     def shares_device_memory(self) -> bool:
-        """Engines read published weights in place."""
+        """Engines map its bucket."""
         return self._settings.store.transport == "cuda_ipc"
 
     @property
@@ -153,6 +155,19 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             self._forget_old(stored.version)
         probe = Probe(self._settings.probe_token_ids, (), samples)
         return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
+
+    def feed(self, version: WeightVersion, workers: Sequence[int]) -> int:
+        """Give the weights, which are those of a version, to engines on the ranks' GPUs (rlhfless.weights.buckets):
+        to so many `workers` on each rank's. Also asleep. Returns how many have taken them. *Collective.*"""
+        from rlhfless.functions.training.checkpoint import drain
+
+        with self._naming_memory_errors("publish"):
+            lent = self._parking.lent if self._parking is not None and self._parking.parked else None
+            stream = self._rank.published_everywhere(lent)
+            try:
+                return self._store.feed(version, workers[self._number], stream)
+            finally:
+                drain(stream)  # the other ranks wait for each tensor
 
     def probe(self, perturbed: bool, averaged: bool) -> tuple[float, ...]:
         """The learner's own logprobs of the probe. *Collective.*"""

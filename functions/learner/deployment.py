@@ -21,7 +21,7 @@ from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome, SupervisedActor
 from rlhfless.functions.training.deployment import Learned, TrainedFunction
 from rlhfless.functions.training.handing_over import bring
-from rlhfless.records import FloatArray, PublishedWeights
+from rlhfless.records import FloatArray, PublishedWeights, WeightVersion
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
@@ -170,6 +170,24 @@ class LearnerFunction(TrainedFunction):
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
+
+    async def offers(self, call: Call, version: WeightVersion) -> Reply[bool]:
+        """Whether `feed` can give a version: the weights have taken its step, and learn no other."""
+        self.admit(call)
+        return self.reply(self._offers(version), time.time())
+
+    def _offers(self, version: WeightVersion) -> bool:
+        learning = self._learning is not None and not self._learning[1].done()
+        adding_up = self._tried is not None and self._tried[0].step > self._step
+        return version.step == self._step and not learning and not adding_up
+
+    async def feed(self, call: Call, version: WeightVersion, workers: Sequence[int]) -> Reply[int]:
+        """See LearnerActor.feed; how many workers have taken the version, on all GPUs: none if it is not offered any
+        more."""
+        self.admit(call)
+        start_s = time.time()
+        taken: list[int] = await self._group.all("feed", version, tuple(workers)) if self._offers(version) else []
+        return self.reply(sum(taken), start_s)
 
     async def _wait_learned(self, step: int) -> None:
         """Wait until the weights have taken a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.records.weights import BUCKET_BYTES
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
@@ -13,6 +14,7 @@ from rlhfless.scaling.memory import (
     PUBLISHED,
     MemoryPart,
     MemoryPhase,
+    layer_parameters,
     learn_phases,
     on_device,
     sharded,
@@ -39,8 +41,11 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
     if spec.weights.transport != "cuda_ipc":
         return phases
-    copy = MemoryPart(PUBLISHED, DTYPE_BYTES[spec.model.dtype] * terms.shape.parameters)
-    return tuple(replace(phase, parts=(*phase.parts, copy)) for phase in phases)
+    # Of a layer, or one other tensor: this rank's part in float32, what is gathered, and its order for the engines.
+    whole = max(layer_parameters(terms.shape), terms.shape.head)
+    part = 4 * whole // spec.learner.world_size
+    gathered = MemoryPart(PUBLISHED, BUCKET_BYTES + part + 2 * DTYPE_BYTES[spec.model.dtype] * whole)
+    return tuple(replace(phase, parts=(*phase.parts, gathered)) for phase in phases)
 
 
 def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int, kind: str) -> tuple[MemoryPhase, ...]:

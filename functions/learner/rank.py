@@ -26,7 +26,7 @@ from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
 from rlhfless.functions.training.metrics import over_ranks
 from rlhfless.functions.training.policy import load_trained_policy
-from rlhfless.functions.training.publishing import gathered_as, published_stream, sampling
+from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import SHARED_PROMPT_TOKENS, TrainingRank, figures
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, WeightSample
@@ -160,6 +160,12 @@ class LearnerRank(TrainingRank):
         stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
         samples: dict[str, WeightSample] = {}
         return (sampling(stream, tokens, samples) if tokens else stream), samples
+
+    def published_everywhere(self, lent: Lent | None) -> TensorStream:
+        """As `published`, on every rank, without samples; `lent` brings back what is parked. No gradients of parts may
+        be there. *Collective.*"""
+        self._policy.settle()  # an evaluation leaves what it has gathered
+        return published_stream(self._model, self._spec.dtype, self._policy.device, everywhere=True, lent=lent)
 
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.

@@ -13,7 +13,8 @@ All of it is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
@@ -31,6 +32,9 @@ from rlhfless.weights.samples import weight_sample
 LIVE: Mapping[str, torch.Tensor] = MappingProxyType({})
 """The model's own tensors."""
 
+Lent = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
+"""See Parking.lent."""
+
 Substitute = Callable[[str, torch.Tensor], torch.Tensor]
 """(name of the parameter, its exact value, whole) -> the value that is published."""
 
@@ -43,16 +47,21 @@ def published_stream(
     tensors: Mapping[str, torch.Tensor] = LIVE,
     *,
     everywhere: bool = False,
+    lent: Lent | None = None,
 ) -> TensorStream:
     """All parameters and persistent buffers, floating point ones in `dtype`, on `device`; those of `tensors` in the
     place of the model's own. They may share the model's memory. On the first rank, or `everywhere`; on other ranks the
-    stream has none. *Collective*: every rank must take all that there are."""
+    stream has none. Each is used within `lent`, and is a copy then. *Collective*: every rank must take all that there
+    are."""
     gather = whole if everywhere else whole_on_first
     fetch = partial(_fetched, dtype=dtype, device=device, substitute=substitute, gather=gather)
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for unit in _units(model, tensors):
-            gathered = {name: fetch(name, value) for name, value in unit.items()}
+            with lent(unit.values()) if lent else nullcontext():
+                gathered = {name: fetch(name, value) for name, value in unit.items()}
+                if lent:
+                    gathered = {name: value if value is None else value.clone() for name, value in gathered.items()}
             present = {name: value for name, value in gathered.items() if value is not None}
             if present:
                 yield from _as_published(model, present).items()

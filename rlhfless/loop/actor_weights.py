@@ -12,6 +12,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import Loaded, LoadProof
+from rlhfless.loop.feeding import Feeding, LearnerLost
 from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
 from rlhfless.scaling.capabilities import TIERS
 from rlhfless.spec import RunSpec
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 class ActorWeights:
     """Loads published weights into the actors of a pool, and into those that prefill for them."""
 
-    def __init__(self, pool: ReplicaPool, spec: RunSpec, prefill: ReplicaPool | None = None) -> None:
+    def __init__(
+        self, pool: ReplicaPool, spec: RunSpec, prefill: ReplicaPool | None = None, feeding: Feeding | None = None
+    ) -> None:
         self.served: PublishedWeights | None = None
         """The version for all actors, including actors that start later, or wake; None before there is one."""
         self.perturbed: PublishedWeights
@@ -31,6 +34,8 @@ class ActorWeights:
         self._pool = pool
         self._pools = (pool,) if prefill is None else (pool, prefill)
         self._spec = spec
+        self._feeding = feeding
+        """The learner's part in each load; None if actors read published weights without it."""
         self._syncing = asyncio.Lock()
         """Held during a sync: steps that are drawn at once ask for the same version, and one load is enough."""
         for each in self._pools:
@@ -42,6 +47,8 @@ class ActorWeights:
     async def open(self, actor: Replica, call: Call) -> None:
         """Load the current version into a new actor, after the proof of loading. Raises as `load` does."""
         await self.prove_loading(actor, call)
+        if self._feeding is not None:
+            await self._feeding.wait_offered(lambda: self._the_served.version, call)
         await self.load(actor, self._the_served, call)
 
     async def wake(self, actor: Replica, call: Call) -> None:
@@ -89,6 +96,8 @@ class ActorWeights:
             return
         try:
             await self.load(actor, self._the_served, call)
+        except LearnerLost:
+            raise
         except ReplicaLost as lost:
             if actor.state is not ReplicaState.DEAD:
                 return  # it was released
@@ -108,7 +117,7 @@ class ActorWeights:
         actor.ask(published.version)
         if actor.state is ReplicaState.SERVING:
             return
-        loaded: Loaded = await actor.call(
+        loading = actor.call(
             "load",
             call,
             published,
@@ -117,6 +126,9 @@ class ActorWeights:
             waiting_for=f"the weights of step {published.version.step}",
             work=Work.LOAD_WEIGHTS,
         )
+        if self._feeding is not None:
+            loading = self._feeding.during(loading, actor, published.version, call)
+        loaded: Loaded = await loading
         actor.record_transport(call, loaded.transport)
         # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
         if actor.state is ReplicaState.STALE:

@@ -22,6 +22,7 @@ from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
+from rlhfless.loop.feeding import Feeding
 from rlhfless.loop.host import Host
 from rlhfless.loop.janitor import janitor
 from rlhfless.loop.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
@@ -41,7 +42,7 @@ from rlhfless.records.journal import Journal
 from rlhfless.records.run_folder import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
-from rlhfless.scaling.function_kinds import name_of, place_run
+from rlhfless.scaling.function_kinds import name_of, place_run, publisher_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
@@ -210,11 +211,15 @@ def _run_of(
     if spec.supervised:
         return SupervisedRun(**common)
     call, history = Call(session.run_id, journal.attempt, 0), PromptHistory(spec)
+    of_learner = pools[publisher_of(spec)] if spec.weights.transport == "cuda_ipc" else None
+    feeding = None if of_learner is None else Feeding(of_learner, spec.timeouts.sync_s)
     if earlier is not None:
         history.read(earlier, session.folder / TRACE_FOLDER)
     return Run(
         **common,
-        weights=ActorWeights(pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL)),
+        weights=ActorWeights(
+            pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL), feeding
+        ),
         scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, history.lengths, earlier),
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit, spec.generation.quantization),
         history=history,

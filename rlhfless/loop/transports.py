@@ -37,16 +37,17 @@ def transport_of(spec: RunSpec, placement: Placement) -> Transport:
 def _keeps_from_gpus(asked: Transport, spec: RunSpec, placement: Placement) -> str | None:
     """Why a transport between GPUs cannot work with this placement; None if it can."""
     actors = placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
-    learner = placement.allocation(publisher_of(spec), 0).devices
+    allocation = placement.allocation(publisher_of(spec), 0)
+    learner = allocation.devices
+    nodes = {group.node for group in placement.groups_of(allocation)}
+    if asked == "cuda_ipc" and len(nodes) > 1:
+        return f"the learner's ranks are on {len(nodes)} nodes, and it works on one"
     for number, actor in enumerate(actors):
         for device in (*actor.devices, *learner):
             if device.kind == CPU_KIND:
                 return f"{device.name} is a CPU core, and it copies between GPUs"
-        if asked == "cuda_ipc" and (len(learner) > 1 or actor.devices != learner):
-            return (
-                f"actor {number} is on {_names(actor.devices)} and the learner on {_names(learner)}: they must share "
-                "one GPU"
-            )
+        if asked == "cuda_ipc" and (apart := set(actor.devices) - set(learner)):
+            return f"actor {number} is on {_names(apart)}, where the learner, on {_names(learner)}, has no rank"
         if asked == "nccl" and (both := set(actor.devices) & set(learner[:1])):
             return f"actor {number} and the learner's first rank share {_names(both)}: a broadcast goes between GPUs"
     return None

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+BUCKET_BYTES = 256 << 20
+"""What a learner's rank gives the engines on its GPU at a time (rlhfless.weights.buckets); a larger tensor takes
+several buckets."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:

@@ -22,8 +22,8 @@ PUBLISH = "publish"
 PROCESS = "process"
 """The part of a phase that every process holds."""
 
-PUBLISHED = "published weights"
-"""The copy that engines map with `cuda_ipc`, whenever they load: also while the learner sleeps."""
+PUBLISHED = "weights on their way"
+"""With `cuda_ipc`: what a rank gathers, and the bucket from which engines copy it; also while the learner sleeps."""
 
 NCCL = "NCCL"
 """The part of a rank that its communicators hold, asleep or not."""

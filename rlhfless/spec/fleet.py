@@ -229,9 +229,10 @@ class WeightsSpec(SpecModel):
     transport: Literal["auto"] | Transport = "auto"
     """`shared_memory`: files in memory, which actors on the learner's node map. `http`: that, and other nodes pull
     from the learner's into a cache of their own. `file`: files in a folder that all nodes share. `nccl`: as `http`, and
-    a fixed number of actors gets each version by one broadcast from GPU to GPU. `cuda_ipc`: an actor on the learner's
-    only GPU reads the learner's memory there. `auto`: by where each actor is, `shared_memory` or `http`; `nccl` and
-    `cuda_ipc`, which have not yet run on a GPU, only by name."""
+    a fixed number of actors gets each version by one broadcast from GPU to GPU. `cuda_ipc`: actors on the
+    GPUs of the learner's ranks, all on one node, copy what the ranks gather for them, also while these sleep. `auto`:
+    by where each actor is, `shared_memory` or `http`; `nccl` and `cuda_ipc`, which have not yet run on a GPU, only by
+    name."""
 
     folder: KeptPath | None = None
     """Folder of the files, or of the node cache; in shared memory by default."""

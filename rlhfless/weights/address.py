@@ -54,12 +54,12 @@ class StoreAddress:
         # Imported here: an address travels through processes that never read, and need not wait 2 s for
         # torch.
         from rlhfless.weights.broadcast import BroadcastReader
-        from rlhfless.weights.cuda_ipc import IpcReader
+        from rlhfless.weights.buckets import BucketReader
         from rlhfless.weights.device_hash import piece_hash_of
         from rlhfless.weights.http import HttpStore
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
-            return IpcReader(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
+            return BucketReader(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
         pulled = HttpStore(self.token, self.folder, self.home, piece_hash_of(self.transport))
         return BroadcastReader(pulled) if self.transport == "nccl" else pulled

@@ -22,7 +22,8 @@ def test_by_hand() -> None:
     assert nccl(model, False) == pytest.approx(1 / 2.1 + 1 / 5 + 1 / 8.1)
     assert nccl(model, True) == pytest.approx(1 / 10 + 1 / 20 + 1 / 200)
     assert cuda_ipc(model, False) == pytest.approx(1 / 37 + 1 / 8.1)
-    assert cuda_ipc(model, True) == pytest.approx(2 / 200)
+    assert cuda_ipc(model, True) == pytest.approx(2 / 150 + 2 / 200 + 2 / 1300 + 1e9 / 2**28 * 1e-3)
+    assert cuda_ipc(Model("of four", 1.0, 4), False) is None, "it went to one GPU"
 
 
 def test_nothing_became_slower() -> None:

@@ -65,6 +65,38 @@ def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path)
         assert sleeper.probe_logprobs((1, 7, 3)) == probe
 
 
+def test_what_is_parked_is_lent_for_a_while() -> None:
+    tensors = [torch.full((2 * MIB,), float(number)) for number in range(5)]
+    row, parking = tensors[3][10:20], Parking(tensors)
+    with parking.lent([tensors[1]]):  # awake: nothing is done
+        assert tensors[1].sum() == 2.0 * MIB
+    parking.park()
+    asleep = held_bytes(CPU)
+    for _ in range(2):
+        with parking.lent([tensors[1], row, torch.ones(3)]):
+            assert bool((tensors[1] == 1.0).all())
+            assert bool((tensors[3] == 3.0).all()), "a view brings all of its storage"
+            assert held_bytes(CPU) - asleep >= 0.9 * 16 * MIB
+            tensors[1].zero_()
+        assert held_bytes(CPU) - asleep < 8 * MIB
+        assert parking.parked
+    parking.restore()
+    assert all(bool((tensor == float(number)).all()) for number, tensor in enumerate(tensors))
+
+
+def test_a_sleeping_learner_publishes_what_it_did_awake(learner, batch) -> None:
+    with learner() as rank:
+        rank.learn(batch, Passes())
+        expected = {name: tensor.clone() for name, tensor in rank.published_everywhere(None).tensors}
+        parking = Parking(rank.kept_on_device())
+        parking.park()
+        asleep = {name: tensor.clone() for name, tensor in rank.published_everywhere(parking.lent).tensors}
+        assert asleep.keys() == expected.keys()
+        assert all(torch.equal(asleep[name], tensor) for name, tensor in expected.items())
+        parking.restore()
+        assert all(torch.equal(rank.weights()[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_learner_keeps_weights_and_both_moments_on_its_device(learner) -> None:
     with learner() as rank:
         weights = sum(tensor.nbytes for tensor in rank.weights().values())

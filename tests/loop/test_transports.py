@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
 from rlhfless.loop.transports import TransportRefused, transport_of
 from rlhfless.records import Decision, FunctionName
-from rlhfless.scaling.placement import Allocation, Device, Placement
+from rlhfless.scaling.placement import Allocation, Device, DeviceGroup, Placement
 from rlhfless.spec import RunSpec
 
 
@@ -38,6 +39,16 @@ def placed(kind: str, learner: list[int], *actors: list[int]) -> Placement:
 
 CORES = placed("cpu-core", [0], [1], [2])
 
+APART = placed("h100", [0, 1], [0], [1])
+
+ON_TWO_NODES = replace(
+    APART,
+    groups=tuple(
+        DeviceGroup(f"group-{number}", (device,), f"node-{number}")
+        for number, device in enumerate(APART.allocation(FunctionName.LEARNER, 0).devices)
+    ),
+)
+
 
 def test_auto_goes_by_where_the_actors_may_be(tmp_path: Path) -> None:
     assert transport_of(spec(), CORES) == "shared_memory"
@@ -51,8 +62,8 @@ def test_auto_goes_by_where_the_actors_may_be(tmp_path: Path) -> None:
     [
         ("nccl", CORES, "cpu-core-1 is a CPU core"),
         ("cuda_ipc", CORES, "cpu-core-1 is a CPU core"),
-        ("cuda_ipc", placed("h100", [0], [0], [1]), "actor 1 is on h100-1 and the learner on h100-0"),
-        ("cuda_ipc", placed("h100", [0, 1], [0], [1]), "the learner on h100-0, h100-1: they must share one GPU"),
+        ("cuda_ipc", placed("h100", [0], [0], [1]), "actor 1 is on h100-1, where the learner, on h100-0, has no rank"),
+        ("cuda_ipc", ON_TWO_NODES, "the learner's ranks are on 2 nodes, and it works on one"),
         ("nccl", placed("h100", [0], [0], [1]), "actor 0 and the learner's first rank share h100-0"),
     ],
 )
@@ -66,6 +77,7 @@ def test_a_transport_between_gpus_that_cannot_work_is_refused(transport: str, pl
 def test_transports_between_gpus_are_taken_where_they_work() -> None:
     assert transport_of(spec(transport="nccl"), placed("h100", [0, 1], [1], [2])) == "nccl"
     assert transport_of(spec(transport="cuda_ipc"), placed("h100", [0], [0])) == "cuda_ipc"
+    assert transport_of(spec(transport="cuda_ipc"), placed("h100", [0, 1, 2, 3], [0, 1], [2, 3])) == "cuda_ipc"
 
 
 def test_shared_memory_that_is_none_is_refused() -> None:

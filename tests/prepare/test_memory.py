@@ -358,28 +358,37 @@ def test_states_are_split_inside_of_nodes_where_they_fit(
     )
 
 
-def test_the_learners_copy_on_the_gpu_is_counted_where_an_engine_maps_it() -> None:
-    terms = (shape(QWEN_7B), device_of("h200"), 1024)
-    by_file = LEARNER.phases(MemoryTerms(spec(), *terms))
-    on_gpu = LEARNER.phases(MemoryTerms(spec(weights={"transport": "cuda_ipc"}), *terms))
-    more = [after.size_bytes - before.size_bytes for before, after in zip(by_file, on_gpu, strict=True)]
-    assert more == [4 * shape(QWEN_7B).parameters] * len(by_file)
+def way_bytes(sizes: dict[str, Any], ranks: int, number_bytes: int) -> int:
+    """The bucket; the embeddings twice as they are published, and a rank's part of them in float32."""
+    whole = sizes["vocab_size"] * sizes["hidden_size"]
+    return (256 << 20) + 2 * number_bytes * whole + 4 * whole // ranks
 
 
-def test_the_learners_copy_on_the_gpu_stays_while_functions_take_turns() -> None:
-    """An engine maps it after the learner has fallen asleep, and a replacement of an engine later."""
+def test_what_engines_copy_from_on_the_learners_gpus_is_counted() -> None:
+    for ranks in (1, 8):
+        terms = (shape(QWEN_7B), device_of("h200"), 1024)
+        by_file = LEARNER.phases(MemoryTerms(spec(learner={"ranks": ranks}), *terms))
+        run = spec(learner={"ranks": ranks}, weights={"transport": "cuda_ipc"})
+        more = [
+            after.size_bytes - before.size_bytes
+            for before, after in zip(by_file, LEARNER.phases(MemoryTerms(run, *terms)), strict=True)
+        ]
+        assert more == [way_bytes(QWEN_7B, ranks, 4)] * len(by_file)
+
+
+def test_engines_copy_from_a_learner_that_sleeps() -> None:
     by_file = asked(QWEN_05B, "h100", 1, spec(placement={"mode": "colocated", "turns": True}))
     on_gpu = dataclasses.replace(by_file, spec=edited(by_file.spec, {"weights.transport": "cuda_ipc"}))
     (before,), (after,) = by_file.plan().devices, on_gpu.plan().devices
-    copy = 2 * shape(QWEN_05B).parameters
+    more = way_bytes(QWEN_05B, 1, 2)
     assert [part.asleep_bytes for part in after.functions] == [
-        part.asleep_bytes + copy * part.publishes for part in before.functions
+        part.asleep_bytes + more * part.publishes for part in before.functions
     ]
-    assert after.size_bytes == before.size_bytes + copy
+    assert after.size_bytes == before.size_bytes + more
     assert on_gpu.plan().micro_batch_tokens < by_file.plan().micro_batch_tokens
     shared = dataclasses.replace(on_gpu, spec=edited(on_gpu.spec, {"placement.tenants": 3}))
     (of_three,) = shared.plan().devices
-    assert of_three.size_bytes == after.size_bytes + 2 * (copy + len(after.functions) * PROCESS_BYTES)
+    assert of_three.size_bytes == after.size_bytes + 2 * (more + len(after.functions) * PROCESS_BYTES)
 
 
 def test_states_that_a_node_cannot_hold_are_split_over_all_ranks() -> None:

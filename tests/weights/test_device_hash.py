@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from rlhfless.weights import device_hash, digest
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.device_hash import device_piece_hash
 from rlhfless.weights.digest import Digest, digest_of, hash_of
+from rlhfless.weights.files import TensorStream
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -137,27 +139,22 @@ def test_no_byte_of_weights_on_gpus_is_hashed_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     """What the host hashes are 16 bytes for each piece; names and shapes."""
-    memory = {}
-    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: (None, exported(tensor)))
-    monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *given: memory[given[7]])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(digest.xxhash, "xxh3_128", Counted)
-
-    def exported(tensor: torch.Tensor) -> tuple[object, ...]:
-        memory[b"handle"] = tensor
-        return (*range(6), 0, b"handle", tensor.nbytes, 0, False, b"", 0, b"", False)
-
     tensors = {f"w{number}": torch.randn(300, 300) for number in range(3)}
     token = "secret" if transport == "nccl" else ""
-    store = StoreHome(str(tmp_path / "store"), token, transport, 1).open("127.0.0.1")
+    store: Any = StoreHome(str(tmp_path / "store"), token, transport, 1).open("127.0.0.1")
     Counted.seen = 0
     stored = store.put("run", 1, 1, tensors)
     published = Counted.seen
     folder = str(tmp_path / ("cache" if token else "store"))
     reader = StoreAddress(transport, folder, token).connect()
     consumed = Digest(reader.of_piece)
-    assert dict(consumed.passing(reader.read(stored.location))).keys() == tensors.keys()
+    with ThreadPoolExecutor(1) as pool:
+        feeding = (
+            pool.submit(store.feed, stored.version, 1, TensorStream.of(tensors)) if transport == "cuda_ipc" else None
+        )
+        assert dict(consumed.passing(reader.read(stored.location))).keys() == tensors.keys()
+        assert feeding is None or feeding.result() == 1
     assert consumed.hexdigest() == stored.version.digest
     reader.release()
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -168,4 +165,4 @@ def test_no_byte_of_weights_on_gpus_is_hashed_on_the_host(
         assert Counted.seen < 2000
         assert stored.version.digest == digest_of(tensors.items(), device_piece_hash)
     if transport == "nccl":
-        store.close()  # type: ignore[attr-defined]
+        store.close()

@@ -63,6 +63,8 @@ class Method:
                 return () if self._rank.number else (PublishedWeights(version, "here", 10, 2, probe),)
             case "probe":
                 return PROBE.logprobs
+            case "feed":
+                return arguments[1][self._rank.number]
         return None
 
 
@@ -100,6 +102,27 @@ async def front_of(
 
 def learn(front: Front) -> asyncio.Task[Any]:
     return asyncio.create_task(front.learn(STEP, cast("PackedBatch", Batch()), Passes()))
+
+
+async def test_weights_are_given_while_no_step_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = await front_of(monkeypatch, ranks=2)
+    before, after = (WeightVersion("run", 1, step, "digest") for step in (0, STEP.step))
+    assert (await front.offers(STEP, before)).value
+    assert not (await front.offers(STEP, after)).value
+    assert (await front.feed(STEP, before, [1, 2])).value == 3
+    learning = learn(front)
+    await asyncio.sleep(0)
+    assert not (await front.offers(STEP, before)).value
+    assert (await front.feed(STEP, before, [1, 2])).value == 0, "nothing is given of weights that move"
+    for rank in front._group.ranks:
+        rank.learned.set_result({})
+    await learning
+    assert not (await front.offers(STEP, before)).value
+    later = replace(STEP, step=STEP.step + 1)
+    await front.accumulate(later, Part("a try", 0, cast("PackedBatch", Batch())))
+    assert not (await front.offers(later, after)).value, "gradients of the next step wait for more"
+    front._tried = None
+    assert (await front.feed(STEP, after, [0, 1])).value == 1
 
 
 async def test_a_learner_that_was_replaced_leaves_the_store_to_the_next(

@@ -21,6 +21,7 @@ from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import sharding
 from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.parking import Parking
 from rlhfless.functions.training import checkpoint
 from rlhfless.records.checkpoints import CheckpointError
 
@@ -67,6 +68,25 @@ def test_two_ranks_that_share_prefixes_are_one_that_does_not(tiny_model, shared_
             np.testing.assert_allclose(their_weights[name], value, atol=1e-6, err_msg=name)
     first, second = both[0][2], both[1][2]
     assert all(np.array_equal(first[name], second[name]) for name in first), "ranks agree to the last bit"
+
+
+def fed(learner: LearnerRank, _: int, batch: PackedBatch) -> tuple:
+    """What each rank can give engines on its GPU, awake and asleep."""
+    learner.learn(batch, Passes())
+    awake = arrays(dict(learner.published_everywhere(None).tensors))
+    parking = Parking(learner.kept_on_device())
+    parking.park()
+    asleep = arrays(dict(learner.published_everywhere(parking.lent).tensors))
+    parking.restore()
+    return awake, asleep, arrays(learner.weights())
+
+
+def test_every_rank_gives_all_weights_also_asleep(tiny_model, batch, tmp_path):
+    for awake, asleep, weights in run(fed, tiny_model, tmp_path, 2, batch=batch):
+        assert awake.keys() == asleep.keys() == weights.keys()
+        for name, value in weights.items():
+            assert np.array_equal(awake[name], value), name
+            assert np.array_equal(asleep[name], value), name
 
 
 def learn_exactly(learner: LearnerRank, _: int, batches: list[PackedBatch]) -> tuple:

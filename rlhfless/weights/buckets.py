@@ -1,0 +1,355 @@
+"""Weights from the learner's ranks to the engines on their GPUs, in one bucket of a bounded size on each (CUDA IPC).
+
+Every rank listens at a socket of its GPU's name. To `feed` a version all ranks gather it, tensor after tensor, as a
+publication does. A rank with engines on its GPU writes what is gathered to its bucket, which their workers have mapped,
+and goes on when each has copied it to memory of its own. The bucket is there for one feed only, so nothing is left on a
+GPU between two. A worker that is lost is left out; one that asks for another version than is fed gets an error. The
+perturbed version, which every new engine asks for, is in the folder as for any other transport.
+
+It is not vLLM's packed IPC consumer, whose buckets hold whole tensors, and which counts one reader of a bucket.
+
+On CPU cores a file in shared memory is in the place of the GPU's; so the tests run it. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import xxhash
+from torch.multiprocessing import reductions
+
+from rlhfless.records import WeightVersion
+from rlhfless.records.weights import BUCKET_BYTES
+from rlhfless.spec import Transport
+from rlhfless.weights.device_hash import device_piece_hash
+from rlhfless.weights.digest import NO_HASHES, Digest, dtype_name
+from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import TensorStream, version_of
+from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
+
+ARRIVE_S = 60.0
+"""How long a feed waits for the workers that are to come."""
+
+STALL_S = 60.0
+"""The longest silence of the other side in a feed."""
+
+_ASK_S = 300.0
+"""How long a worker waits for its feed to begin: the learner may be at work."""
+
+_ALIGNMENT_BYTES = 256
+
+Piece = tuple[str, str, list[int], int, int, int]
+"""Name, dtype and shape of a tensor; first byte of it, first byte in the bucket, and bytes of a piece."""
+
+
+class BucketStore:
+    """A `WeightStore` of the newest version only, which stays where the learner has it; the perturbed one is in a
+    folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._files = FolderStore(folder, device_piece_hash)
+        self._version: WeightVersion | None = None
+        path = _socket_path(self._files.folder)
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+
+    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+        """See `WeightStore.put`. Nothing is kept: `feed` takes the same tensors once more."""
+        if step < 0:
+            return self._files.put(run_id, attempt, step, tensors)
+        stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
+        digest = Digest(device_piece_hash)
+        for name, tensor in stream.tensors:
+            digest.add(name, tensor)
+        if digest.hashes.keys() != stream.layout.keys():
+            raise ValueError(f"the stream ended without {sorted(stream.layout.keys() - digest.hashes.keys())[:3]}")
+        self._version = WeightVersion(run_id, attempt, step, digest.hexdigest())
+        location = str(self._files.path(self._version))
+        return StoredWeights(self._version, location, digest.size_bytes, digest.tensors)
+
+    def versions(self) -> tuple[WeightVersion, ...]:
+        """See `WeightStore.versions`."""
+        return (*self._files.versions(), *([self._version] if self._version else []))
+
+    def delete(self, version: WeightVersion) -> None:
+        """See `WeightStore.delete`."""
+        if version == self._version:
+            self._version = None
+        else:
+            self._files.delete(version)
+
+    def retain(self, keep: set[WeightVersion]) -> None:
+        """See `WeightStore.retain`."""
+        for version in self.versions():
+            if version not in keep:
+                self.delete(version)
+
+    def feed(self, version: WeightVersion, workers: int, stream: TensorStream) -> int:
+        """Give a version to `workers` on this GPU; returns how many have taken all of it."""
+        with contextlib.ExitStack() as opened:
+            readers = [opened.enter_context(each) for each in self._arrived(version.label, workers)]
+            bucket: _Bucket | None = None
+            for name, tensor in stream.tensors if readers else ():
+                bucket = bucket or opened.enter_context(_Bucket(self._files.folder, tensor.device, readers))
+                bucket.add(name, tensor)
+            if bucket is not None:
+                bucket.end()
+            return len(readers)
+
+    def _arrived(self, label: str, workers: int) -> list[_Connection]:
+        """The workers that ask for a version."""
+        arrived: list[_Connection] = []
+        deadline_s = time.monotonic() + ARRIVE_S
+        while len(arrived) < workers and (left_s := deadline_s - time.monotonic()) > 0:
+            self._listener.settimeout(left_s)
+            try:
+                connection = _Connection(self._listener.accept()[0], STALL_S)
+            except TimeoutError:
+                break
+            asked = connection.receive()
+            if asked is None or connection.is_closed:  # of an engine that has ended since
+                connection.close()
+            elif asked["version"] != label:
+                connection.send({"error": f"{label} is fed, and not {asked['version']}"})
+                connection.close()
+            else:
+                arrived.append(connection)
+        return arrived
+
+
+class _Connection:
+    """One end of a socket, for JSON objects in lines; a context manager."""
+
+    def __init__(self, end: socket.socket, silence_s: float) -> None:
+        end.settimeout(silence_s)
+        self.end = end
+        self._lines = end.makefile("rb")
+
+    def __enter__(self) -> _Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._lines.close()
+        self.end.close()
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Returns whether the other side is there."""
+        try:
+            self.end.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> dict[str, Any] | None:
+        """None if the other side is gone, or silent for too long."""
+        try:
+            line = self._lines.readline()
+        except OSError:
+            return None
+        return json.loads(line) if line else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other side, which has nothing to say, is gone."""
+        readable, _, _ = select.select([self.end], [], [], 0)
+        return bool(readable)
+
+
+class _Bucket:
+    """The memory that workers on one GPU have mapped; a context manager."""
+
+    def __init__(self, folder: Path, device: torch.device, readers: list[_Connection]) -> None:
+        self._readers = readers
+        self._file = folder / f".bucket-{uuid4().hex}"
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            self._memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
+        else:
+            self._memory = torch.from_file(str(self._file), shared=True, size=BUCKET_BYTES, dtype=torch.uint8)
+        self._pieces: list[Piece] = []
+        self._place = 0
+        for reader in list(readers):
+            # An export for each: torch counts the readers of a bucket by its exports.
+            self._tell(reader, {"bucket": _export(self._memory) if on_gpu else {"file": str(self._file)}})
+
+    def __enter__(self) -> _Bucket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.unlink(missing_ok=True)
+        on_gpu = self._memory.is_cuda
+        del self._memory
+        if on_gpu:
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        about, start = (name, dtype_name(tensor.dtype), list(tensor.shape)), 0
+        while True:
+            size = min(BUCKET_BYTES - self._place, len(flat) - start)
+            self._memory[self._place : self._place + size].copy_(flat[start : start + size])
+            self._pieces.append((*about, start, self._place, size))
+            start += size
+            self._place += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            if self._place >= BUCKET_BYTES:
+                self._flush()
+            if start == len(flat):
+                return
+
+    def end(self) -> None:
+        """Tell the workers that they have all of it; each gives the bucket back."""
+        self._flush()
+        self._ask([])
+
+    def _flush(self) -> None:
+        """Let each worker copy what is in the bucket."""
+        if self._pieces:
+            _synchronize(self._memory)
+            self._ask(self._pieces)
+            self._pieces, self._place = [], 0
+
+    def _ask(self, pieces: list[Piece]) -> None:
+        """Tell the workers of pieces, and wait until each is done with them."""
+        for reader in [each for each in list(self._readers) if self._tell(each, {"pieces": pieces})]:
+            if reader.receive() is None:
+                self._readers.remove(reader)
+
+    def _tell(self, reader: _Connection, message: Mapping[str, Any]) -> bool:
+        if reader.send(message):
+            return True
+        self._readers.remove(reader)
+        return False
+
+
+class BucketReader:
+    """A `WeightReader` of a `BucketStore`, for a worker on the same GPU as one of the learner's ranks."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._files = FolderStore(folder, device_piece_hash)
+        self.of_piece = device_piece_hash
+        """See `WeightReader.of_piece`: what is on the GPU is hashed there."""
+        self.transport: Transport = "cuda_ipc"
+        """See `WeightReader.transport`."""
+
+    def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightReader.read`. Raises WeightFileError also if no rank of the learner is on this GPU, or it does not
+        give all of the version."""
+        version = version_of(location)
+        if version.step < 0:
+            self.transport = self._files.transport
+            yield from self._files.read(location)
+            return
+        self.transport = "cuda_ipc"
+        what = f"weights {location} from the learner on GPU {_gpu_name()}"
+        try:
+            end = socket.socket(socket.AF_UNIX)
+            end.connect(str(_socket_path(self._files.folder)))
+        except OSError as error:
+            raise WeightFileError(f"{what}: no rank of it is there ({error}); set weights.transport to auto") from error
+        with _Connection(end, _ASK_S) as connection:
+            connection.send({"version": version.label})
+            yield from _received(connection, what)
+
+    def hashes(self, location: str) -> Mapping[str, bytes]:
+        """See `WeightReader.hashes`: of what is on the GPU none is known."""
+        return self._files.hashes(location) if version_of(location).step < 0 else NO_HASHES
+
+    def release(self) -> None:
+        """See `WeightReader.release`: the tensors are this process's own."""
+
+
+def _received(connection: _Connection, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    memory: torch.Tensor | None = None
+    tensor = torch.empty(0)
+    while True:
+        said = connection.receive()
+        connection.end.settimeout(STALL_S)
+        if said is None or "error" in said:
+            raise WeightFileError(f"{what}: {said['error'] if said else 'it ended, or fell silent, on the way'}")
+        if "bucket" in said:
+            memory = _mapped(said["bucket"])
+            continue
+        if not said["pieces"]:
+            memory = None  # the learner frees it when all have given it back
+            connection.send({})
+            return
+        assert memory is not None, "the bucket comes first"
+        whole = []
+        for name, dtype_named, shape, start, place, size in said["pieces"]:
+            if not start:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype_named), device=memory.device)
+            tensor.view(-1).view(torch.uint8)[start : start + size].copy_(memory[place : place + size])
+            if start + size == tensor.nbytes:
+                whole.append((name, tensor))
+        _synchronize(memory)
+        connection.send({})  # the bucket may be written over
+        yield from whole
+
+
+def _synchronize(memory: torch.Tensor) -> None:
+    """What was copied must be there before another process is told: its streams do not wait for this one's."""
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)
+
+
+def _gpu_name() -> str:
+    """The name of this process's GPU, the same in all processes."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return str(torch.cuda.get_device_properties(torch.accelerator.current_device_index()).uuid)
+
+
+def _socket_path(folder: Path) -> Path:
+    return folder / f".gpu-{xxhash.xxh3_64_hexdigest(_gpu_name().encode())}"  # a socket's path must be short
+
+
+def _export(memory: torch.Tensor) -> dict[str, Any]:
+    """How another process maps the memory: what torch's `reduce_tensor` says of it."""
+    _, arguments = reductions.reduce_tensor(memory)  # type: ignore[no-untyped-call]
+    _, handle, size, offset, _, counter, counter_offset, event, waits = arguments[6:]
+    return {
+        "bytes": memory.nbytes,
+        "handle": handle.hex(),
+        "storage": [size, offset],
+        "counter": [counter.hex(), counter_offset],
+        "event": [event.hex(), waits],
+    }
+
+
+def _mapped(exported: Mapping[str, Any]) -> torch.Tensor:
+    """The memory of another process."""
+    if "file" in exported:
+        return torch.from_file(exported["file"], shared=True, size=BUCKET_BYTES, dtype=torch.uint8)
+    rebuild: Any = reductions.rebuild_cuda_tensor
+    memory: torch.Tensor = rebuild(
+        torch.Tensor,
+        (exported["bytes"],),
+        (1,),
+        0,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        torch.accelerator.current_device_index(),
+        bytes.fromhex(exported["handle"]),
+        *exported["storage"],
+        False,
+        bytes.fromhex(exported["counter"][0]),
+        exported["counter"][1],
+        bytes.fromhex(exported["event"][0]),
+        exported["event"][1],
+    )
+    return memory
