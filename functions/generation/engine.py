@@ -271,7 +271,7 @@ class Engine(Protocol):
         ...
 
     def progress(self) -> Mapping[str, int]:
-        """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
+        """Tokens generated so far of each unfinished request; up to a fraction of a second, or some iterations, old."""
         ...
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

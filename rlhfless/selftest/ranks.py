@@ -145,6 +145,7 @@ def packing(subject: Subject) -> Measured:
         if not share <= allowed:
             raise Wrong(f"torch's attention kernels are wrong here for {path} rows", **gradients)
     difference = up(subject).do(rank_work.packed_difference, rank_work.batch(subject))[0]
+    subject.results["packs"] = difference is not None
     if difference is None:
         raise NotHere("the learner pads its batches; its log says why")
     return {**gradients, **_same(subject, difference)}

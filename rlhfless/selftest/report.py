@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 from rlhfless import __version__
 from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.control.compute.planning import Planner
+from rlhfless.control.compute.prediction import Lengths, lengths_of
 from rlhfless.prepare.memory.question import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
-from rlhfless.selftest import engines, machine, ranks, sleeping, steps
+from rlhfless.selftest import engines, machine, rank_work, ranks, sleeping, steps
 from rlhfless.selftest.check import CheckOutcome, outcomes
 from rlhfless.selftest.subject import BUNDLED, Subject, opened
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
@@ -77,14 +79,14 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
             "step": None,
         }
         if subject.results.keys() >= set(NEEDED):
-            latency = _latency(subject)
+            lengths = lengths_of(subject.spec, None)
+            latency = latency_at(subject, lengths)
             if subject.model != BUNDLED:  # the next run of this model plans with it
                 EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, subject.results["start"])
             report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.results["ranks"]}
-            planner = Planner(subject.asked.spec, measured=latency)
-            row, lengths = planner.row(subject.asked), planner.lengths.source
-            report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
-            report["step"]["measured"] = steps.compared(subject, latency)
+            row = Planner(subject.asked.spec, measured=latency, found_lengths=lengths).row(subject.asked)
+            report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths.source}
+            report["step"]["measured"] = steps.compared(subject, partial(latency_at, subject))
         return report
 
 
@@ -106,9 +108,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _latency(subject: Subject) -> LatencyFile:
-    """The seconds of each stage on this node's devices, as a recorded run would give them."""
-    results = subject.results
+def latency_at(subject: Subject, lengths: Lengths) -> LatencyFile:
+    """The seconds of each stage on this node's devices, as a recorded run with such lengths would give them: per token
+    of all samples, where siblings compute their prompt once."""
+    results, samples = subject.results, subject.spec.samples_per_prompt
     points = results["iterations"]
     slopes = [
         max((after_s - before_s) / max(after - before, 1e-9), 0.0)
@@ -116,6 +119,9 @@ def _latency(subject: Subject) -> LatencyFile:
     ] or [0.0]
     sequence_s = tuple(slopes[min(knot, len(slopes) - 1)] for knot in range(len(KNOTS)))
     learn_s = 1 / (results["rank_tokens_per_s"] * results["ranks"])
+    if results.get("packs"):
+        own = _computed_share(lengths.prompt_tokens, lengths.mean_tokens, samples)
+        learn_s *= own / _computed_share(1, 1, rank_work.SAMPLES)  # the measured batch is half prompt
     return LatencyFile(
         traces=("selftest",),
         steps=1,
@@ -124,7 +130,7 @@ def _latency(subject: Subject) -> LatencyFile:
             fixed_s=max(points[0][1] - slopes[0] * points[0][0], 0.0),
             sequence_s=sequence_s,
             context_s=0.0,
-            prefill_token_s=results["prefill_token_s"],
+            prefill_token_s=results["prefill_token_s"] / samples,
             prefill_context_s=0.0,
         ),
         call_s=0.0,
@@ -138,6 +144,11 @@ def _latency(subject: Subject) -> LatencyFile:
         driver_s=0.0,
         mean_s={},
     )
+
+
+def _computed_share(prompt: float, response: float, samples: int) -> float:
+    """The share of the tokens of siblings that is computed when they share their prompt."""
+    return (prompt + samples * response) / (samples * (prompt + response))
 
 
 def measured_latency(path: Path, asked: Question) -> LatencyFile:

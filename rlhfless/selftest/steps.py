@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -76,9 +76,9 @@ def _requests(subject: Subject) -> list[SampleRequest]:
     ]
 
 
-def compared(subject: Subject, latency: LatencyFile) -> dict[str, Any] | None:
-    """The measured step beside its prediction from `latency`, as `rlhfless plan` makes it for these lengths; None if no
-    step was measured."""
+def compared(subject: Subject, latency_at: Callable[[Lengths], LatencyFile]) -> dict[str, Any] | None:
+    """The measured step beside its prediction, as `rlhfless plan` makes it for these lengths; None if no step was
+    measured."""
     found: Mapping[str, Any] | None = subject.results.get("step")
     if found is None:
         return None
@@ -92,7 +92,7 @@ def compared(subject: Subject, latency: LatencyFile) -> dict[str, Any] | None:
         asked = replace(subject.asked, spec=changed, given=None)
         spread = float(np.log(tokens).std())
         lengths = Lengths(float(np.median(tokens)), float(tokens.mean()), spread, found["prompt_tokens"], "drawn", True)
-        planner = Planner(asked.spec, measured=latency, hurried=True, found_lengths=lengths)
+        planner = Planner(asked.spec, measured=latency_at(lengths), hurried=True, found_lengths=lengths)
         prediction, reason = planner.predicted(asked)
         predicted_s = None if prediction is None else prediction.cost.step_s
     return {**found, "samples": len(tokens), "predicted_s": predicted_s, "reason": reason}

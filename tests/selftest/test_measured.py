@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
 from rlhfless.cli.main import app
+from rlhfless.control.compute.prediction import Lengths
+from rlhfless.selftest.report import latency_at
 from rlhfless.selftest.steps import compared
 from rlhfless.selftest.subject import opened
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -110,12 +112,30 @@ def test_a_measured_step_is_compared_with_what_the_plan_says_of_its_lengths() ->
     drawn = {"prompts": 2, "prompt_tokens": 10, "response_tokens": [20] * 16}
     latency = LatencyFile.model_validate({key: value for key, value in LATENCY.items() if key != "ranks"})
     with opened(None) as subject:
-        assert compared(subject, latency) is None
+        assert compared(subject, lambda _: latency) is None
         subject.results["step"] = own | drawn
-        found = compared(subject, latency)
+        found = compared(subject, lambda _: latency)
     assert found is not None
     assert found["predicted_s"] == pytest.approx(20 * 0.036 + 160 * 1e-4 + 480 * 1e-4 + 0.2, rel=0.2)
     assert (found["samples"], found["step_s"], found["reason"]) == (16, 1.05, None)
+
+
+def test_siblings_compute_their_prompt_once_in_the_measured_speeds() -> None:
+    """Eight samples of 300 + 100 tokens compute 1,100 of 3,200; the measured batch, four of 1 + 1, computes 5 of 8."""
+    measured = {
+        "iterations": [(1.0, 0.02), (32.0, 0.05)], "prefill_token_s": 8e-5, "rank_tokens_per_s": 1000.0, "ranks": 2,
+        "load_s": 0.1, "publish_s": 0.1, "start": {"import": 3.0},
+    }  # fmt: skip
+    lengths = Lengths(100.0, 100.0, 0.1, 300.0, "given", known=True)
+    with opened(None) as subject:
+        assert subject.spec.samples_per_prompt == 8
+        subject.results |= measured
+        padded = latency_at(subject, lengths)
+        subject.results["packs"] = True
+        packed = latency_at(subject, lengths)
+    assert padded.generation.prefill_token_s == pytest.approx(1e-5)
+    assert padded.learn.token_s == pytest.approx(1 / 2000)
+    assert packed.learn.token_s == pytest.approx(1 / 2000 * (1100 / 3200) / (5 / 8))
 
 
 @pytest.mark.engine
