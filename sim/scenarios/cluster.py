@@ -85,7 +85,7 @@ class BillingTermsSpec(SpecModel):
 class ServerlessSpec(SpecModel):
     """Containers that are rented by the second: a replica that is released is not paid for, and comes back from a
     snapshot. The learner holds its devices only for its work of a step. Figures with sources are in
-    docs/simulations.md."""
+    docs/simulate.md."""
 
     premium: Positive = 1.0
     """The seller's price by that of the price book. In 2026 sellers by the second took 1.26 to 1.80."""
