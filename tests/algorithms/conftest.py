@@ -1,4 +1,4 @@
-"""Groups of made-up rollouts, and a batch of them."""
+"""Groups of made-up rollouts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The published formulas of verl's `core_algos` (commit b178a3c), written again for one number at a time.
+"""The published formulas of verl's `core_algos` (commit b178a3c), reimplemented one number at a time.
 
-A row is a sequence; its lists have one entry per drawn token. A mask with holes is a list of flags beside a longer
-list. Nothing here is shared with the package but the names of settings.
+A row is a sequence; its lists have one entry per generated token. A mask with holes is a list of flags next to a longer
+list. Only the names of settings are shared with the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Scalar = torch.Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """The drawn tokens of a sequence."""
+    """The generated tokens of a sequence."""
 
     current: list[Scalar]
     old: list[float]
@@ -26,7 +26,7 @@ class Row:
     advantage: list[float]
 
 
-# -- advantages, of [sequence][position] with flags for what the model drew
+# -- advantages, of [sequence][position] with flags for the generated tokens
 
 
 def gae_with_mask(
@@ -44,7 +44,7 @@ def gae_with_mask(
 
 
 def whitened(numbers: Sequence[float]) -> list[float]:
-    """masked_whiten over the drawn tokens of all sequences."""
+    """masked_whiten over the generated tokens of all sequences."""
     mean = sum(numbers) / len(numbers)
     variance = sum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1)
     return [(number - mean) / math.sqrt(variance + 1e-8) for number in numbers]

@@ -30,8 +30,8 @@ def test_group_advantages_by_hand():
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
-def test_groups_that_say_nothing_get_exactly_zero(normalize_std):
-    # 0.1 added up three times is not 0.3: without care this constant group would have a small spread.
+def test_groups_without_signal_get_exactly_zero(normalize_std):
+    # 0.1 + 0.1 + 0.1 is not 0.3: a naive mean would give this constant group a small spread.
     rewards = np.array([0.1, 0.1, 0.1, 5.0])
     assert group_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std).tolist() == [0, 0, 0, 0]
 
@@ -40,7 +40,7 @@ def test_groups_that_say_nothing_get_exactly_zero(normalize_std):
     st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100)), min_size=1, max_size=30),
     st.floats(-50, 50),
 )
-def test_sum_to_zero_in_each_group_and_ignore_a_shift(pairs, shift):
+def test_advantages_sum_to_zero_in_each_group_and_ignore_a_shift(pairs, shift):
     groups = np.array([group for group, _ in pairs])
     rewards = np.round([reward for _, reward in pairs], 2)
     plain = group_advantages(rewards, groups, normalize_std=False)

@@ -76,7 +76,7 @@ def test_pack_does_not_depend_on_the_order_of_arrival(make_group):
     assert [group.prompt.prompt_id for group in in_batch_order(late)] == ["a", "b"]
 
 
-def test_types_are_those_that_the_learner_trains_on(make_group):
+def test_dtypes_are_those_that_the_learner_trains_on(make_group):
     batch = pack([make_group("a", (1, 2), [[10, 11]])])
     ids = (batch.tokens, batch.positions, batch.sequence_id, batch.group_id)
     assert {array.dtype for array in ids} == {np.dtype(np.int64)}
@@ -84,7 +84,7 @@ def test_types_are_those_that_the_learner_trains_on(make_group):
     assert {*batch.columns()} == {"rollout_logprobs"}
 
 
-def test_what_stages_have_added_to_samples_is_packed_in_the_order_of_the_sequences(make_group):
+def test_columns_of_samples_are_packed_in_the_order_of_the_sequences(make_group):
     b = make_group("b", (4,), [[5], [6]])
     b = b.adding(score=[Score(3.0, {}), Score(0.1, {})], reference_logprobs=[np.array([-3.0]), np.array([-4.0])])
     a = make_group("a", (1,), [[2, 3]]).adding(score=[Score(1.0, {})], reference_logprobs=[np.array([-1.0, -2.0])])
@@ -100,7 +100,7 @@ def test_what_stages_have_added_to_samples_is_packed_in_the_order_of_the_sequenc
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WithValues(PackedBatch):
-    """A batch with one more column: this declaration is all that it takes."""
+    """A batch with one more column: this declaration is all it needs."""
 
     values: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
 
@@ -127,7 +127,7 @@ def test_groups_without_rollouts_leave_no_gap_in_the_ids(make_group):
     assert batch.denominators.groups == 1
 
 
-def test_pack_refuses_what_it_cannot_learn_from(make_group):
+def test_pack_refuses_groups_without_samples_tokens_or_logprobs(make_group):
     with pytest.raises(ValueError, match="nothing to pack"):
         pack([])
     with pytest.raises(ValueError, match="prompt 'a' has no tokens"):
@@ -220,7 +220,7 @@ FLOATS = sorted(name for name, column in declared(PackedBatch).items() if column
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 @pytest.mark.parametrize("name", [*FLOATS, "of_my_own"])
 def test_a_value_that_is_not_finite_is_refused_by_name(make_group, name, value):
-    """1e300 is none in float32, in which all but rewards are kept."""
+    """1e300 overflows float32, the dtype of all columns but rewards."""
     batch = pack([make_group("a", (1, 2), [[10, 20], [30]])])
     known = declared(PackedBatch).get(name, OWN)
     values = np.zeros(len(batch.tokens) if known.per_token else batch.sequences)
@@ -248,7 +248,7 @@ def test_a_sample_with_a_value_that_is_not_finite_is_named(make_group, name):
         pack([failed])
 
 
-def test_a_value_of_a_token_that_the_model_did_not_draw_means_nothing(make_group):
+def test_values_of_tokens_that_were_not_generated_are_ignored(make_group):
     batch = pack([make_group("a", (1, 2), [[10, 20]])])
     values = np.where(batch.response_mask, 0.5, np.nan)
     assert batch.with_columns(values=values).values.tolist() == [0, 0, 0.5, 0.5]
@@ -271,7 +271,7 @@ def test_mini_batches_follow_the_order(batch_of_six):
 
 
 @given(count=st.integers(1, 6), epochs=st.integers(1, 4), seed=st.tuples(st.integers(), st.integers(0, 10**6)))
-def test_each_pass_has_all_groups_once(batch_of_six, count, epochs, seed):
+def test_each_pass_has_every_group_once(batch_of_six, count, epochs, seed):
     passes = Passes(count, epochs, seed)
     parts = [tokens_of(part) for part in passes.over(batch_of_six)]
     assert len(parts) == count * epochs
@@ -279,7 +279,7 @@ def test_each_pass_has_all_groups_once(batch_of_six, count, epochs, seed):
         met = [group for part in parts[count * epoch : count * (epoch + 1)] for group in part]
         assert sorted(met) == list(range(6))
     again = [tokens_of(part) for part in Passes(count, epochs, seed).over(batch_of_six)]
-    assert parts == again, "a step that is done again has the same updates"
+    assert parts == again, "a repeated step has the same updates"
 
 
 def test_passes_and_steps_differ_in_their_order(batch_of_six):

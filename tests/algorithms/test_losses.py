@@ -33,7 +33,7 @@ def inputs(current, old, rollout, advantages, reference=None) -> LossInputs:
 
 
 def grpo_loss(given: LossInputs, algorithm: GRPOSpec) -> LossOutputs:
-    """The loss, and all metrics of it that the learner has."""
+    """The loss, and all its metrics in the learner."""
     outputs = GRPO(algorithm).loss(given)
     metrics = common_metrics(given) | outputs.metrics | {"loss": outputs.loss}
     return LossOutputs(outputs.loss, {name: value.detach().float() for name, value in metrics.items()})
@@ -74,7 +74,7 @@ def test_by_hand_each_side_of_the_clip():
     assert outputs.metrics["ratio"].item() == pytest.approx(1.0)
 
 
-def test_by_hand_the_dual_clip_bounds_a_ratio_that_has_grown_under_a_negative_advantage():
+def test_by_hand_the_dual_clip_bounds_a_grown_ratio_with_a_negative_advantage():
     # Ratios 5, 5, 2 with advantages -1, +1, -0.5; without it the losses are 5, -1.28, 1.
     five, two = math.log(5), math.log(2)
     given = inputs([five, five, two], [0.0] * 3, [0.0] * 3, [-1.0, 1.0, -0.5])
@@ -110,8 +110,8 @@ def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_is_the_p
 
 
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", -0.25), ("k2", 0.0625)])
-def test_the_estimator_of_the_kl_and_where_it_counts_are_the_settings(estimator, kl):
-    """x = 0.5 and 0 of two tokens; where KL is a part of the reward it is none of the loss."""
+def test_settings_choose_the_kl_estimator_and_whether_it_is_in_the_loss(estimator, kl):
+    """x = 0.5 and 0 of two tokens. KL in the reward is not in the loss."""
     given = inputs([-1.0, -1.0], None, [-1.0, -1.0], [1.0, 1.0], reference=[-0.5, -1.0])
     in_loss, in_reward = (KLSpec(coefficient=0.4, estimator=estimator, where=where) for where in ("loss", "reward"))
     assert grpo_loss(given, GRPOSpec(kl=in_loss)).loss.item() == pytest.approx(-1 + 0.4 * kl)

@@ -1,8 +1,8 @@
 """Losses, gradients, advantages and returns equal those of verl's `core_algos` to 1e-6 (see peers.py).
 
-The cases have masks with holes (an environment's tokens), groups of different sizes and two mini-batches, of which the
-second meets a policy that has moved. Ours are computed in micro-batches of whole sequences and added up. At the end of
-the file is where ours differ, and why.
+The cases have masks with holes (an environment's tokens), groups of different sizes and two mini-batches, between which
+the policy moves. Ours are computed in micro-batches of whole sequences and added up. The last tests show where ours
+differ, and why.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXACT = {"atol": 1e-6, "rtol": 1e-6}
 
 
 class Case:
-    """A batch, and bigram tables as the policies that drew and scored it, all in float64."""
+    """A batch, and bigram tables as the policies that generated and scored it, all in float64."""
 
     def __init__(self, seed: int, *, sizes: tuple[int, ...] = SIZES, holes: bool = True) -> None:
         numbers = np.random.default_rng(seed)
@@ -75,19 +75,19 @@ class Case:
 
     @staticmethod
     def logprobs(table: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """`[tokens]`; those of first tokens mean nothing."""
+        """Return logprobs `[tokens]`; ignore those of first tokens."""
         before = np.roll(batch.tokens, 1)
         return table.log_softmax(-1)[before, batch.tokens]
 
 
 def drawn(batch: PackedBatch, values) -> list[list[float]]:
-    """Values of drawn tokens, by sequence."""
+    """Split the values of generated tokens by sequence."""
     of_sequences = np.split(np.asarray(values)[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
     return [of_sequence.tolist() for of_sequence in of_sequences]
 
 
 def our_loss(algorithm, table: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum over micro-batches of three sequences each, and its metrics."""
+    """Add losses and metrics over micro-batches of three sequences."""
     outputs = []
     for first in range(0, batch.sequences, 3):
         part = select(batch, np.arange(first, min(first + 3, batch.sequences)))
@@ -110,7 +110,7 @@ def our_loss(algorithm, table: torch.Tensor, batch: PackedBatch) -> tuple[torch.
 
 
 def peer_loss(loss, settings, table: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """The whole mini-batch, a token at a time."""
+    """Compute the loss of the mini-batch one token at a time."""
     current = Case.logprobs(table, batch)
     columns = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages")
     rows = [
@@ -247,8 +247,8 @@ def test_the_loss_of_values_and_its_gradient(seed):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_the_entropy_bonus_is_the_mean_over_tokens(aggregation):
-    """TRL's `entropy_coef`; verl's `entropy_coeff` is aggregated as the loss is, which is the same for `token-mean`
-    alone."""
+    """TRL's `entropy_coef`. verl's `entropy_coeff` is aggregated like the loss, which is the same only for
+    `token-mean`."""
     case = Case(0)
     batch = case.batch.with_columns(advantages=np.zeros(len(case.tokens), np.float32))
     table = case.start.clone().requires_grad_()
@@ -286,15 +286,15 @@ def test_kl_in_the_reward_of_a_response(settings, seed):
 
 @pytest.mark.parametrize("settings", [GRPOSpec(), RLOOSpec(), DrGRPOSpec()])
 def test_a_sample_that_is_alone_in_its_group_gives_no_signal(settings):
-    """verl gives it its whole reward as the advantage (mean 0, std 1), without any baseline. It is alone because the
-    others failed in a reward, and learning from it would push up whatever it says."""
+    """verl gives it its whole reward as the advantage (mean 0, std 1), without a baseline. It is alone because a reward
+    failed for the others, and learning from it would reinforce any response."""
     batch = Case(0, sizes=(3, 1)).batch.with_columns(rewards=np.array([0.0, 1, 1, 5]))
     assert not any(drawn(batch, algorithm_of(settings).advantages(batch))[3])
 
 
 def test_a_return_is_carried_through_an_environments_tokens():
-    """verl's REINFORCE++ sets the return to 0 at each masked token, so that the turns before the last would get nothing
-    of the reward; its GAE carries it through, and so do we in both."""
+    """verl's REINFORCE++ resets the return at each masked token, so turns before the last get none of the reward. Its
+    GAE carries it through; we do so in both."""
     batch = Case(0, sizes=(2,)).batch.with_columns(rewards=np.array([1.0, 0.0]))
     first, second = drawn(batch, algorithm_of(ReinforcePlusPlusSpec()).advantages(batch))
     assert len({*first}) == len({*second}) == 1
@@ -302,7 +302,7 @@ def test_a_return_is_carried_through_an_environments_tokens():
 
 
 def test_a_token_far_from_its_reference_keeps_its_kl():
-    """verl cuts k3 at 10, and with it the gradient of the token that strayed furthest; ours cuts |x| at 20 alone."""
+    """verl clamps k3 at 10, which removes the gradient of the furthest token. We clamp only |x|, at 20."""
     current = torch.tensor([-6.0], requires_grad=True)
     inputs = LossInputs(
         logprobs=current,
@@ -320,10 +320,10 @@ def test_a_token_far_from_its_reference_keeps_its_kl():
     assert current.grad.item() == pytest.approx(1 - np.exp(5), rel=1e-6)
 
 
-def test_what_is_rejected_stays_in_the_denominator():
-    """verl takes rejected tokens out of the mask, so that the others weigh more the more are rejected. Here the
-    denominators are known before any ratio is, and a step of which half is rejected is half a step. (verl also holds
-    its bounds against the inverse ratio; for bounds like 0.99 and 1.01 that is nearly the same.)"""
+def test_rejected_tokens_stay_in_the_denominator():
+    """verl removes rejected tokens from the mask, so the rest weigh more the more are rejected. Our denominators are
+    known before any ratio is, and a step with half of its tokens rejected is half a step. (verl also bounds the inverse
+    ratio; for bounds like 0.99 and 1.01 that is nearly the same.)"""
     inputs = LossInputs(
         logprobs=torch.tensor([-1.0, -1.0]),
         entropy=torch.zeros(2),

@@ -1,5 +1,4 @@
-"""The losses of runs that learn from written responses: figures worked by hand, TRL's own losses, and shares that add
-up."""
+"""SFT, DPO and Bradley-Terry losses: by hand, against TRL's own losses, and as shares that add up."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def test_equal_rewards_are_no_preference() -> None:
 def accuracy_of_pair(
     objective: Objective, chosen: list[float], rejected: list[float], reference: tuple[list[float], list[float]] | None
 ) -> float:
-    """Of one pair, from logprobs or scores of its tokens."""
+    """Evaluate one pair from the logprobs or scores of its tokens."""
     sequences = tuple((0, *range(1, len(each) + 1)) for each in (chosen, rejected))
     batch = pack_examples([Example("a", (0,), "", {}, "", sequences, (1, 1))])
     outputs = torch.tensor([0, *chosen, 0, *rejected])
@@ -139,8 +138,8 @@ SHORT, LONG = [-1.0, -0.001], [-2.5] * 200
     ids=lambda value: f"{len(value)} tokens" if isinstance(value, list) else str(value),
 )
 def test_rounding_is_no_preference(dtype: Any, nats: float, of_long: list[tuple[int, float]], expected: float) -> None:
-    """Equal weights in batches of other shapes give log ratios that are not exactly 0, of either sign; `nats` is added
-    to the first token of the chosen, and what `of_long` says to tokens of the rejected response."""
+    """Equal weights in batches of other shapes give log ratios of either sign that are not exactly 0. `nats` is added
+    to the first token of the chosen response, `of_long` to tokens of the rejected one."""
     rejected = list(LONG)
     for at, of_token in of_long:
         rejected[at] += of_token
@@ -159,7 +158,7 @@ def test_the_accuracy_of_a_policy_that_is_its_reference_is_one_half_in_any_batch
     batch = pack_examples(examples)
 
     def logprobs(extra: int) -> torch.Tensor:
-        """With so many tokens after each sequence, which change the shapes alone."""
+        """Add tokens after each sequence, which change only the shapes."""
         found = []
         for example in examples:
             for sequence in example.sequences:
@@ -249,8 +248,8 @@ def padded(examples: list[Example], values: torch.Tensor, batch: Any) -> tuple[t
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_dpo_is_trls(label_smoothing: float) -> None:
-    """Loss and gradient, with TRL's trainer called on a stand-in that has what it reads. Its loss type `sigmoid` has no
-    smoothing, so its losses of pairs of both signs are added here."""
+    """Compute loss and gradient by TRL's trainer, called on a stand-in with what it reads. Its loss type `sigmoid` has
+    no smoothing, so the losses of pairs of both signs are added here."""
     trainer = trl_trainer("dpo_trainer").DPOTrainer
     examples = pairs(1)
     batch = pack_examples(examples)

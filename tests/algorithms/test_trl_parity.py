@@ -69,8 +69,8 @@ LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 
 
 def stand_in(algorithm: GRPOSpec, table: torch.Tensor, **settings) -> SimpleNamespace:
-    """All that `_compute_loss` reads of its trainer, for losses over a given number of tokens. `settings`: TRL's,
-    where they are not those of `algorithm`."""
+    """What `_compute_loss` reads from its trainer, for losses over a given number of tokens. `settings` override those
+    of `algorithm`, in TRL's words."""
     level = settings.get("importance_sampling_level", "token")
 
     def logprobs_and_entropies(_model, input_ids, *_args, **_kwargs):
@@ -137,7 +137,7 @@ def trl_run(compute_loss, case: Case, algorithm: GRPOSpec, **settings):
 
 
 def our_run(case: Case, algorithm: GRPOSpec, of_weight: Callable = lambda weights, _: weights):
-    """`of_weight` changes the weights of old policy to engine, `[rows, width]` by the mask."""
+    """`of_weight` changes the importance weights, `[rows, width]`, given the mask."""
     table = case.start.clone().requires_grad_()
     results = []
     metrics = []
@@ -212,8 +212,8 @@ def test_two_mini_batches_as_trl(trl_compute_loss, algorithm, settings, seed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_trls_default_of_the_kl_is_the_unbiased_one(trl_compute_loss, seed):
-    """TRL's default, `use_bias_correction_kl: true`, is not ours, which is the GRPO paper's and verl's. Gradients also
-    differ where the ratio is 1."""
+    """TRL's default is `use_bias_correction_kl: true`; ours is that of the GRPO paper and verl. Gradients differ even
+    where the ratio is 1."""
     config = pytest.importorskip("trl").GRPOConfig
     assert config.__dataclass_fields__["use_bias_correction_kl"].default is True
     assert GRPOSpec().kl.unbiased is False
@@ -224,7 +224,7 @@ def test_trls_default_of_the_kl_is_the_unbiased_one(trl_compute_loss, seed):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_the_entropy_bonus_is_a_token_mean_in_every_aggregation(trl_compute_loss, aggregation):
-    """TRL: `entropy_coef`, whatever `loss_type`. (verl aggregates it as the loss, by `loss_agg_mode`.)"""
+    """TRL: `entropy_coef`, for any `loss_type`. (verl aggregates it like the loss, by `loss_agg_mode`.)"""
     algorithm = GRPOSpec(entropy_bonus=0.4, aggregation=aggregation, constant_tokens=20)
     theirs, _ = trl_run(trl_compute_loss, Case(1), algorithm)
     ours, _ = our_run(Case(1), algorithm)
