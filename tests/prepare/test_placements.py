@@ -109,6 +109,13 @@ def test_what_the_user_has_set_stays() -> None:
     assert not overlapping.spec.placement.in_turns, "nothing would overlap in turns"
 
 
+def test_the_hint_takes_turns_where_the_spec_refuses_them() -> None:
+    asked = _asked("3B", "l40s", 1, placement={"turns": False})
+    change = nearest_change(asked)
+    assert change is not None
+    assert change.text == "placement.turns: true"
+
+
 def test_devices_per_actor_divide_the_heads_and_stay_on_a_machine() -> None:
     """28 heads of 7B are no multiple of 8; sixteen devices are two machines."""
     for model, count in itertools.product(MODELS, COUNTS):

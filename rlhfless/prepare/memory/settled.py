@@ -442,7 +442,7 @@ def _together(asked: Question) -> Iterator[dict[str, Any]]:
     sizes = _devices_per_actor(asked)
     for fraction in (spec.generation.engine.gpu_memory_fraction, *fractions):
         yield from ({TENSOR_PARALLEL: size, FRACTION: fraction} for size in sizes)
-    if may_take_turns(spec):
+    if may_take_turns(spec) and not is_set(spec, TURNS):
         yield from ({TENSOR_PARALLEL: size, TURNS: True} for size in sizes)
 
 
@@ -460,10 +460,9 @@ def _devices_per_actor(asked: Question) -> tuple[int, ...]:
 
 
 def may_take_turns(spec: RunSpec) -> bool:
-    """Whether `placement.turns` is open, and no other key excludes it (the validators of RunSpec)."""
+    """Whether no other key excludes `placement.turns` (the validators of RunSpec)."""
     return not (
-        is_set(spec, TURNS)
-        or spec.schedule.steps_ahead
+        spec.schedule.steps_ahead
         or spec.scaling.prefill.on
         or spec.generation.speculation.has_weights
         or spec.weights.transport in ("nccl", "cuda_ipc")
