@@ -1,13 +1,12 @@
-"""What schedules bring over the published scenarios, simulated: streaming at staleness 0, overlap at staleness 1.
+"""What schedules bring over the published scenarios, simulated: overlap at staleness 1, and partial rollouts.
 
     python benchmarks/overlap.py [--smoke] [--seeds 2] [--markdown FILE] [SCENARIO ...]
 
-The base is a static fleet that shares all devices, with `sync`. Beside it, on the same devices: at staleness 0 `sync`
-with streaming, at staleness 1 the better of `one_step_off` and `async`; each with `cost_aware` and with the best of
-some shares of the devices for the learner. The share of a mechanism is what is lost without it, the others as they
-were: streaming or the overlap (plain `sync` on the same devices), the choice of the learner's share (half), and the
-policy (a static fleet). A spec that lets the plan decide would share the devices where that is faster (`decided`).
-Responses of a step are learned in one update, which streaming needs; so does the base.
+The base is a static fleet that shares all devices, with `sync`. It is compared, on the same devices, with the better of
+`one_step_off` and `async` at staleness 1, with `cost_aware` and the best of some shares of the devices for the learner.
+The share of a mechanism is what is lost without it, the others as they were: the overlap (`sync` on the same devices),
+the choice of the learner's share (half), and the policy (a static fleet). `decided` shares the devices where that is
+faster. Responses of a step are learned in one update.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 
 HALF = 0.5
 BASE, OURS, STATIC = "static_colocated", "cost_aware", "static"
-STREAMING = SyncSpec(streaming=True)
 AHEAD: Mapping[str, ScheduleSpec] = {
     "one_step_off": OneStepOffSpec(),
     "async": AsyncSpec(max_staleness=1),
@@ -49,8 +47,8 @@ BESIDE: Mapping[str, ScheduleSpec] = {
 }
 """On shared devices, with `cost_aware`."""
 
-WANTED = {0: 1.15, 1: 1.4}
-"""Speed-up that is asked for by staleness."""
+WANTED = 1.4
+"""Speed-up that is asked for at staleness 1."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,8 @@ class Measured:
     scenario: Scenario
     shared: Mapping[str, Gain]
     """By schedule, on shared devices."""
-    by_staleness: Mapping[int, Overlapped]
+    overlapped: Overlapped | None
+    """None where the model fits in no split."""
 
 
 class Bench:
@@ -109,12 +108,12 @@ class Bench:
         found = {share: max(round(machines.devices * share / each), 1) * each for share in SHARES}
         return {share: count for share, count in found.items() if needed <= count <= machines.devices - each}
 
-    def overlapped(self, schedules: Mapping[str, ScheduleSpec]) -> Overlapped | None:
-        """The best of the schedules over the splits; None where the model fits in none."""
+    def overlapped(self) -> Overlapped | None:
+        """The best of AHEAD over the splits; None where the model fits in none."""
         splits = self.splits()
         tried = {
             (name, learner): self.gain(OURS, schedule, learner)
-            for name, schedule in schedules.items()
+            for name, schedule in AHEAD.items()
             for learner in sorted(set(splits.values()))
         }
         if not tried:
@@ -124,7 +123,7 @@ class Bench:
         without = {
             "overlap": self.gain(OURS, SyncSpec(), learner),
             "share": tried[name, half],
-            "policy": self.gain(STATIC, schedules[name], learner),
+            "policy": self.gain(STATIC, AHEAD[name], learner),
         }
         return Overlapped(name, learner, tried[name, learner], without)
 
@@ -139,47 +138,45 @@ def run(name: str, seeds: int, smoke: bool) -> Measured:
     fastest = {"seeds": seeds, "learner": learner, "contract": WeightedContract(time_weight=1.0)}
     bench = Bench(scenario.model_copy(update=fastest))
     shared = {name: bench.gain(OURS, schedule, None) for name, schedule in BESIDE.items()}
-    found = {0: bench.overlapped({"streaming": STREAMING}), 1: bench.overlapped(AHEAD)}
+    found = bench.overlapped()
     print(f"{name}: {time.process_time() - begun_s:.0f} s of processor", file=sys.stderr, flush=True)
-    return Measured(bench.scenario, shared, {age: each for age, each in found.items() if each is not None})
+    return Measured(bench.scenario, shared, found)
 
 
-def decided(one: Measured, staleness: int) -> Gain:
+def decided(one: Measured) -> Gain:
     """The faster of the overlap and of shared devices, where the order of the data stays as it is."""
-    own = one.by_staleness.get(staleness)
+    own = one.overlapped
     return max([one.shared["sync"], *([own.full] if own else [])], key=lambda gain: gain.speed_up)
 
 
 def lines(measured: Sequence[Measured]) -> list[str]:
+    gains = {one.scenario.name: decided(one) for one in measured}
+    speeds = [gain.speed_up for gain in gains.values()]
+    kept = sum(gain.speed_up >= WANTED and gain.cost <= 1 for gain in gains.values())
+    lost = sum(one.overlapped.full.speed_up < 1 for one in measured if one.overlapped)
     made = [
         "# Schedules, simulated",
         "",
         "Written by `python benchmarks/overlap.py`, which says what the columns mean; nothing here was measured on "
         f"devices. Means over {measured[0].scenario.seeds} seeds, relative to `{BASE}` with `sync`.",
         "",
+        f"Staleness 1: where the plan decides {statistics.median(speeds):.2f}x at the median "
+        f"({min(speeds):.2f} to {max(speeds):.2f}), {WANTED:.2f}x at no more cost in {kept} of {len(measured)} "
+        f"scenarios. In {lost} the overlap loses to a static fleet that shares the devices.",
+        "",
+        row(["scenario", "schedule", "learner", "speed-up", "cost", "without it", "half", "static", "decided"]),
+        row(["---"] * 9),
+        *(_row_of(one, gains[one.scenario.name]) for one in measured),
+        "",
     ]
-    for staleness, wanted in WANTED.items():
-        gains = {one.scenario.name: decided(one, staleness) for one in measured}
-        speeds = [gain.speed_up for gain in gains.values()]
-        kept = sum(gain.speed_up >= wanted and gain.cost <= 1 for gain in gains.values())
-        lost = sum(one.by_staleness[staleness].full.speed_up < 1 for one in measured if staleness in one.by_staleness)
-        made += [
-            f"Staleness {staleness}: where the plan decides {statistics.median(speeds):.2f}x at the median "
-            f"({min(speeds):.2f} to {max(speeds):.2f}), {wanted:.2f}x at no more cost in {kept} of {len(measured)} "
-            f"scenarios. In {lost} the overlap loses to a static fleet that shares the devices.",
-            "",
-            row(["scenario", "schedule", "learner", "speed-up", "cost", "without it", "half", "static", "decided"]),
-            row(["---"] * 9),
-        ]
-        made += [_row_of(one, staleness, gains[one.scenario.name]) for one in measured] + [""]
     made += ["On shared devices, `cost_aware`:", "", row(["scenario", *BESIDE]), row(["---"] * (1 + len(BESIDE)))]
     made += [row([one.scenario.name, *(_of(one.shared[name]) for name in BESIDE)]) for one in measured]
     medians = (statistics.median(one.shared[name].speed_up for one in measured) for name in BESIDE)
     return [*made, row(["median", *(f"{each:.2f}x" for each in medians)]), ""]
 
 
-def _row_of(one: Measured, staleness: int, chosen: Gain) -> str:
-    found = one.by_staleness.get(staleness)
+def _row_of(one: Measured, chosen: Gain) -> str:
+    found = one.overlapped
     if found is None:
         return row([one.scenario.name, "the model fits in no split", *[""] * 6, f"{chosen.speed_up:.2f}x"])
     devices = f"{found.learner} of {one.scenario.cluster.machines[0].devices}"

@@ -1,15 +1,12 @@
 """The time of a step under each schedule, where generation and learning have a core each.
 
-    python benchmarks/schedules.py [--rounds N] [--steps N] [--epochs N] [--tokens N] [--varied] [--only ...] [--smoke]
+    python benchmarks/schedules.py [--rounds N] [--steps N] [--epochs N] [--tokens N] [--only ...] [--smoke]
 
 One fleet, one actor on a core of its own and the learner on the other. The schedules take turns of some steps each, so
 that what else the machine does falls on all of them; a turn's time is from the begin of its first draw to the end of
 its last update, divided by its steps. `sync` also tells how long generation and learning take: choose `--epochs` and
 `--tokens` so that they are about equal, because then there is most to gain. A step that overlaps takes as long as the
 longer of the two at least (the last column): nothing that overlaps these two can be faster.
-
-`streaming` overlaps within a step, where groups end one after the other: with `--varied` responses end where the model
-says so, and the engine draws a quarter of a step's 32 groups at a time. It needs a single pass (`--epochs 1`).
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     "sync": SyncSpec(),
-    "streaming": SyncSpec(streaming=True),
     "one_step_off": OneStepOffSpec(),
     "async": AsyncSpec(max_staleness=2),
     "async between draws": AsyncSpec(max_staleness=2, in_flight=False),
@@ -78,20 +74,13 @@ async def turn(run: Run, schedule: ScheduleSpec, first: int, count: int) -> tupl
 
 
 async def measure(
-    folder: Path,
-    schedules: Mapping[str, ScheduleSpec],
-    rounds: int,
-    count: int,
-    epochs: int,
-    tokens: int,
-    *,
-    varied: bool,
+    folder: Path, schedules: Mapping[str, ScheduleSpec], rounds: int, count: int, epochs: int, tokens: int
 ) -> None:
     spec = spec_of(
         folder,
         schedule={"type": "async", "max_staleness": 2},
-        generation={"max_tokens": tokens} | ({"engine": {"max_sequences": 64}} if varied else {}),
-        prompts_per_step=32 if varied else 16,
+        generation={"max_tokens": tokens},
+        prompts_per_step=16,
         epochs=epochs,
         placement={"mode": "disaggregated", "devices": 2, "learner_devices": 1},
         scaling={"generation": {"min_actors": 1, "max_actors": 1}},
@@ -130,12 +119,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
     parser.add_argument("--epochs", type=int, default=1, help="passes of the learner over each step")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each response")
-    parser.add_argument("--varied", action="store_true", help="responses of varied lengths, a few groups at a time")
     parser.add_argument("--only", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES), help="beside sync")
     asked = parsed(parser, rounds=1, steps=3)
     chosen = {name: schedule for name, schedule in SCHEDULES.items() if name in ("sync", *asked.only)}
-    with assets(1024, ends=asked.varied) as folder:
-        asyncio.run(measure(folder, chosen, asked.rounds, asked.steps, asked.epochs, asked.tokens, varied=asked.varied))
+    with assets(1024) as folder:
+        asyncio.run(measure(folder, chosen, asked.rounds, asked.steps, asked.epochs, asked.tokens))
 
 
 if __name__ == "__main__":

@@ -29,27 +29,26 @@ LOGIT_SCALE = 50.0
 
 
 @contextmanager
-def assets(prompts: int, *, ends: bool = False) -> Iterator[Path]:
-    """A folder with model/ (0.8 M random parameters that never draw an end token, unless it `ends`) and train.jsonl."""
+def assets(prompts: int) -> Iterator[Path]:
+    """A folder with model/ (0.8 M random parameters that never generate an end token) and train.jsonl."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-bench-") as name:
         folder = Path(name)
         build_random(folder / "model", seed=0, size=ModelSize())
-        random_head(folder / "model", ends=ends)
+        random_head(folder / "model")
         problems = draw_problems(TaskRecipe(), np.random.default_rng(0), prompts, held_out=False)
         write_jsonl(folder / "train.jsonl", problems)
         yield folder
 
 
-def random_head(path: Path, *, ends: bool = False) -> None:
-    """Makes a random model prefer some tokens, and never the end token, unless it `ends`."""
+def random_head(path: Path) -> None:
+    """Make a random model prefer some tokens, and never the end token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path)
     end = AutoTokenizer.from_pretrained(path).eos_token_id
     with torch.no_grad():
         model.lm_head.weight.mul_(LOGIT_SCALE)
-        if not ends:
-            model.lm_head.weight[end] = 0
+        model.lm_head.weight[end] = 0
     model.save_pretrained(path)
 
 

@@ -158,8 +158,6 @@ class LearnerShape:
     """Mini-batches times ranks: each part of a batch forwards its shared prefixes by itself."""
     epochs: int = 1
     """Passes over the batch."""
-    streaming: bool = False
-    """It begins with complete groups while others are drawn (`schedule.streaming` of a run)."""
     paid_around: tuple[float, float] | None = None
     """It gives its devices back after its work of a step: seconds before and after in which they are paid for. None: it
     keeps them."""

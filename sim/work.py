@@ -7,7 +7,6 @@ later.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,7 +23,6 @@ from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, ServiceShape
 from rlhfless.sim.view import Window
-from rlhfless.spec.streaming import PARTS
 
 
 @dataclass
@@ -199,10 +197,10 @@ def learn(
     batch = under_way.generation.progress.batch
     fed, saved = _computed(FunctionName.LEARNER, under_way, shape.parts, forward, shape.epochs)
     tokens = fed - saved
-    now_s, left = _stream(shape, replica, under_way, at_s, tokens) if shape.streaming else (at_s, float(tokens))
+    now_s = at_s
     for work, spent_s in (
         (Work.EVALUATE, shape.evaluate_token_s * tokens / shape.epochs),
-        (Work.LEARN, shape.fixed_s + shape.learn_token_s * left),
+        (Work.LEARN, shape.fixed_s + shape.learn_token_s * tokens),
         (Work.PUBLISH, shape.publish_s),
     ):
         if spent_s > 0:
@@ -210,26 +208,6 @@ def learn(
             replica.called(work, batch.step, now_s, now_s + spent_s, **read)
         now_s += spent_s
     replica.busy_s = now_s
-
-
-def _stream(
-    shape: LearnerShape, replica: SimulatedReplica, under_way: StepUnderWay, at_s: float, tokens: int
-) -> tuple[float, float]:
-    """The learner, since it is up and free, has learned the parts of a step as they came, but for the last. Returns
-    when it goes on, at `at_s` or later, and the tokens that are left then, of `tokens` in all."""
-    progress = under_way.generation.progress
-    batch, table = progress.batch, progress.table
-    order = np.argsort(table.complete_s, kind="stable")
-    first = np.arange(0, batch.groups, math.ceil(batch.groups / PARTS))
-    fed = np.add.reduceat(np.bincount(batch.group, table.prompt + table.target)[order], first)
-    of_parts: Floats = fed * (tokens / fed.sum())
-    if len(first) == 1:
-        return at_s, float(tokens)
-    arrival_s = np.maximum(table.complete_s[order][first[1:] - 1], replica.busy_s)
-    spans = first_come_first_served(arrival_s, shape.learn_token_s * of_parts[:-1])
-    for start_s, end_s in spans:
-        replica.called(Work.LEARN, batch.step, start_s, end_s)
-    return max(at_s, spans[-1][1]), float(of_parts[-1])
 
 
 def first_come_first_served(arrival_s: Floats, service_s: Floats) -> list[Interval]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.passes import LastParts
 from rlhfless.functions.training.actor import TrainingActor
 from rlhfless.functions.training.settings import TrainedSettings
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
@@ -121,15 +120,6 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         """See LearnerRank.evaluate. *Collective.*"""
         with self._at_work("learn"):
             return self._rank.evaluate(batch)
-
-    def accumulate(self, part: PackedBatch, first: bool) -> None:
-        """See LearnerRank.accumulate. *Collective.*"""
-        with self._at_work("learn"):
-            self._rank.accumulate(part, first=first)
-
-    def finish(self, last: LastParts) -> Mapping[str, float]:
-        """See LearnerRank.finish; with `shared_prompt_tokens`, of all parts. *Collective.*"""
-        return self._counted(lambda: self._rank.finish(last))
 
     def publish(
         self, run_id: str, attempt: int, step: int, perturbed: bool, averaged: bool

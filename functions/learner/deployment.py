@@ -10,16 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.algorithms.passes import LastParts, Part
-from rlhfless.functions.base import Call, CallUsage, FunctionBroken, Reply
+from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome, SupervisedActor
-from rlhfless.functions.training.deployment import Learned, TrainedFunction
+from rlhfless.functions.training.deployment import TrainedFunction
 from rlhfless.functions.training.handing_over import bring
 from rlhfless.records import FloatArray, PublishedWeights, WeightVersion
 from rlhfless.scaling.function_kinds import FunctionKind
@@ -45,10 +43,6 @@ class LearnerFunction(TrainedFunction):
 
     async def __init__(self, settings: LearnerSettings) -> None:  # type: ignore[misc]
         self._settings = settings
-        self._tried: tuple[Call, str] | None = None
-        """The try of a step whose parts are being added up."""
-        self._parts: list[asyncio.Task[Any]] = []
-        """Those parts, by number."""
         self._owns = False
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
@@ -117,43 +111,6 @@ class LearnerFunction(TrainedFunction):
         values = (await self._group.all("evaluate", ray.put(batch)))[0]
         return self.reply(values, start_s, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
-    async def accumulate(self, call: Call, part: Part) -> Reply[None]:
-        """Add the gradient of a part of a step's batch to those of the parts before it. Idempotent; nothing is done for
-        a step that has been learned. Raises FunctionBroken if a part before it never came."""
-        self.admit(call)
-        start_s = time.time()
-        if self._learning is None or self._learning[0] != call:
-            tried = (call, part.tried)
-            if part.number == 0 and self._tried != tried:
-                self._tried, self._parts = tried, []
-            self._require(tried, part.number)
-            if part.number == len(self._parts):
-                adding = self._group.all("accumulate", ray.put(part.batch), part.number == 0)
-                self._parts.append(asyncio.create_task(adding))
-            await asyncio.shield(self._parts[part.number])
-        usage = CallUsage(input_tokens=len(part.batch.tokens), sequences=part.batch.sequences)
-        return self.reply(None, start_s, usage)
-
-    async def finish(self, call: Call, last: LastParts) -> Learned:
-        """The training step of a batch that came in parts: idempotent as `learn`, and the same for all other calls.
-        Raises FunctionBroken if a part never came."""
-        return await self._once(call, lambda: self._finish(call, last))
-
-    async def _finish(self, call: Call, last: LastParts) -> Learned:
-        if last.sent:
-            self._require((call, last.tried), last.sent)
-            await asyncio.gather(*self._parts)
-        start_s = time.time()
-        metrics = (await self._group.all("finish", ray.put(last)))[0]
-        read = (sum(len(part.tokens) for part in last.batches), sum(part.sequences for part in last.batches))
-        return self._learned(call, metrics, start_s, *read)
-
-    def _require(self, tried: tuple[Call, str], count: int) -> None:
-        """Raises FunctionBroken if fewer than `count` parts of a try have come."""
-        there = len(self._parts) if self._tried == tried else 0
-        if there < count:
-            raise FunctionBroken(f"step {tried[0].step}: {there} of {count} parts of its batch have come")
-
     async def publish(self, call: Call, *, perturbed: bool = False, averaged: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
@@ -178,8 +135,7 @@ class LearnerFunction(TrainedFunction):
 
     def _offers(self, version: WeightVersion) -> bool:
         learning = self._learning is not None and not self._learning[1].done()
-        adding_up = self._tried is not None and self._tried[0].step > self._step
-        return version.step == self._step and not learning and not adding_up
+        return version.step == self._step and not learning
 
     async def feed(self, call: Call, version: WeightVersion, workers: Sequence[int]) -> Reply[int]:
         """See LearnerActor.feed; how many workers have taken the version, on all GPUs: none if it is not offered any

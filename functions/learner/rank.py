@@ -5,29 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-from rlhfless.algorithms.base import (
-    MAXIMUM_SUFFIX,
-    OF_LOSS,
-    LossInputs,
-    LossOutputs,
-    algorithm_of,
-    combine_metrics,
-    common_metrics,
-)
-from rlhfless.algorithms.batch import UNDIVIDED, PackedBatch, declared, select
-from rlhfless.algorithms.passes import LastParts, Passes
-from rlhfless.functions.batching import NO_SEQUENCES
+from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
+from rlhfless.algorithms.batch import PackedBatch, declared
+from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
-from rlhfless.functions.training.metrics import over_ranks
 from rlhfless.functions.training.policy import load_trained_policy
 from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
-from rlhfless.functions.training.rank import SHARED_PROMPT_TOKENS, TrainingRank, figures
+from rlhfless.functions.training.rank import TrainingRank
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, WeightSample
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
@@ -60,13 +49,8 @@ class LearnerRank(TrainingRank):
     ) -> None:
         """See TrainingRank. `temperature` and `quantization` are those of the engines."""
         self._algorithm = algorithm_of(algorithm)
-        self._by_group = algorithm.needs.by_group
         self._entropy_gradient = algorithm.needs.entropy_gradient
         self._temperature = temperature
-        self._nothing: PackedBatch | None = None
-        """A batch without sequences, while gradients of parts are being added up."""
-        self._parts: list[dict[str, torch.Tensor]] = []
-        """The metrics of their micro-batches."""
         super().__init__(
             model,
             learner,
@@ -98,7 +82,6 @@ class LearnerRank(TrainingRank):
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
-        self._forget_parts()
         if passes.updates == 1:
             batch = dataclasses.replace(batch, old_logprobs=None)
         elif batch.old_logprobs is None and passes.epochs > 1:
@@ -109,46 +92,6 @@ class LearnerRank(TrainingRank):
         parts[1:] = [dataclasses.replace(part, old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
         return self._updates(parts, passes.planned_updates)
 
-    def accumulate(self, part: PackedBatch, *, first: bool) -> None:
-        """Add the gradient of a part of a step's batch, as a sum. With `first`, what was added before is forgotten.
-        *Collective.*"""
-        if first:
-            self._forget_parts()
-        self._nothing = select(part, NO_SEQUENCES.indices)
-        self._parts += self._backward(dataclasses.replace(part, denominators=UNDIVIDED), last=False)
-
-    def finish(self, last: LastParts) -> dict[str, float]:
-        """The training step of a batch of one optimiser step, of which `last` is what was not accumulated: the same as
-        `learn` of it, up to the order of sums. *Collective.*"""
-        if not last.sent:
-            self._forget_parts()
-        assert self._by_group is not None, "an algorithm that needs the whole batch gets it"
-        *before, end = last.batches or [part for part in (self._nothing,) if part is not None]
-        for part in before:
-            self.accumulate(part, first=False)
-        self._parts += self._backward(dataclasses.replace(end, denominators=UNDIVIDED), last=True)
-        combined = over_ranks(combine_metrics(self._parts))
-        self._nothing, self._parts = None, []
-        of_loss, of_tokens = 1 / max(getattr(last.whole, self._by_group), 1), 1 / max(last.whole.tokens, 1)
-        self._optimizer.scale_gradients(of_loss)
-        for name in combined.keys() - {SHARED_PROMPT_TOKENS}:
-            if not name.endswith(MAXIMUM_SUFFIX):
-                combined[name] *= of_loss if name in OF_LOSS else of_tokens
-        return figures([(last.whole.tokens, self._step(combined, last.planned_updates))])
-
-    def restore(self, location: str | Path) -> None:
-        """See TrainingRank. *Collective.*"""
-        self._forget_parts()
-        super().restore(location)
-
-    def _forget_parts(self) -> None:
-        """Forget the gradients of parts that came before: of a try of a step that has ended. A pass over nothing brings
-        them to where they are kept."""
-        if self._nothing is not None:
-            self._backward(self._nothing, last=True)
-            self._optimizer.forget_gradients()
-            self._nothing, self._parts = None, []
-
     def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, WeightSample]]:
         """The weights in the published dtype, by the names in a checkpoint, tied tensors once; they may share the
         learner's memory. On rank 0; the other ranks' streams are empty. *Collective*: every rank must take all tensors.
@@ -156,14 +99,13 @@ class LearnerRank(TrainingRank):
         And elements of those that were taken, which an engine that has loaded them reads back; none without `tokens`,
         which select them.
         """
-        self._forget_parts()
         stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
         samples: dict[str, WeightSample] = {}
         return (sampling(stream, tokens, samples) if tokens else stream), samples
 
     def published_everywhere(self, lent: Lent | None) -> TensorStream:
-        """As `published`, on every rank, without samples; `lent` brings back what is parked. No gradients of parts may
-        be there. *Collective.*"""
+        """As `published`, on every rank, without samples; `lent` brings back what is parked.
+        *Collective.*"""
         self._policy.settle()  # an evaluation leaves what it has gathered
         return published_stream(self._model, self._spec.dtype, self._policy.device, everywhere=True, lent=lent)
 

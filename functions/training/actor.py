@@ -55,13 +55,9 @@ class TrainingActor(RankActor[S]):
 
     def learn(self, batch: PackedBatch, passes: Passes) -> Mapping[str, float]:
         """See TrainingRank.learn; with `shared_prompt_tokens`, of this call. *Collective.*"""
-        return self._counted(lambda: self._rank.learn(batch, passes))
-
-    def _counted(self, learn: Callable[[], dict[str, float]]) -> Mapping[str, float]:
-        """What `learn` gives, and `shared_prompt_tokens`."""
         before = self._rank.shared_prompt_tokens
         with self._at_work("learn"):
-            metrics = learn()
+            metrics = self._rank.learn(batch, passes)
         return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
     def save(self, location: str, notes: Mapping[str, Any], background: bool) -> bool:

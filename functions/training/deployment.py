@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import ray
@@ -44,31 +44,21 @@ class TrainedFunction(RankedFunction):
 
         Idempotent by step: a repeated call, even during the first, gets the answer of the first.
         """
-        return await self._once(call, lambda: self._learn(call, batch, passes))
-
-    async def _once(self, call: Call, learn: Callable[[], Coroutine[Any, Any, Learned]]) -> Learned:
-        """The answer of the first `learn` of a call."""
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
-            self._learning = (call, asyncio.create_task(learn()))
+            self._learning = (call, asyncio.create_task(self._learn(call, batch, passes)))
             self._asked.set()
             self._asked = asyncio.Event()
         return await asyncio.shield(self._learning[1])
 
     async def _learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Learned:
         start_s = time.time()
-        metrics = (await self._group.all("learn", ray.put(batch), passes))[0]
-        return self._learned(call, metrics, start_s, passes.epochs * len(batch.tokens), passes.epochs * batch.sequences)
-
-    def _learned(
-        self, call: Call, metrics: Mapping[str, float], start_s: float, tokens: int, sequences: int
-    ) -> Learned:
-        """The answer to a call with which the weights have taken its step; it read so many tokens and sequences."""
+        metrics = dict((await self._group.all("learn", ray.put(batch), passes))[0])
         self._step = call.step
-        figures = dict(metrics)
-        shared = int(figures.pop("shared_prompt_tokens", 0))
+        shared = int(metrics.pop("shared_prompt_tokens", 0))
+        tokens, sequences = passes.epochs * len(batch.tokens), passes.epochs * batch.sequences
         usage = CallUsage(input_tokens=tokens, cached_tokens=shared, sequences=sequences)
-        return self.reply(figures, start_s, usage)
+        return self.reply(metrics, start_s, usage)
 
     async def check_shared_storage(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
         """Why ranks cannot read a file that the run has written, or write beside it; empty if all can."""

@@ -31,10 +31,6 @@ class ShardedAdamW:
         dist.all_reduce(squares)  # over copies, too, so that all of them clip by the same number
         return float((squares / self._copies).sqrt())
 
-    def scale_gradients(self, factor: float) -> None:
-        for gradient in self._gradients():
-            gradient.mul_(factor)
-
     def forget_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -43,7 +39,8 @@ class ShardedAdamW:
         """Clip the gradient, whose norm is `norm`, and step, as one of `planned` steps. Returns the learning rate."""
         limit = self._spec.max_grad_norm
         if limit is not None and norm > limit:
-            self.scale_gradients(limit / norm)
+            for gradient in self._gradients():
+                gradient.mul_(limit / norm)
         self.updates += 1
         rate = learning_rate(self._spec, self.updates, planned)
         self._adamw.step(rate, self.updates)

@@ -18,7 +18,7 @@ Deliberately not here: what the loss is, which a subclass says (`_loss`), and re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -188,7 +188,9 @@ class TrainingRank:
         """An optimiser step on each mini-batch, of `planned` in the whole run. Returns `skipped_updates`, the updates
         whose gradient was not finite, and for the other updates means over their response tokens (`*_max` are maxima),
         including `gradient_norm` before clipping and `learning_rate`. *Collective.*"""
-        return figures([(self._weight(part), self._update(part, planned)) for part in parts])
+        updates = [(self._weight(part), self._update(part, planned)) for part in parts]
+        applied = [(weight, metrics) for weight, metrics in updates if metrics is not None]
+        return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
     def _weight(self, batch: PackedBatch) -> int:
         """The weight of a mini-batch's figures among those of a step."""
@@ -215,11 +217,6 @@ class TrainingRank:
 
     def _update(self, batch: PackedBatch, planned: int) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
-        return self._step(over_ranks(combine_metrics(self._backward(batch, last=True))), planned)
-
-    def _backward(self, batch: PackedBatch, *, last: bool) -> list[dict[str, torch.Tensor]]:
-        """Add the gradient of a batch to what has been added so far; it is complete after the `last` batch. Before that
-        nothing may be written to the shards. Returns the metrics of each micro-batch."""
         share = select(batch, self._sequences_of_rank(batch))
         parts = self._cut(share)
         # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
@@ -228,17 +225,13 @@ class TrainingRank:
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
-            ends = last and number == len(in_step)
-            set_gradient_reduction(self._model, alone=self._alone, offload=self._training.offload, last=ends)
+            last = number == len(in_step)
+            set_gradient_reduction(self._model, alone=self._alone, offload=self._training.offload, last=last)
             loss, metrics = self._loss(select(share, part.indices), part.packed)
             torch.autograd.backward(loss)
             shares.append(metrics)
-        if last:
-            self._policy.settle()  # which drops what is not yet added up over copies
-        return shares
-
-    def _step(self, combined: dict[str, float], planned: int) -> dict[str, float] | None:
-        """An optimiser step with the gradient that was added up, whose metrics are `combined`; see `_update`."""
+        self._policy.settle()
+        combined = over_ranks(combine_metrics(shares))
         self.shared_prompt_tokens += int(combined.pop(SHARED_PROMPT_TOKENS))
         norm = self._optimizer.gradient_norm()
         if not np.isfinite(norm):
@@ -248,12 +241,6 @@ class TrainingRank:
         if self._average is not None:
             self._average.update()
         return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": rate}
-
-
-def figures(updates: Sequence[tuple[int, dict[str, float] | None]]) -> dict[str, float]:
-    """The figures of a training step, from the weight of each optimiser step and its metrics."""
-    applied = [(weight, metrics) for weight, metrics in updates if metrics is not None]
-    return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
 
 def default_threads(world_size: int) -> int:

@@ -37,9 +37,6 @@ BUILT_IN: Mapping[str, str] = {
 MAXIMUM_SUFFIX = "_max"
 """Metrics with this suffix combine by maximum. All others are shares of a token mean and combine by sum."""
 
-OF_LOSS = frozenset({"loss", "policy_loss"})
-"""Metrics that are divided as the loss is, and not by tokens."""
-
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:

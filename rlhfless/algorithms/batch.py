@@ -88,16 +88,9 @@ class Denominators:
     """Sequences with generated tokens."""
     groups: int
 
-    def plus(self, other: Denominators) -> Denominators:
-        """Of two parts of a batch, which share no group."""
-        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences, self.groups + other.groups)
-
 
 NO_DENOMINATORS = Denominators(0, 0, 0)
 """Placeholder while a batch is packed."""
-
-UNDIVIDED = Denominators(1, 1, 1)
-"""Of a part of a batch: its losses are sums."""
 
 
 @dataclass(frozen=True, slots=True)

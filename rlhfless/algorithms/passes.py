@@ -3,9 +3,6 @@
 Several passes learn more from samples that were expensive to generate (arXiv 1707.06347, algorithm 1, has K epochs).
 Each pass has its own order of groups, which depends only on the seed: a step that is repeated or resumed has the same
 mini-batches.
-
-A batch of one optimiser step may also come in parts, whose gradients are added up before the last of it is drawn (Part,
-LastParts). What a loss is divided by is known at the end, so they are sums until then.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.algorithms.batch import Denominators, PackedBatch, own_denominators, select
+from rlhfless.algorithms.batch import PackedBatch, own_denominators, select
 from rlhfless.records import IntArray
 
 
@@ -56,28 +53,3 @@ class Passes:
         for epoch in range(self.epochs):
             order = np.random.default_rng([number % 2**64 for number in (*self.seed, epoch)])
             yield from mini_batches(batch, self.mini_batches, order.permutation(batch.groups))
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of the batch of a step, of whole groups."""
-
-    tried: str
-    """Which try of the step it is of: another try has parts of its own, from the first on."""
-    number: int
-    """From 0."""
-    batch: PackedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class LastParts:
-    """The parts of a step that were not sent before, with which its batch is complete."""
-
-    tried: str
-    sent: int
-    """How many parts came before these."""
-    batches: tuple[PackedBatch, ...]
-    whole: Denominators
-    """Of all parts together."""
-    planned_updates: int
-    """See Passes."""

@@ -90,11 +90,10 @@ def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> Rend
         cells = ["-", "-", "-", "-"]
         if row.step_s is not None and row.wall_s is not None:
             cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
-        name = f"{row.schedule}, streaming" if row.streaming else row.schedule
         mark = "refused" if row.refused else "chosen" if row.chosen else ""
-        made.add_row(name, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, mark)
+        made.add_row(row.schedule, f"up to {row.max_staleness}" if row.max_staleness else "0", *cells, mark)
         if row.refused and row.refused not in (reason or ""):
-            refused.setdefault(row.refused, []).append(name)
+            refused.setdefault(row.refused, []).append(row.schedule)
     notes = [f"refused: {' and '.join(names)}: {why}" for why, names in refused.items()]
     return Group(made, *map(Prose, [*notes, *([reason] if reason else [])]))
 

@@ -27,12 +27,11 @@ class AlgorithmState:
         """The algorithm with the settings of a step."""
         return algorithm_of(self._at(step))
 
-    def learn(self, step: int, batch: PackedBatch | None) -> dict[str, float]:
-        """Take note of what a step has drawn, and learns from; returns the step's figures. `batch`: None where it was
-        learned in parts, which an algorithm whose KL follows a target is not."""
+    def learn(self, step: int, batch: PackedBatch) -> dict[str, float]:
+        """Note the batch that a step learns from; return the step's figures."""
         here = self._at(step)
         kl = adaptive_kl(here)
-        self._settings = {step: here, step + 1: here if kl is None or batch is None else adapt_kl(here, batch)}
+        self._settings = {step: here, step + 1: adapt_kl(here, batch)}
         return {} if kl is None else {"kl_coefficient": kl.coefficient}
 
     def coefficient_after(self, step: int) -> float | None:

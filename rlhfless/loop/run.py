@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
-from rlhfless.algorithms.passes import LastParts, Part
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
@@ -35,7 +34,6 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes
-from rlhfless.spec.streaming import waits_for
 from rlhfless.tasks import gather_or_cancel
 from rlhfless.weights.monitor import RolloutMonitor
 
@@ -77,13 +75,6 @@ class Run(TrainedRun):
         super().__post_init__()
         self.algorithms = AlgorithmState(self.spec.algorithm)
         self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
-        if self.spec.schedule.streaming and (why := waits_for(self.spec)):
-            log.info("the learner waits for all samples of a step: %s", why)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the learner begins with the groups of a step that are complete, while others are drawn."""
-        return self.spec.schedule.streaming and not waits_for(self.spec)
 
     @property
     def generation(self) -> ReplicaPool:
@@ -224,15 +215,6 @@ class Run(TrainedRun):
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
         return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
-
-    async def accumulate(self, call: Call, part: Part) -> None:
-        """Add the gradient of a part of a step that is still drawn."""
-        await self.work(self._the_learner, Work.LEARN, "accumulate", call, part)
-
-    async def finish(self, call: Call, last: LastParts, sent: asyncio.Event) -> Mapping[str, float]:
-        """The training step of a batch that came in parts; returns its metrics."""
-        metrics: Mapping[str, float] = await self.work(self._the_learner, Work.LEARN, "finish", call, last, sent=sent)
-        return metrics
 
     async def average(self) -> PublishedWeights | None:
         """Have the learner publish the average of its weights; None if it keeps none."""

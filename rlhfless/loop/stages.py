@@ -26,34 +26,18 @@ ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
 ComputeColumn = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
 
 
-def ignored(_: Group) -> None:
-    """Nobody waits for a group."""
-
-
 async def collect(
-    groups: AsyncIterator[Group],
-    count: int,
-    score: ScoreGroups,
-    columns: Mapping[str, ComputeColumn],
-    passed: Callable[[Group], None] = ignored,
+    groups: AsyncIterator[Group], count: int, score: ScoreGroups, columns: Mapping[str, ComputeColumn]
 ) -> Experience:
     """Run `score` and each of `columns` on groups as they come; returns when all groups have passed them, with the
-    results added to each sample. `passed` gets each group when it has, in the order in which they came.
+    results added to each sample.
 
     Once `count` groups have come, the stages do not wait for more: the stream has no further groups, though it may not
     have ended. Raises RuntimeError if the stream ends before that, and what a stage or the stream raised; then the
     other stages are cancelled.
     """
     drawn: dict[str, Group] = {}
-    finished: dict[str, Group] = {}
-
-    def through(prompt_id: str) -> None:
-        if all(prompt_id in stage.results for stage in stages.values()):
-            results = {name: stage.results[prompt_id] for name, stage in stages.items()}
-            finished[prompt_id] = drawn[prompt_id].adding(**results)
-            passed(finished[prompt_id])
-
-    stages: dict[str, _Stage[Any]] = {name: _Stage(work, through) for name, work in {"score": score, **columns}.items()}
+    stages: dict[str, _Stage[Any]] = {name: _Stage(work) for name, work in {"score": score, **columns}.items()}
 
     async def feed() -> None:
         async for group in groups:
@@ -65,7 +49,12 @@ async def collect(
 
     await gather_or_cancel(feed(), *(stage.run() for stage in stages.values()))
 
-    return Experience(tuple(finished[prompt_id] for prompt_id in sorted(finished)))
+    return Experience(
+        tuple(
+            drawn[prompt_id].adding(**{name: stage.results[prompt_id] for name, stage in stages.items()})
+            for prompt_id in sorted(drawn)
+        )
+    )
 
 
 async def with_columns(experience: Experience, columns: Mapping[str, ComputeColumn]) -> Experience:
@@ -80,12 +69,8 @@ async def with_columns(experience: Experience, columns: Mapping[str, ComputeColu
 class _Stage(Generic[T]):
     """One consumer of groups, which adds a T to each sample."""
 
-    def __init__(
-        self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]], through: Callable[[str], None]
-    ) -> None:
-        """`through` gets the prompt of each group whose result is there."""
+    def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work
-        self._through = through
         self._queue: asyncio.Queue[Group] = asyncio.Queue()
         self._ended = asyncio.Event()
         self.results: dict[str, Sequence[T]] = {}
@@ -105,4 +90,3 @@ class _Stage(Generic[T]):
             results = await self._work(batch)
             for group, result in zip(batch, results, strict=True):
                 self.results[group.prompt.prompt_id] = result
-                self._through(group.prompt.prompt_id)

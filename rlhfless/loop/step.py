@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -19,34 +18,19 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.redraws import redrawn, with_signal
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
-from rlhfless.loop.stages import ComputeColumn, collect, ignored, with_columns
+from rlhfless.loop.stages import ComputeColumn, collect, with_columns
 from rlhfless.loop.staleness import by_token, split, staleness_of
 from rlhfless.loop.step_context import StepContext
-from rlhfless.loop.streaming import Streaming
 from rlhfless.loop.summary import drawn_metrics, step_metrics
-from rlhfless.records import Experience, FinishReason, Group, PublishedWeights, StepRecord
+from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
 from rlhfless.spec import Needs
 from rlhfless.tasks import beside, gather_or_cancel
 
 
 async def rollout(run: Run, context: StepContext) -> Experience:
-    """Draw the samples of a step with the weights that were published last, and score them. Raises what a stage
-    raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout."""
-    if not run.streams:
-        return await _rolled_out(run, context)
-    needs = run.spec.algorithm.needs
-    streaming = context.streaming = Streaming(
-        run.spec,
-        context.request,
-        lambda groups: learned_batch(_with_targets(run, context.step, pack(groups.groups)), groups, needs),
-        run.accumulate,
-        run.finish,
-    )
-    return await streaming.beside(_rolled_out(run, context))
-
-
-async def _rolled_out(run: Run, context: StepContext) -> Experience:
-    request, passed = context.request, context.streaming.add if context.streaming else ignored
+    """Generate the samples of a step with the newest published weights, and score them. Raises what a stage raised:
+    WeightCheckFailed, RewardError, ReplicaLost, CallTimeout."""
+    request = context.request
     columns = run.columns_of(context.call)
 
     def generation(wanted: RolloutRequest) -> GenerationStage:
@@ -55,7 +39,7 @@ async def _rolled_out(run: Run, context: StepContext) -> Experience:
         return stage
 
     async def draw(wanted: RolloutRequest) -> Experience:
-        (experience,) = await drawn(run, {generation(wanted): columns}, context.oldest, passed)
+        (experience,) = await drawn(run, {generation(wanted): columns}, context.oldest)
         return experience
 
     redraws = run.spec.algorithm.needs.redraws
@@ -68,12 +52,10 @@ async def drawn(
     run: Run,
     stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]],
     oldest: int,
-    passed: Callable[[Group], None] = ignored,
     apart: PublishedWeights | None = None,
 ) -> Sequence[Experience]:
     """The samples of each stage, scored and with its columns; all are drawn at once, with the newest weights, which are
-    at least of the step `oldest`; or with weights `apart` from those of the run, such as their average. `passed`: see
-    `collect`.
+    at least of the step `oldest`; or with weights `apart` from those of the run, such as their average.
 
     Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Samples that are all in
     the journal need no engine.
@@ -84,7 +66,7 @@ async def drawn(
     async def collected(stage: GenerationStage, columns: Mapping[str, ComputeColumn]) -> Experience:
         request = stage.request
         await asked.wait()  # the sync before this one may have left the actors with older weights
-        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns, passed)
+        return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns)
 
     if not any(stage.recall() for stage in stages):
         asked.set()
@@ -114,23 +96,16 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     kept = without_failures(experience, run.spec.scoring, step)
     needs = run.spec.algorithm.needs
     learned_from = with_signal(kept) if needs.with_signal else kept
-    figures: dict[str, float] = {}
-    learn: Callable[[asyncio.Event], Coroutine[Any, Any, Mapping[str, float]]]
-    whole: PackedBatch | None = None
-    if streaming := context.streaming:
-        learn = partial(streaming.finish, learned_from)
-    else:
-        whole = await _whole_batch(run, context, learned_from)
-        if staleness and staleness.differs:
-            behind = by_token(learned_from.groups, run.published.version)
-            whole = replace(whole.with_columns(staleness=behind), oldest=max(staleness.most, 0))
-        batch = learned_batch(whole, learned_from, needs)
-        figures = await run.keepers.update_others(call, batch)
-        learn = partial(run.keepers.learn, run.learner, call, batch)
+    whole = await _whole_batch(run, context, learned_from)
+    if staleness and staleness.differs:
+        behind = by_token(learned_from.groups, run.published.version)
+        whole = replace(whole.with_columns(staleness=behind), oldest=max(staleness.most, 0))
+    batch = learned_batch(whole, learned_from, needs)
+    figures = await run.keepers.update_others(call, batch)
     if run.spec.updates_policy(step):
         learning, publishing = asyncio.Event(), asyncio.Event()
         learned, run.published, drawn = await gather_or_cancel(
-            learn(learning),
+            run.keepers.learn(run.learner, call, batch, learning),
             run.publish(call, sent=publishing),
             taken(run, context, experience, kept, after=[learning, publishing]),
         )

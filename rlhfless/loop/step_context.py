@@ -11,7 +11,6 @@ from rlhfless.loop.rollout_request import RolloutRequest
 
 if TYPE_CHECKING:
     from rlhfless.loop.generation import GenerationStage
-    from rlhfless.loop.streaming import Streaming
 
 
 @dataclass(slots=True)
@@ -38,8 +37,6 @@ class StepContext:
     """The step of the oldest version that may draw its samples: the newest when it began."""
     stage: GenerationStage | None = None
     """Its generation, once that has begun."""
-    streaming: Streaming | None = None
-    """What the learner gets while the step is drawn, if it begins then."""
 
     @property
     def step(self) -> int:

@@ -72,7 +72,7 @@ class ReinforcePlusPlusSpec(ClippedLossSpec):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, samples_per_prompt=2 if self.group_baseline else 1, by_group=None)
+        return replace(super().needs, samples_per_prompt=2 if self.group_baseline else 1)
 
 
 class GSPOSpec(GroupRelativeSpec, ClippedLossSpec):
@@ -150,7 +150,7 @@ class PPOSpec(ClippedLossSpec):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, values=True, samples_per_prompt=1, by_group=None)
+        return replace(super().needs, values=True, samples_per_prompt=1)
 
 
 class OwnAlgorithmSpec(OwnSpec):

@@ -15,7 +15,6 @@ Level = Literal["token", "sequence", "geometric"]
 
 Aggregation = Literal["token", "sequence", "constant"]
 
-Denominator = Literal["tokens", "sequences"]
 """What a loss is divided by: the tokens of the optimiser step that the model drew, or the sequences with any."""
 
 
@@ -47,11 +46,6 @@ class Needs:
     redraws: int = 0
     """How many times a step draws other prompts in place of those whose samples have all the same reward. With any,
     the latter are not learned from."""
-
-    by_group: Denominator | None = None
-    """Its advantages of a group follow from that group alone, and its loss is a sum over tokens that is divided by this
-    number of the optimiser step: so learning may begin with complete groups (`schedule.streaming`). None: it needs the
-    whole batch first."""
 
     signal_only: bool = False
     """Prompts whose samples have all the same reward are left out before learning, unless all of them are."""
@@ -193,13 +187,7 @@ class PolicyLossSpec(SpecModel):
             entropy_gradient=self.entropy_bonus > 0,
             samples_per_prompt=2,
             whole_responses=self.mask_truncated,
-            by_group=self._by_group(),
         )
-
-    def _by_group(self) -> Denominator | None:
-        if self.aggregation == "token":
-            return "tokens"
-        return None if self.entropy_bonus else "sequences"  # the bonus is a token mean
 
 
 class ComparedSpec(PolicyLossSpec):

@@ -19,6 +19,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Use `rloo`, whose baseline is the mean reward of the prompt's other samples, or `grpo`; both need "
             "samples_per_prompt of 2 or more, and no greedy response"
         ),
+        "schedule.streaming": "Leave it out, or use `schedule: one_step_off` to overlap generation and learning",
     }
 )
 """By spelling, the way out."""

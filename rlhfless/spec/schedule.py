@@ -22,11 +22,6 @@ class SyncSpec(SpecModel):
 
     type: Literal["sync"] = "sync"
 
-    streaming: bool = False
-    """The learner begins with the gradients of complete groups while others are still drawn, and steps when the last
-    ones are there: the same update, up to the order of sums. Where that cannot be, a line of the log says why
-    (rlhfless.spec.streaming), and the learner waits for all samples of a step."""
-
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
     """Most steps that are drawn while an earlier one is still to be learned from."""
@@ -44,7 +39,6 @@ class PartialSpec(SpecModel):
     that groups of long responses are learned from some steps after they were begun."""
 
     type: Literal["partial"] = "partial"
-    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
 
@@ -65,7 +59,6 @@ class TailBatchingSpec(SpecModel):
     prompts with short responses, and now and then from those with long ones."""
 
     type: Literal["tail_batching"] = "tail_batching"
-    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 0
 
@@ -83,7 +76,6 @@ class OneStepOffSpec(SpecModel):
     first learns from samples that are one version old. Weights are loaded between two steps."""
 
     type: Literal["one_step_off"] = "one_step_off"
-    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 1
 
@@ -98,7 +90,6 @@ class AsyncSpec(SpecModel):
     step is only begun when it cannot become too old."""
 
     type: Literal["async"] = "async"
-    streaming: ClassVar[bool] = False
 
     max_staleness: Annotated[int, Field(ge=1, le=MOST_STALENESS)] = 2
     """Most versions that the weights of a sample may be behind: so many steps are drawn ahead of the learner."""
@@ -119,7 +110,6 @@ class AutoSpec(SpecModel):
     with what was faster. Where the longer of generation and learning takes nearly the whole step, nothing is tried."""
 
     type: Literal["auto"] = "auto"
-    streaming: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     steps_ahead: ClassVar[int] = 1
 
@@ -145,9 +135,6 @@ class OwnScheduleSpec(OwnSpec):
 
     in_flight: ClassVar[bool] = False
     """See AsyncSpec."""
-
-    streaming: ClassVar[bool] = False
-    """See SyncSpec."""
 
     @property
     def max_staleness(self) -> int:

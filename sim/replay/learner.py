@@ -134,7 +134,6 @@ def _shape(trace: Trace, latency: LatencyFile, fit: LearnerFit, allocation: Allo
         latency.publish_s,
         int(trace.meta.spec.get("mini_batches", 1)) * ranks,
         epochs_of(trace, FunctionName.LEARNER),
-        _streamed(trace),
     )
 
 
@@ -195,12 +194,3 @@ def _change_s(trace: Trace, decisions: Sequence[Decision]) -> Callable[[GroupSiz
         return median(took_s.get((str(before), str(after))) or every or [start_s])
 
     return change_s
-
-
-def _streamed(trace: Trace) -> bool:
-    """Whether the learner took parts of a step before its generation had ended."""
-    drawn_s = {call.step: call.end_s for call in trace.invocations if call.work is Work.GENERATE}
-    return any(
-        call.work is Work.LEARN and call.function == FunctionName.LEARNER and call.end_s < drawn_s.get(call.step, 0.0)
-        for call in trace.invocations
-    )

@@ -171,7 +171,6 @@ class ScenarioLayout:
             timing.publish_s(scenario, self._measured),
             scenario.learner.mini_batches * count,
             scenario.learner.epochs,
-            scenario.schedule.streaming and self._placement.mode == "disaggregated",
             paid_around=timing.paid_around(scenario, count),
         )
 

@@ -113,7 +113,9 @@ LIVE = (
     Smoke("hostile_api", (r"answers of 5xx +0 ", r"processes left +0 ", r"files left +0 ", "0 did not hold"), MODEL),
     Smoke("demo_api", (rf"command to exit +service / run {NUMBER}", rf"steps alone +service / run {NUMBER}"), MODEL),
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
-    Smoke("schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "streaming", "async"))),
+    Smoke(
+        "schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "one_step_off", "async"))
+    ),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
     Smoke("logprobs", tuple(rf"8 +{row}( +{NUMBER}){{4}}" for row in ("vLLM's", "ours", "neither"))),
     Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),

@@ -32,7 +32,7 @@ def lines(content: object, columns: int = 80) -> list[str]:
 
 def schedule(name: str, refused: str | None = None, chosen: bool = False) -> PlannedSchedule:
     return PlannedSchedule(
-        schedule=name, streaming=False, max_staleness=0, step_s=65.39, step_usd=0.0021, wall_s=1308.0, cost_usd=0.0417,
+        schedule=name, max_staleness=0, step_s=65.39, step_usd=0.0021, wall_s=1308.0, cost_usd=0.0417,
         refused=refused, chosen=chosen,
     )  # fmt: skip
 

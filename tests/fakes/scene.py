@@ -14,7 +14,7 @@ import numpy as np
 from fakes.fleet import FakePool, prompt, runner
 from fakes.ledgers import ledger_in
 from fakes.stage import until
-from rlhfless.algorithms.passes import Part
+from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call
 from rlhfless.loop.prompt_history import PromptHistory
 from rlhfless.loop.run import Run
@@ -52,9 +52,7 @@ class Function:
     def __init__(self, function: FunctionName, ledger: Any, calls: list[tuple[str, str, int]], gated: bool = False):
         self.function, self.kind, self.allocations = function, declared()[function], ()
         self.asked: list[tuple[str, int]] = []
-        self.learned: list[Any] = []
-        """The batch of each step, or its last parts."""
-        self.parts: list[Part] = []
+        self.learned: list[PackedBatch] = []
         self.computed = 0
         """Calls that have asked for a column: each gets another value."""
         self.gate = asyncio.Event()
@@ -93,10 +91,7 @@ class Function:
                 return scored(arguments[0])
             case "evaluate":
                 return np.where(arguments[0].response_mask, OLD_LOGPROB, 0).astype(np.float32)
-            case "accumulate":
-                self.parts.append(arguments[0])
-                return None
-            case "learn" | "finish":
+            case "learn":
                 self.learned.append(arguments[0])
                 return {"loss": 0.5} if self.kind.publishes else {"value_loss": 0.25}
             case "compute":

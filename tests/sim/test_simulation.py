@@ -20,7 +20,6 @@ from fakes.small_fleet import (
     SLEEP_S,
     actor,
     batch_of,
-    called,
     on,
     one_step,
     setup_of,
@@ -70,23 +69,6 @@ def test_one_step_by_hand() -> None:
     assert usage.busy_device_s == pytest.approx(0.3 + drawn_s - SERVING_S)
     assert usage.cost_usd == pytest.approx((end_s - 5.0) * 3.6 / 3600)
     assert summary.steps[0].phases_s[Phase.SCORING] == pytest.approx(0.004)
-
-
-def test_a_learner_that_streams_has_the_last_part_left_when_generation_ends() -> None:
-    """Three groups of 8, 55 and 105 tokens are three parts; it takes the first two while others are drawn."""
-
-    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        return (Start(2),) if isinstance(event, StepBegan) else ()
-
-    learner = dataclasses.replace(LEARNER, streaming=True)
-    batch = batch_of([(5, [3]), (5, [50]), (5, [100])])
-    simulation, generation = one_step(setup_of(actor(0), learner=learner), Scripted(answer), batch)
-    learned = called(simulation, Work.LEARN)
-    complete_s = generation.progress.table.complete_s
-    assert [call.start_s for call in learned[:2]] == pytest.approx(complete_s[:2].tolist())
-    assert [call.end_s - call.start_s for call in learned] == pytest.approx([0.008, 0.055, 0.2 + 0.105])
-    assert learned[-1].start_s == pytest.approx(generation.end_s + 0.004)
-    assert simulation.ledger.steps[0].end_s == pytest.approx(generation.end_s + 0.004 + 0.2 + 0.105 + 0.05)
 
 
 def test_a_start_ahead_of_time() -> None:

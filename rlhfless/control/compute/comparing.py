@@ -32,10 +32,9 @@ from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.plan import order_of
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.rows import MILLION
-from rlhfless.spec import PlacementSpec, RunSpec
+from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
-from rlhfless.spec.streaming import waits_for
 
 COUNTS = (1, 8, 16, 64)
 """Numbers of devices of a kind of the price book: one, a node, two nodes, eight. The smallest that holds the run is
@@ -54,7 +53,7 @@ LEARNER_SHARES = (4, 2)
 """Disaggregated, the learner's side has one of so many devices: published runs give it a quarter to a half."""
 
 LEARNER_KIND, LEARNER_DEVICES = "placement.learner_kind", "placement.learner_devices"
-TURNS, SCHEDULE, STREAMING = "placement.turns", "schedule.type", "schedule.streaming"
+TURNS, SCHEDULE = "placement.turns", "schedule.type"
 OWN_SCHEDULE = "schedule"
 
 Again = Callable[[float, Sequence["Choice"]], Sequence[Predicted | None]]
@@ -227,12 +226,10 @@ def _placements(spec: RunSpec, kind: str, count: int, sides: Mapping[str, Any]) 
     if not sides:
         yield {"placement.mode": "colocated", SCHEDULE: "sync"}  # nothing overlaps on shared devices
         yield from ({"placement.mode": "colocated", **own} for own in _own(spec) if not spec.schedule.steps_ahead)
-    other = spec.model_copy(update={"placement": PlacementSpec(mode="disaggregated")})
-    streams = () if waits_for(other) else ({SCHEDULE: "sync", STREAMING: True},)
     learners = sorted({count // share for share in LEARNER_SHARES} - {0}) if kind != CPU_KIND else ()
     split = [{"placement.mode": "disaggregated", LEARNER_DEVICES: learner} for learner in learners]
     for apart in [sides] if sides else split:
-        for schedule in ({SCHEDULE: "sync"}, *streams, {SCHEDULE: "one_step_off"}, *_own(spec)):
+        for schedule in ({SCHEDULE: "sync"}, {SCHEDULE: "one_step_off"}, *_own(spec)):
             yield {**apart, **schedule}
 
 
@@ -313,9 +310,8 @@ def placement_of(choice: Choice) -> str:
         return f"in turns{own}"
     if choice.changes.get("placement.mode") == "disaggregated":
         ahead = ", 1 ahead" if choice.changes.get(SCHEDULE) == "one_step_off" else own
-        streaming = ", streaming" if choice.changes.get(STREAMING) else ""
         of = f" {kind}" if (kind := choice.changes.get(LEARNER_KIND)) else ""
-        return f"{choice.changes[LEARNER_DEVICES]}{of} learn{ahead}{streaming}"
+        return f"{choice.changes[LEARNER_DEVICES]}{of} learn{ahead}"
     return f"co-located{own}"
 
 

@@ -41,7 +41,6 @@ from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
 from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
-from rlhfless.spec.streaming import waits_for
 
 STEPS, STEPS_QUICK = 6, 3
 """Steps that are simulated; the first is left out, because it has the starts."""
@@ -345,10 +344,9 @@ def _scenario(
 
 def _schedule(spec: RunSpec) -> ScheduleSpec:
     """The schedule of a scenario. Functions that share devices do not gain by overlap: their work adds up, as with
-    `sync`. Nor does a learner that streams and has to wait."""
-    schedule = spec.schedule
-    in_turn = schedule.steps_ahead and spec.placement.mode == "colocated"
-    return SyncSpec() if in_turn or (schedule.streaming and waits_for(spec)) else schedule
+    `sync`."""
+    in_turn = spec.schedule.steps_ahead and spec.placement.mode == "colocated"
+    return SyncSpec() if in_turn else spec.schedule
 
 
 def _state_bytes(asked: Question) -> float:

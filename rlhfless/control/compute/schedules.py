@@ -1,10 +1,9 @@
 """The schedules of a run side by side on its devices: time, cost and how old samples get; which of them the contract
 chooses within the spec's bound on staleness; and where overlap loses.
 
-Older samples and another order of the data are prices of their own, and the order of sums with streaming is a small
-one, so each schedule has to save time against `sync`. One that overlaps cannot where generation and learning share the
-devices, whose work then adds up, or where one of the two takes nearly the whole step; one that leaves long responses to
-later steps cannot where lengths hardly differ.
+Older samples and another order of the data are prices of their own, so each schedule has to save time against `sync`.
+One that overlaps cannot where generation and learning share the devices, whose work then adds up, or where one of the
+two takes nearly the whole step; one that leaves long responses to later steps cannot where lengths hardly differ.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from rlhfless.spec import (
     TailBatchingSpec,
     WeightedSpec,
 )
-from rlhfless.spec.streaming import waits_for
 
 LEAST_SAVING = AutoSpec().least_saving
 """Share of a step of `sync` that another schedule has to save."""
@@ -54,10 +52,6 @@ class _Tried:
     refused: str | None
 
     @property
-    def name(self) -> str:
-        return f"{self.schedule.type} with streaming" if self.schedule.streaming else self.schedule.type
-
-    @property
     def figures(self) -> tuple[float, float]:
         """Seconds and US dollars of the run."""
         assert self.found is not None
@@ -68,7 +62,6 @@ class _Tried:
         cost = None if self.found is None else self.found.cost
         return {
             "schedule": self.schedule.type,
-            "streaming": self.schedule.streaming,
             "max_staleness": self.schedule.max_staleness,
             "step_s": None if cost is None else cost.step_s,
             "step_usd": None if cost is None else cost.cost_usd / cost.steps,
@@ -80,15 +73,15 @@ class _Tried:
 
 
 def schedules_of(asked: Question, predict: Predict) -> dict[str, Any]:
-    """`schedules` and `schedule_reason` of PlanObject: `sync`, also with streaming, and the others as in the spec or by
-    default; and which of them the plan chooses. Nothing for a run that draws nothing."""
+    """`schedules` and `schedule_reason` of PlanObject: `sync`, and the others as in the spec or by default; and which
+    of them the plan chooses. Nothing for a supervised run."""
     if asked.spec.supervised:
         return NO_SCHEDULES
     own = asked.spec.schedule
     kinds = (PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec)
     others: list[ScheduleSpec] = [own if isinstance(own, kind) else kind() for kind in kinds]
     tried: list[_Tried] = []
-    for schedule in (SyncSpec(), SyncSpec(streaming=True), *others):
+    for schedule in (SyncSpec(), *others):
         found, why = _predicted(asked, schedule, predict)
         base = tried[0].found if tried else found
         if found is not None and base is not None:
@@ -130,8 +123,8 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
     bound = spec.schedule.max_staleness
     contract = contract_for_step(spec.scaling.contract, steps_left=spec.steps)
     parts = [
-        f"{chosen.name} is chosen by the contract (of a step: {contract}), among schedules whose samples are at most "
-        f"{bound} version{'' if bound == 1 else 's'} behind, as with schedule.type {spec.schedule.type}"
+        f"{chosen.schedule.type} is chosen by the contract (of a step: {contract}), among schedules whose samples are "
+        f"at most {bound} version{'' if bound == 1 else 's'} behind, as with schedule.type {spec.schedule.type}"
     ]
     if (limit := limit_of_run(spec)) is not None and chosen.figures[
         isinstance(spec.scaling.contract, FastestSpec)
@@ -139,8 +132,8 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
         parts.append("none of them keeps it")
     refused: dict[str, list[str]] = {}
     for each in tried:
-        if each.refused and (each.schedule.streaming or each.schedule.steps_ahead):
-            refused.setdefault(each.refused, []).append(each.name)
+        if each.refused and each.schedule.steps_ahead:
+            refused.setdefault(each.refused, []).append(each.schedule.type)
     parts += [f"{' and '.join(names)}: refused, {why}" for why, names in refused.items()]
     beyond = [each for each in tried if each.found is not None and not each.refused]
     fastest = min(beyond, key=lambda each: each.figures)
@@ -166,8 +159,6 @@ def _refused(asked: Question, schedule: ScheduleSpec, one: Predicted, sync: Pred
     """Why a schedule brings nothing; None if it does."""
     if schedule == SyncSpec():
         return None
-    if schedule.streaming and (why := waits_for(asked.spec)):
-        return why
     if schedule.steps_ahead and asked.spec.placement.mode == "colocated":
         return "generation and learning share the devices: their work adds up, and samples get older for nothing"
     saved = 1 - one.cost.step_s / sync.cost.step_s
@@ -176,7 +167,7 @@ def _refused(asked: Question, schedule: ScheduleSpec, one: Predicted, sync: Pred
     saves = (
         f"it {'saves' if saved > 0 else 'costs'} {abs(saved):.0%} of a step" if round(saved, 2) else "it saves nothing"
     )
-    if not (schedule.streaming or schedule.steps_ahead):
+    if not schedule.steps_ahead:
         return f"{saves}: the longest responses hold a step up little"
     shares = {name: sync.shares.get(name, 0.0) for name in (FunctionName.GENERATION, FunctionName.LEARNER)}
     longer = max(shares, key=lambda name: shares[name])

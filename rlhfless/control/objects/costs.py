@@ -82,8 +82,6 @@ class PlannedSchedule(ApiObject):
     """A schedule of a run on the chosen devices, at the expected lengths."""
 
     schedule: str
-    streaming: bool
-    """Whether the learner begins with complete groups while others are drawn."""
     max_staleness: int
     """Versions that samples may be behind the learner."""
     step_s: float | None

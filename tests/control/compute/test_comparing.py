@@ -200,7 +200,7 @@ def test_numbers_of_prefill_actors_are_tried_with_a_connector_of_the_devices() -
 def test_a_learner_on_other_devices_is_a_choice() -> None:
     choices = choices_of(SPEC, ["8xl40s+2xh100", "4xh100"])
     own = [each for each in choices if each.devices == {"l40s": 8, "h100": 2}]
-    assert [each.changes["schedule.type"] for each in own] == ["sync", "sync", "one_step_off"]
+    assert [each.changes["schedule.type"] for each in own] == ["sync", "one_step_off"]
     assert [(each.devices, each.changes["placement.mode"]) for each in choices[len(own) :][:2]] == [
         ({"h100": 4}, "colocated"),
         ({"h100": 4}, "disaggregated"),
@@ -208,7 +208,7 @@ def test_a_learner_on_other_devices_is_a_choice() -> None:
     placement = spec_of(SPEC, own[0]).placement
     assert (placement.kind, placement.devices) == ("l40s", 8)
     assert (placement.learner_kind, placement.learner_devices) == ("h100", 2)
-    assert placement_of(own[2]) == "2 h100 learn, 1 ahead"
+    assert placement_of(own[1]) == "2 h100 learn, 1 ahead"
     before = SPEC.model_copy(update={"placement": placement})
     assert spec_of(before, choices[-1]).placement.learner_kind is None, "a choice of one kind has one"
     with pytest.raises(InputError, match="names h100 for both sides\n    write 10xh100"):
@@ -244,20 +244,12 @@ def test_drafts_that_nobody_measured_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_the_learners_side_gets_a_quarter_or_half_of_the_devices() -> None:
-    shared = (None, "sync", False)
+    shared = (None, "sync")
     for text, apart in {"1xh100": [], "2xh100": [1], "8xh100": [2, 4], "4xcpu-core": []}.items():
         tries = [choice.changes for choice in choices_of(SPEC, [text])]
         keys = ("placement.learner_devices", "schedule.type")
-        found = [(*map(changes.get, keys), changes.get("schedule.streaming", False)) for changes in tries]
-        schedules = (("sync", False), ("sync", True), ("one_step_off", False))
-        assert found == [shared, *((each, *schedule) for each in apart for schedule in schedules)]
-
-
-def test_streaming_is_not_tried_where_the_learner_would_wait() -> None:
-    two_updates = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | {"mini_batches": 2})
-    tries = [choice.changes for choice in choices_of(two_updates, ["8xh100"])]
-    assert len(tries) == 5
-    assert not any("schedule.streaming" in changes for changes in tries)
+        found = [tuple(map(changes.get, keys)) for changes in tries]
+        assert found == [shared, *((each, schedule) for each in apart for schedule in ("sync", "one_step_off"))]
 
 
 def test_a_choice_changes_the_spec_and_leaves_open_what_was() -> None:
@@ -331,7 +323,7 @@ def test_the_first_row_is_the_contracts(monkeypatch: pytest.MonkeyPatch, contrac
 def test_devices_that_are_there_are_tried_in_every_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = searched(monkeypatch, 1, present={"h100": 4, CPU_KIND: 2, "unheard-of": 3})
     own = [each.choice for each in found if (each.choice.kind, each.choice.count) == ("h100", 4)]
-    assert len(own) == 7
+    assert len(own) == 5
     assert any(each.choice.kind == CPU_KIND for each in found)
     keys = [(each.choice.kind, each.choice.count, str(each.choice.changes)) for each in found]
     assert len(keys) == len(set(keys))

@@ -77,10 +77,8 @@ def test_devices_and_placements_are_compared(shared_client: httpx.Client, spec: 
     assert {(row["kind"], row["count"], row["placement"]) for row in rows} == {
         ("h100", 4, "co-located"),
         ("h100", 4, "1 learn"),
-        ("h100", 4, "1 learn, streaming"),
         ("h100", 4, "1 learn, 1 ahead"),
         ("h100", 4, "2 learn"),
-        ("h100", 4, "2 learn, streaming"),
         ("h100", 4, "2 learn, 1 ahead"),
         ("l40s", 1, "co-located"),
     }

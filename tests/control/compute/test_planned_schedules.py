@@ -32,7 +32,7 @@ def predictor(seconds: dict[str, float], shares: dict[str, float]) -> Any:
 
     def predict(asked: Question) -> tuple[Predicted, None]:
         schedule = asked.spec.schedule
-        step_s = seconds["streaming" if schedule.streaming else schedule.type]
+        step_s = seconds[schedule.type]
         cost = PlannedCost(
             steps=10, step_s=step_s, wall_s=10 * step_s, wall_low_s=0, wall_high_s=0,
             cost_usd=0.1 * step_s, cost_low_usd=0, cost_high_usd=0,
@@ -46,7 +46,7 @@ LENGTHS = Lengths(300.0, 300.0, 0.5, 100.0, "by hand", known=True)
 EVEN = {"generation": 0.5, "learner": 0.48}
 
 
-SECONDS = {"sync": 10.0, "streaming": 7.0, "partial": 8.0, "tail_batching": 9.9, "one_step_off": 6.0, "async": 5.5}
+SECONDS = {"sync": 10.0, "partial": 8.0, "tail_batching": 9.9, "one_step_off": 6.0, "async": 5.5}
 
 
 def rows_of(asked: Question, predict: Any) -> list[dict[str, Any]]:
@@ -55,32 +55,30 @@ def rows_of(asked: Question, predict: Any) -> list[dict[str, Any]]:
 
 
 def refusals(rows: list[dict[str, Any]]) -> dict[str, str | None]:
-    return {"streaming" if row["streaming"] else row["schedule"]: row["refused"] for row in rows}
+    return {row["schedule"]: row["refused"] for row in rows}
 
 
 def test_schedules_that_save_time_are_shown_with_their_price() -> None:
     rows = rows_of(question(), predictor(SECONDS, EVEN))
-    assert [(row["schedule"], row["streaming"], row["max_staleness"]) for row in rows] == [
-        ("sync", False, 0),
-        ("sync", True, 0),
-        ("partial", False, 2),
-        ("tail_batching", False, 0),
-        ("one_step_off", False, 1),
-        ("async", False, 2),
+    assert [(row["schedule"], row["max_staleness"]) for row in rows] == [
+        ("sync", 0),
+        ("partial", 2),
+        ("tail_batching", 0),
+        ("one_step_off", 1),
+        ("async", 2),
     ]
     little = "it saves 1% of a step: the longest responses hold a step up little"
     assert refusals(rows) == dict.fromkeys(SECONDS) | {"tail_batching": little}
-    assert rows[4]["step_usd"] == pytest.approx(0.06)
+    assert rows[3]["step_usd"] == pytest.approx(0.06)
     for row in rows:
         PlannedSchedule.model_validate(row)
 
 
 def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
-    seconds = SECONDS | {"streaming": 9.9, "one_step_off": 9.8, "async": 9.0}
+    seconds = SECONDS | {"one_step_off": 9.8, "async": 9.0}
     predict = predictor(seconds, {"generation": 0.97, "learner": 0.02})
     rows = rows_of(question(schedule={"type": "async", "max_staleness": 5}), predict)
     found = refusals(rows)
-    assert found["streaming"] == "it saves 1% of a step: generation alone takes 97% of one with sync"
     assert found["one_step_off"] == "it saves 2% of a step: generation alone takes 97% of one with sync"
     assert (found["async"], rows[-1]["max_staleness"]) == (None, 5), "as in the spec"
 
@@ -92,7 +90,6 @@ def test_overlap_is_refused_where_one_half_takes_the_whole_step() -> None:
 def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, Any], why: str) -> None:
     found = refusals(rows_of(question(placement=placement), predictor(SECONDS, EVEN)))
     assert [name for name, refused in found.items() if refused and why in refused] == [
-        "streaming",
         "one_step_off",
         "async",
     ]
@@ -102,30 +99,30 @@ def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, A
 @pytest.mark.parametrize(
     ("schedule", "chosen"),
     [
-        ("sync", "streaming"),
+        ("sync", "sync"),
         ("auto", "one_step_off"),
         ("async", "async"),
         ("partial", "one_step_off"),  # the spec lets samples get two versions old, and draws in its own order
-        ("tail_batching", "streaming"),
+        ("tail_batching", "sync"),
     ],
 )
 def test_the_fastest_is_chosen_whose_samples_are_no_older_than_with_the_specs_own(schedule: str, chosen: str) -> None:
     seconds = SECONDS | {"async": 6.5} if schedule == "partial" else SECONDS
     rows = rows_of(question(schedule=schedule), predictor(seconds, EVEN))
     (found,) = [row for row in rows if row["chosen"]]
-    assert ("streaming" if found["streaming"] else found["schedule"]) == chosen
+    assert found["schedule"] == chosen
 
 
 def test_the_reason_names_contract_bound_refusals_and_what_older_samples_would_bring() -> None:
-    """Ten steps of 8 s cost 0.80 USD, beyond the budget; 5 s are 38 % less than 8."""
-    seconds = SECONDS | {"streaming": 8.0, "one_step_off": 11.0, "async": 5.0}
+    """Ten steps of 10 s cost 1 USD, beyond the budget; 5 s are 50 % less than 10."""
+    seconds = SECONDS | {"one_step_off": 11.0, "async": 5.0}
     asked = question(steps=10, scaling={"contract": {"type": "fastest", "budget_usd": 0.5, "per": "run"}})
     found = schedules_of(asked, predictor(seconds, {"generation": 0.7, "learner": 0.28}))
     assert found["schedule_reason"] == (
-        "sync with streaming is chosen by the contract (of a step: fastest for at most 0.05 USD), among schedules "
+        "sync is chosen by the contract (of a step: fastest for at most 0.05 USD), among schedules "
         "whose samples are at most 0 versions behind, as with schedule.type sync; none of them keeps it; "
         "one_step_off: refused, it costs 10% of a step: generation alone takes 70% of one with sync; schedule.type "
-        "async would save 38% of the time, with samples up to 2 versions behind"
+        "async would save 50% of the time, with samples up to 2 versions behind"
     )
 
 
@@ -142,11 +139,6 @@ def test_the_cheapest_that_keeps_the_deadline_is_chosen(deadline_s: float, chose
     contract = {"type": "cheapest", "deadline_s": deadline_s}
     asked = question(schedule={"type": "partial", "max_staleness": 1}, steps=10, scaling={"contract": contract})
     assert [row["schedule"] for row in rows_of(asked, cheaper) if row["chosen"]] == [chosen]
-
-
-def test_streaming_is_refused_where_the_algorithm_needs_the_whole_batch() -> None:
-    found = refusals(rows_of(question(algorithm="reinforce_plus_plus"), predictor(SECONDS, EVEN)))
-    assert "reinforce_plus_plus computes advantages or its loss from the whole batch" in (found["streaming"] or "")
 
 
 def test_what_the_spec_refuses_says_why() -> None:
@@ -168,9 +160,6 @@ def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -
     assert _schedule(question(schedule="one_step_off").spec) == OneStepOffSpec()
     together = replace(apart, spec=RunSpec.model_validate(VALUES | {"placement": {"mode": "colocated"}}))
     assert _schedule(together.spec) == SyncSpec()
-    streaming = {"type": "sync", "streaming": True}
-    assert _schedule(question(schedule=streaming).spec) == SyncSpec(streaming=True)
-    assert _schedule(question(schedule=streaming, mini_batches=2).spec) == SyncSpec()
     partial = question(placement={"mode": "colocated"}, schedule="partial")
     assert _schedule(partial.spec) == PartialSpec(), "which overlaps nothing"
 

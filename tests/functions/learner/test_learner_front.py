@@ -11,9 +11,9 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from fakes.leases import LONG
-from rlhfless.algorithms.batch import Denominators, PackedBatch
-from rlhfless.algorithms.passes import LastParts, Part, Passes
-from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken, StaleCall
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.passes import Passes
+from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
 from rlhfless.functions.learner import deployment
 from rlhfless.functions.learner.actor import LearnerSettings, StoreHome
 from rlhfless.functions.learner.deployment import LearnerFunction
@@ -38,8 +38,6 @@ class Rank:
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.asked: list[str] = []
-        self.firsts: list[bool] = []
-        """Of each part, whether what came before it is forgotten."""
         self.learned: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
 
     def __getattr__(self, name: str) -> Any:
@@ -53,10 +51,8 @@ class Method:
     async def remote(self, *arguments: Any) -> Any:
         self._rank.asked.append(self._name)
         match self._name:
-            case "learn" | "finish":
+            case "learn":
                 return await self._rank.learned
-            case "accumulate":
-                self._rank.firsts.append(arguments[1])
             case "publish":
                 run_id, attempt, step, *_ = arguments
                 version, probe = WeightVersion(run_id, attempt, step, "digest"), replace(PROBE, logprobs=())
@@ -118,10 +114,6 @@ async def test_weights_are_given_while_no_step_is_learned(monkeypatch: pytest.Mo
         rank.learned.set_result({})
     await learning
     assert not (await front.offers(STEP, before)).value
-    later = replace(STEP, step=STEP.step + 1)
-    await front.accumulate(later, Part("a try", 0, cast("PackedBatch", Batch())))
-    assert not (await front.offers(later, after)).value, "gradients of the next step wait for more"
-    front._tried = None
     assert (await front.feed(STEP, after, [0, 1])).value == 1
 
 
@@ -172,55 +164,6 @@ async def test_it_fails_as_the_step_did(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ValueError, match="no advantages"):
             await task
     assert "publish" not in front._group.ranks[0].asked
-
-
-def part(number: int, tried: str = "a") -> Part:
-    return Part(tried, number, cast("PackedBatch", Batch()))
-
-
-def last(sent: int, tried: str = "a") -> LastParts:
-    return LastParts(tried, sent, (cast("PackedBatch", Batch()),), Denominators(3, 1, 1), 0)
-
-
-async def test_a_batch_that_comes_in_parts_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = await front_of(monkeypatch)
-    (rank,) = front._group.ranks
-    for number in (0, 1, 1):  # a call that is repeated adds nothing
-        reply = await front.accumulate(STEP, part(number))
-        assert (reply.usage.input_tokens, reply.usage.sequences) == (3, 1)
-    publishing = asyncio.create_task(front.publish(STEP))
-    rank.learned.set_result({"loss": 1.0, "shared_prompt_tokens": 2})
-    for _ in range(2):
-        reply = await front.finish(STEP, last(2))
-        assert (reply.value, reply.usage.cached_tokens) == ({"loss": 1.0}, 2)
-    await front.accumulate(STEP, part(0, "another try"))
-    await publishing
-    assert [name for name in rank.asked if name in ("accumulate", "finish", "publish")] == [
-        "accumulate",
-        "accumulate",
-        "finish",
-        "publish",
-    ]
-    assert rank.firsts == [True, False]
-
-
-async def test_another_try_begins_anew_and_a_part_that_never_came_breaks_the_learner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    front = await front_of(monkeypatch)
-    (rank,) = front._group.ranks
-    await front.accumulate(STEP, part(0))
-    await front.accumulate(STEP, part(0, "b"))
-    assert rank.firsts == [True, True]
-    with pytest.raises(FunctionBroken, match="step 3: 1 of 2 parts of its batch have come"):
-        await front.accumulate(STEP, part(2, "b"))
-    with pytest.raises(FunctionBroken, match="step 3: 0 of 1 parts"):
-        await front.finish(STEP, last(1))
-    with pytest.raises(StaleCall):
-        await front.accumulate(replace(STEP, attempt=0), part(0, "old"))
-    rank.learned.set_result({"loss": 1.0})
-    newer = replace(STEP, attempt=2)  # an older driver's parts are none of this one's
-    assert (await front.finish(newer, last(0, "c"))).value == {"loss": 1.0}
 
 
 async def test_a_step_that_is_not_asked_for_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
