@@ -482,6 +482,11 @@ class RunSpec(SpecModel):
                 f"learner.min_ranks is {self.learner.min_ranks}, but placement.tenants is {self.placement.tenants}: "
                 "devices that runs share are taken in turns, all at once; leave min_ranks out, or set tenants to 1"
             )
+        if self.learner.min_ranks is not None and self.weights.transport == "cuda_ipc":
+            raise ValueError(
+                f"learner.min_ranks is {self.learner.min_ranks}, but weights.transport is cuda_ipc: an actor needs a "
+                "rank of the learner on each of its GPUs; set weights.transport to auto, or leave min_ranks out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -99,6 +99,13 @@ def test_models_of_use_start_co_located_with_the_defaults(model: str, count: int
     assert plan.kv_tokens >= BATCH_SEQUENCES * 2048
 
 
+@pytest.mark.parametrize(("model", "count"), [("3B", 1), ("7B", 2), ("7B", 8), ("14B", 4), ("32B", 8)])
+def test_engines_that_copy_from_the_learners_buckets_fit_where_those_that_read_files_do(model: str, count: int) -> None:
+    asked, by_file = _asked(model, "h100", count, weights={"transport": "cuda_ipc"}), _asked(model, "h100", count)
+    assert asked.plan().fits
+    assert asked.spec.placement.turns == by_file.spec.placement.turns
+
+
 def test_what_the_user_has_set_stays() -> None:
     chosen = {"generation": {"engine": {"tensor_parallel_size": 1}}, "optimizer": {"moment_bits": 32}}
     asked = _asked("32B", "h100", 16, **chosen)

@@ -263,6 +263,10 @@ def test_a_removed_key_is_told_from_an_unknown_one():
             "weights: {transport: cuda_ipc}\nlearner: {ema_decay: 0.99}",
             ["learner.ema_decay is given", "weights.transport is cuda_ipc", "set weights.transport to auto"],
         ),
+        (
+            "weights: {transport: cuda_ipc}\nlearner: {ranks: 4, min_ranks: 2}",
+            ["learner.min_ranks is 2", "weights.transport is cuda_ipc", "set weights.transport to auto"],
+        ),
         ("learner: {ema_decay: 1.0}", ["learner.ema_decay", "1.0", "less than 1"]),
         (
             "weights: {transport: nccl}",

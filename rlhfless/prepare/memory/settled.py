@@ -465,7 +465,7 @@ def may_take_turns(spec: RunSpec) -> bool:
         spec.schedule.steps_ahead
         or spec.scaling.prefill.on
         or spec.generation.speculation.has_weights
-        or spec.weights.transport in ("nccl", "cuda_ipc")
+        or spec.weights.transport == "nccl"
     )
 
 
