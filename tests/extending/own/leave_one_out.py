@@ -15,7 +15,7 @@ class Settings(OwnAlgorithmSpec):
     """Its keys in the spec."""
 
     max_advantage: Annotated[float, Field(gt=0)] = 5.0
-    """Advantages are cut to this size."""
+    """Clip advantages to this size."""
 
     @property
     def needs(self) -> Needs:
@@ -31,7 +31,7 @@ class LeaveOneOut:
         self._settings = settings
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """With n samples in the group: R - (sum - R) / (n - 1), and 0 for a sample that is left alone."""
+        """Compute R - (sum - R) / (n - 1) for n samples in a group, and 0 for a single one."""
         assert batch.rewards is not None
         groups, rewards = batch.sequence_groups, batch.rewards
         others = np.bincount(groups)[groups] - 1
@@ -40,7 +40,7 @@ class LeaveOneOut:
         return batch.spread(np.where(others > 0, rewards - baseline, 0).clip(-limit, limit))
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """-A log p, token mean over the optimiser step."""
+        """Compute -A log p, a token mean over the optimizer step."""
         loss = -(inputs.advantages * inputs.logprobs).sum() * inputs.scale
         columns = {"logprob": inputs.logprobs.detach(), **inputs.own}
         return LossOutputs(loss, {f"algorithm/{name}": values.sum() * inputs.scale for name, values in columns.items()})
