@@ -1,7 +1,7 @@
-"""The algorithm of a run as of each step: a KL coefficient may follow a target, and is then a state of the run.
+"""The algorithm of a run at each step: a KL coefficient that follows a target is state of the run.
 
-The settings of a step follow from those of the step before it and its batch alone. So a step that is done again, or
-learned again after a restore, has the same coefficient; a checkpoint keeps the one that follows it.
+A step's settings depend only on the previous step's settings and batch. A step that is repeated, or learned again after
+a restore, therefore has the same coefficient. A checkpoint saves the coefficient of the next step.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ class AlgorithmState:
     def __init__(self, settings: AlgorithmSpec) -> None:
         self._first = settings
         self._settings: dict[int, AlgorithmSpec] = {}
-        """By step, of the last step that was learned from and of the next; empty before the first."""
+        """By step, for the last learned step and the next; empty before the first."""
 
     def _at(self, step: int) -> AlgorithmSpec:
         return self._settings.get(step, self._first)
 
     def at(self, step: int) -> Algorithm:
-        """The algorithm with the settings of a step."""
+        """Build the algorithm with the settings of a step."""
         return algorithm_of(self._at(step))
 
     def learn(self, step: int, batch: PackedBatch) -> dict[str, float]:
-        """Note the batch that a step learns from; return the step's figures."""
+        """Adapt the next step's settings to the batch of this one; return this step's metrics."""
         here = self._at(step)
         kl = adaptive_kl(here)
         self._settings = {step: here, step + 1: adapt_kl(here, batch)}
         return {} if kl is None else {"kl_coefficient": kl.coefficient}
 
     def coefficient_after(self, step: int) -> float | None:
-        """The KL coefficient of the step after `step`, if it follows a target, for a checkpoint."""
+        """Return the KL coefficient of the step after `step` for a checkpoint, or None if it follows no target."""
         kl = adaptive_kl(self._at(step + 1))
         return None if kl is None else kl.coefficient
 
     def restore(self, step: int, coefficient: float | None) -> None:
-        """Go on from a checkpoint of `step` with what `coefficient_after` gave, or from the start."""
+        """Resume from a checkpoint of `step` with what `coefficient_after` returned, or from the start."""
         self._settings = {} if coefficient is None else {step + 1: with_kl_coefficient(self._first, coefficient)}
