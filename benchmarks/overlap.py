@@ -29,7 +29,7 @@ from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.scenarios import Scenario, load_scenario, timing
 from rlhfless.sim.scenarios.scenario import PolicyEntry, WeightedContract
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
+from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, ScheduleSpec, SyncSpec
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 """Of the devices for the learner's side that are tried."""
@@ -42,7 +42,6 @@ AHEAD: Mapping[str, ScheduleSpec] = {
 }
 BESIDE: Mapping[str, ScheduleSpec] = {
     "sync": SyncSpec(),
-    "tail_batching": TailBatchingSpec(),
     "partial": PartialSpec(max_staleness=1),
 }
 """On shared devices, with `cost_aware`."""

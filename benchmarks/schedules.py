@@ -53,9 +53,6 @@ class Steps:
         record = await train(self._run, self._run.under_way[step], experience)
         self.metrics.append(dict(record.metrics))
 
-    def decided(self, step: int, choice: str, reason: str, measured: Mapping[str, float]) -> None:  # noqa: ARG002
-        print(f"step {step}: {choice}: {reason}")
-
 
 def use(run: Run, schedule: ScheduleSpec) -> None:
     """Let a run whose steps have all ended go on with another schedule."""

@@ -1,4 +1,4 @@
-"""The groups that the steps of a run draw, where steps do not learn from all of them: the live rules
+"""The groups that the steps of a run generate with `partial`, which do not learn from all of them: the live rules
 (rlhfless.scaling.selection) on groups whose lengths are known.
 
 A step's draw is a batch of groups that earlier steps have left and of new ones, in the order of the data. A sample that
@@ -12,26 +12,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as count_from
-from itertools import islice
 
 import numpy as np
 
-from rlhfless.scaling.selection import Selects, draw_of, is_due
+from rlhfless.scaling.selection import is_due, new_groups
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.memory import Flags, Ints
 from rlhfless.sim.samples import RolloutBatch, Selected, StepProgress
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import PartialSpec
+from rlhfless.spec import PartialSpec, ScheduleSpec
 
 AGAIN = "'"
 """Ends the name of a prompt that stands in for another, see SelectedDraws._begun."""
 
 
-def steps_of(
-    simulation: Simulation, selecting: Selects | None, batches: Sequence[RolloutBatch]
-) -> Iterator[Generation]:
+def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
     """The steps of a run, each when it has been drawn; `batches` are what they would draw if they waited for all."""
-    draws = batches if selecting is None else SelectedDraws(selecting, batches)
+    draws = SelectedDraws(schedule, batches) if isinstance(schedule, PartialSpec) else batches
     simulation.reserve(batches)
     for batch in draws:
         generation = simulation.step(batch)
@@ -40,35 +37,14 @@ def steps_of(
         yield generation
 
 
-def as_begun(
-    schedule: Selects, learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], int]
-) -> list[RolloutBatch]:
+def as_begun(learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], int]) -> list[RolloutBatch]:
     """What SelectedDraws takes, of a run that is known by what its steps learned from: the same groups, in the order in
-    which they were begun. `begun`: the steps that began them, by step and prompt; tail batching begins a group once
-    more, and there the order follows from how many each step draws."""
-    if isinstance(schedule, PartialSpec):
-        of_steps = [(begun.get((batch.step, group.prompt_id), batch.step), group) for batch in learned
-                    for group in _groups(batch)]  # fmt: skip
-        sequence = [group for _, group in sorted(of_steps, key=lambda pair: pair[0])]
-    else:
-        sequence = _as_put_off(schedule, learned)
+    which they were begun. `begun`: the steps that began them, by step and prompt."""
+    of_steps = [(begun.get((batch.step, group.prompt_id), batch.step), group) for batch in learned
+                for group in _groups(batch)]  # fmt: skip
+    sequence = [group for _, group in sorted(of_steps, key=lambda pair: pair[0])]
     ends = np.cumsum([batch.groups for batch in learned])
     return [_batch(batch.step, sequence[end - batch.groups : end]) for batch, end in zip(learned, ends, strict=True)]
-
-
-def _as_put_off(schedule: Selects, learned: Sequence[RolloutBatch]) -> list[_Group]:
-    """The groups of the steps; those that a long step drew stand where short ones have put them off."""
-    draws, left, unbegun = [], 0, sum(batch.groups for batch in learned)
-    for batch in learned:
-        draws.append(draw := draw_of(schedule, batch.groups, left, unbegun, prompts=math.inf))
-        left, unbegun = left + draw.new - batch.groups, unbegun - draw.new
-    taken = [list(_groups(batch)) for batch in learned]
-    put_off = iter([group for draw, groups in zip(draws, taken, strict=True) for group in groups[: draw.left]])
-    sequence: list[_Group] = []
-    for draw, groups in zip(draws, taken, strict=True):
-        new = groups[draw.left :]
-        sequence += [*new, *islice(put_off, draw.new - len(new))]
-    return sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +66,11 @@ class _Group:
 class SelectedDraws:
     """The draws of one run."""
 
-    def __init__(self, schedule: Selects, batches: Sequence[RolloutBatch]) -> None:
+    def __init__(self, schedule: PartialSpec, batches: Sequence[RolloutBatch]) -> None:
         """`batches` are what the steps would draw if they waited for all; all have as many groups, and share no
         prefixes: ValueError."""
         if any(len(batch.tree) for batch in batches):
-            raise ValueError(
-                f"schedule {schedule.type} mixes the prompts of steps, whose shared prefixes are not known"
-            )
+            raise ValueError("schedule partial mixes the prompts of steps, whose shared prefixes are not known")
         self._schedule = schedule
         self._steps = [batch.step for batch in batches]
         self._learns = batches[0].groups
@@ -106,10 +80,9 @@ class SelectedDraws:
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         for number, step in enumerate(self._steps, 1):
-            draw = draw_of(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
-            new = self._begun(draw.new, number)
-            drawn, self._left = [*self._left[: draw.left], *new], self._left[draw.left :]
-            self._drawn = sorted(drawn, key=lambda group: group.is_complete)  # the others stay in their order
+            count = new_groups(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
+            begun = [*self._left, *self._begun(count, number)]
+            self._drawn = sorted(begun, key=lambda group: group.is_complete)  # the others stay in their order
             awaited = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
             yield _selected(step, self._drawn, self._learns, awaited)
 
@@ -130,13 +103,12 @@ class SelectedDraws:
         tokens = np.concatenate([group.drawn_tokens for group in self._drawn])
         tokens[_open(self._drawn)] = progress.table.tokens
         by_group = np.split(tokens, np.flatnonzero(np.diff(progress.whole.group)) + 1)
-        keeps = isinstance(self._schedule, PartialSpec)
         left = [
-            replace(group, drawn_tokens=drawn if keeps else np.zeros_like(drawn))
+            replace(group, drawn_tokens=drawn)
             for group, drawn, is_left in zip(self._drawn, by_group, progress.left_out, strict=True)
             if is_left
         ]
-        self._left = sorted([*left, *self._left], key=lambda group: group.begun)
+        self._left = sorted(left, key=lambda group: group.begun)
 
 
 def _groups(batch: RolloutBatch) -> Iterable[_Group]:

@@ -34,8 +34,8 @@ class DrawJournal:
             self._journal.add(step, [rollout for rollout in rollouts if self._step_of(rollout.prompt_id) == step])
 
     def keep(self, aborted: Sequence[Rollout]) -> None:
-        """Write the tokens of samples that are left to later steps, unless these begin them anew."""
-        if self._request.selection is not None and self._request.selection.keeps:
+        """Write the tokens of samples that are left to later steps."""
+        if self._request.selection is not None:
             self.add(aborted)
 
     def take(self, prompt_ids: Sequence[str]) -> None:
@@ -45,6 +45,6 @@ class DrawJournal:
             self._journal.take_groups(self._request.call.step, begun)
 
     def _step_of(self, prompt_id: str) -> int:
-        """The step of a prompt's rows: the one that began it if its tokens are kept, else the one that draws it."""
+        """The step of a prompt's rows: the one that began it."""
         selection = self._request.selection
-        return selection.begun[prompt_id] if selection and selection.keeps else self._request.call.step
+        return selection.begun[prompt_id] if selection else self._request.call.step

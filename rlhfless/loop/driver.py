@@ -23,7 +23,7 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import Data, schedule_of
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.trained_run import ElasticLearner, TrainedRun
-from rlhfless.records import Decision, Experience
+from rlhfless.records import Experience
 
 log = logging.getLogger(__name__)
 
@@ -137,12 +137,6 @@ class RunSteps:
                 self._session.host.drawn(self._run, step, experience)
             await self._stages.train(self._run, self._run.under_way[step], experience)
         await self.close(step)
-
-    def decided(self, step: int, choice: str, reason: str, measured: Mapping[str, float]) -> None:
-        """See Steps."""
-        log.info("schedule: %s from step %d on: %s", choice, step + 1, reason)
-        inputs: dict[str, float | int | str | bool] = {"reason": reason, **measured}
-        self._run.ledger.add_decision(Decision(step, time.time(), "schedule", choice, inputs))
 
     async def close(self, step: int) -> None:
         """The evaluation and checkpoint that the spec wants after a step."""

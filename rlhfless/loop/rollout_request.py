@@ -21,8 +21,6 @@ class Selection:
     """Prompts that are among them in any case."""
     begun: Mapping[str, int]
     """By prompt, the step that began it, which is part of its samples' seeds."""
-    keeps: bool
-    """Whether unfinished samples keep their tokens, and a later step continues them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Which groups a step draws, and which of them it learns from, where steps do not learn from all that they begin
-(rlhfless.spec.schedule: `partial` and `tail_batching`).
+"""Which groups a step generates, and which of them it learns from, with `partial` (rlhfless.spec.schedule), whose steps
+do not learn from all groups that they begin.
 
 Prompts are begun in the order of the data, and only as many as the steps of the run learn from: P for each step, where
 P is `prompts_per_step`. What a step leaves is drawn by a later one, so at the end of the run nothing is left: a run
@@ -21,7 +21,7 @@ from rlhfless.loop.rollout_request import Selection
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Prompt
 from rlhfless.records.journal import BegunGroup, Journal
-from rlhfless.scaling.selection import Selects, draw_of, is_due, selects
+from rlhfless.scaling.selection import is_due, new_groups
 from rlhfless.spec import PartialSpec, RunSpec
 
 
@@ -30,8 +30,8 @@ def select(
 ) -> tuple[Sequence[Prompt], Selection | None]:
     """The prompts of a step, oldest first, and how it chooses among their groups; None if it learns from all. Raises
     JournalError, and InputError for a prompt that was begun and is no longer in the data."""
-    schedule, wanted = selects(spec.schedule), spec.prompts_per_step
-    if schedule is None:
+    schedule, wanted = spec.schedule, spec.prompts_per_step
+    if not isinstance(schedule, PartialSpec):
         return history.prompts(order, step, wanted), None
     known = journal.groups(step)
     if taken := [group for group in known if group.taken == step]:
@@ -39,24 +39,23 @@ def select(
     left = [group for group in known if group.begun < step]
     began = wanted * (step - 1) + len(left)
     """Groups that earlier steps have begun, all of which they took or left."""
-    draw = draw_of(schedule, wanted, len(left), wanted * spec.steps - began, len(order))
+    count = new_groups(schedule, wanted, len(left), wanted * spec.steps - began, len(order))
     new = [group for group in known if group.begun == step]
-    if not new and draw.new:
+    if not new and count:
         sequence = _sequence(order, history, wanted, began)
         used = {group.prompt_id for group in left}
-        prompt_ids = [prompt.prompt_id for prompt in islice(_distinct(sequence, order, step, used), draw.new)]
+        prompt_ids = [prompt.prompt_id for prompt in islice(_distinct(sequence, order, step, used), count)]
         journal.begin_groups(step, prompt_ids)
         new = [BegunGroup(step, prompt_id, None) for prompt_id in prompt_ids]
-    return _selection(schedule, step, order, [*left[: draw.left], *new], wanted)
+    return _selection(schedule, step, order, [*left, *new], wanted)
 
 
 def _selection(
-    schedule: Selects, step: int, order: PromptOrder, groups: Sequence[BegunGroup], wanted: int
+    schedule: PartialSpec, step: int, order: PromptOrder, groups: Sequence[BegunGroup], wanted: int
 ) -> tuple[Sequence[Prompt], Selection]:
     begun = {group.prompt_id: group.begun for group in groups}
     due = frozenset(prompt_id for prompt_id, by in begun.items() if is_due(schedule, by, step))
-    selection = Selection(wanted, due, begun, keeps=isinstance(schedule, PartialSpec))
-    return [order.prompt(prompt_id) for prompt_id in begun], selection
+    return [order.prompt(prompt_id) for prompt_id in begun], Selection(wanted, due, begun)
 
 
 def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: int) -> Iterator[Prompt]:

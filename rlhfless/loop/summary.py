@@ -87,10 +87,9 @@ def carried_metrics(stage: GenerationStage) -> dict[str, float]:
     selection = stage.request.selection
     if selection is None:
         return {}
-    metrics = {"left_groups": float(len(stage.request.prompts) - selection.groups)}
-    if selection.keeps:
-        metrics |= zip(("carried_samples", "carried_tokens"), map(float, stage.carried), strict=True)
-    return metrics
+    samples, tokens = stage.carried
+    left = len(stage.request.prompts) - selection.groups
+    return {"left_groups": float(left), "carried_samples": float(samples), "carried_tokens": float(tokens)}
 
 
 def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:

@@ -1,50 +1,28 @@
-"""The rules of schedules whose steps do not learn from all groups that they draw (rlhfless.spec.schedule: `partial` and
-`tail_batching`), for the live loop and for the simulator. Pure."""
+"""The rules of `partial` (rlhfless.spec.schedule), whose steps do not learn from all groups that they generate, for the
+live loop and for the simulator. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from rlhfless.spec import PartialSpec, ScheduleSpec, TailBatchingSpec
-
-Selects = PartialSpec | TailBatchingSpec
+from rlhfless.spec import PartialSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What a step draws."""
+def new_groups(schedule: PartialSpec, learns: int, left: int, unbegun: int, prompts: float) -> int:
+    """How many groups a step begins that learns from `learns` groups, besides the `left` groups of earlier steps.
 
-    left: int
-    """Of the groups that earlier steps have left, so many, the oldest."""
-    new: int
-    """Groups that it begins."""
-
-
-def draw_of(schedule: Selects, learns: int, left: int, unbegun: int, prompts: float) -> Draw:
-    """What a step draws that learns from `learns` groups.
-
-    Earlier steps have left `left` groups, and this step and those after it are to begin `unbegun`: together, `learns`
-    for each step that remains, so at the end of the run none is left. The data has `prompts` prompts (infinite: none
-    comes again); one that is under way, or put off, is not begun once more.
+    This step and those after it are to begin `unbegun`: with those left, `learns` for each step that remains, so at the
+    end of the run none is left. The data has `prompts` prompts (infinite: none comes again); one that is under way is
+    not begun once more.
     """
-    if isinstance(schedule, PartialSpec):
-        under_way = min(learns + math.ceil(schedule.ahead * learns), left + unbegun, prompts)
-        return Draw(left, max(int(under_way) - left, 0))
-    if left >= learns or min(unbegun, prompts - left) < learns:  # a long step
-        return Draw(min(left, learns), max(learns - left, 0))
-    return Draw(0, int(min(math.ceil(schedule.over_sampling * learns), unbegun, prompts - left)))
+    under_way = min(learns + math.ceil(schedule.ahead * learns), left + unbegun, prompts)
+    return max(int(under_way) - left, 0)
 
 
-def is_due(schedule: Selects, begun: int, step: int) -> bool:
+def is_due(schedule: PartialSpec, begun: int, step: int) -> bool:
     """Whether a step waits for a group that the step `begun` has begun."""
-    return isinstance(schedule, PartialSpec) and step - begun >= schedule.max_staleness
-
-
-def selects(schedule: ScheduleSpec) -> Selects | None:
-    """The schedule, if it is one whose steps leave groups to later ones."""
-    return schedule if isinstance(schedule, Selects) else None
+    return step - begun >= schedule.max_staleness
 
 
 class GroupGate:

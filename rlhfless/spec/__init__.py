@@ -67,13 +67,11 @@ from rlhfless.spec.rewards import (
 from rlhfless.spec.run import LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import (
     AsyncSpec,
-    AutoSpec,
     OneStepOffSpec,
     OwnScheduleSpec,
     PartialSpec,
     ScheduleSpec,
     SyncSpec,
-    TailBatchingSpec,
 )
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 from rlhfless.spec.sizes import SizesSpec

@@ -19,7 +19,12 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Use `rloo`, whose baseline is the mean reward of the prompt's other samples, or `grpo`; both need "
             "samples_per_prompt of 2 or more, and no greedy response"
         ),
-        "schedule.streaming": "Leave it out, or use `schedule: one_step_off` to overlap generation and learning",
+        "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
+        "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
+        "schedule.type=auto": (
+            "Name one: `sync`, or `async` or `one_step_off`, which overlap generation and learning; `rlhfless plan` "
+            "shows their times and costs side by side"
+        ),
     }
 )
 """By spelling, the way out."""

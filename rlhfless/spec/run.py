@@ -39,7 +39,7 @@ from rlhfless.spec.learner import (
 from rlhfless.spec.losses import PolicyLossSpec
 from rlhfless.spec.removed import REMOVED
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
-from rlhfless.spec.schedule import PartialSpec, ScheduleSpec, SyncSpec, TailBatchingSpec
+from rlhfless.spec.schedule import PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
 from rlhfless.spec.sizes import Size, SizesSpec, size_problems
 from rlhfless.spec.supervised import (
@@ -538,11 +538,10 @@ class RunSpec(SpecModel):
 
     @model_validator(mode="after")
     def _what_is_begun_is_what_is_learned(self) -> RunSpec:
-        """A step that leaves groups to later ones draws nothing beside its groups."""
-        needs, schedule = self.algorithm.needs, self.schedule
-        if isinstance(schedule, PartialSpec | TailBatchingSpec) and needs.redraws:
+        """A step that leaves groups to later ones generates only its own groups."""
+        if isinstance(self.schedule, PartialSpec) and self.algorithm.needs.redraws:
             raise ValueError(
-                f"schedule.type is {schedule.type}, which leaves groups to later steps, but {self.algorithm.type} "
+                f"schedule.type is partial, which leaves groups to later steps, but {self.algorithm.type} "
                 "draws other prompts in place of those without signal within a step; set algorithm.max_redraws to 0, "
                 "or schedule to sync"
             )

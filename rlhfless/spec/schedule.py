@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel, Steps
+from rlhfless.spec.base import SpecModel
 from rlhfless.spec.extension import OwnSpec, Seam
 
 MOST_STALENESS = 16
@@ -51,29 +51,10 @@ class PartialSpec(SpecModel):
     for."""
 
 
-class TailBatchingSpec(SpecModel):
-    """One step after the other; a short step draws more prompts than it learns from, and learns from the groups that
-    are complete first. The others are abandoned, and their prompts are put off. When `prompts_per_step` of them have
-    been put off, a long step draws these, oldest first, and waits for all (RollPacker, arXiv 2509.21009). No prompt is
-    lost, all tokens are of the newest weights, and groups are whole; what changes is the order: steps learn from
-    prompts with short responses, and now and then from those with long ones."""
-
-    type: Literal["tail_batching"] = "tail_batching"
-    in_flight: ClassVar[bool] = False
-    steps_ahead: ClassVar[int] = 0
-
-    over_sampling: Annotated[float, Field(gt=1, le=2)] = 1.25
-    """Prompts that a short step draws, as a multiple of `prompts_per_step`."""
-
-    @property
-    def max_staleness(self) -> int:
-        """See SyncSpec."""
-        return 0
-
-
 class OneStepOffSpec(SpecModel):
-    """While the learner learns a step, the next one is drawn, with the weights from before that step: each step but the
-    first learns from samples that are one version old. Weights are loaded between two steps."""
+    """Short for `async` with `max_staleness: 1` and `in_flight: false`: while the learner learns a step, the next one
+    is generated, with the weights from before that step. Each step but the first learns from samples that are one
+    version old."""
 
     type: Literal["one_step_off"] = "one_step_off"
     in_flight: ClassVar[bool] = False
@@ -95,9 +76,9 @@ class AsyncSpec(SpecModel):
     """Most versions that the weights of a sample may be behind: so many steps are drawn ahead of the learner."""
 
     in_flight: bool = True
-    """Actors load each version as soon as it is published, while they draw: samples keep their tokens, their KV is
-    computed again, and they go on with the new weights. Without it, engines draw with one version at a time and load
-    between two draws, so that each sample is of one version."""
+    """Actors load each version as soon as it is published, while they generate: samples keep their tokens, their KV is
+    computed again, and they continue with the new weights. Without it, engines generate with one version at a time and
+    load between rollouts, so that each sample is of one version; and rollouts of later steps wait for the oldest."""
 
     @property
     def steps_ahead(self) -> int:
@@ -105,29 +86,8 @@ class AsyncSpec(SpecModel):
         return self.max_staleness
 
 
-class AutoSpec(SpecModel):
-    """The run measures whether an overlap pays: it takes some steps as `sync`, as many as `one_step_off`, and goes on
-    with what was faster. Where the longer of generation and learning takes nearly the whole step, nothing is tried."""
-
-    type: Literal["auto"] = "auto"
-    in_flight: ClassVar[bool] = False
-    steps_ahead: ClassVar[int] = 1
-
-    least_saving: Annotated[float, Field(gt=0, lt=1)] = 0.03
-    """Share of a step that an overlap has to save, for samples that are one version older: less is within the error of
-    a measurement."""
-
-    again_after_steps: Steps = 100
-    """Steps until both ways are tried again, because lengths change as a policy learns. A trial takes seven steps."""
-
-    @property
-    def max_staleness(self) -> int:
-        """See SyncSpec."""
-        return 1
-
-
-IN_TURN = frozenset({"sync", "partial", "tail_batching"})
-"""Types that draw a step, and then learn it: nothing overlaps."""
+IN_TURN = frozenset({"sync", "partial"})
+"""Types that generate a step, and then learn it: nothing overlaps."""
 
 
 class OwnScheduleSpec(OwnSpec):
@@ -149,10 +109,10 @@ class OwnScheduleSpec(OwnSpec):
 
 
 ScheduleSpec = Annotated[
-    SyncSpec | PartialSpec | TailBatchingSpec | OneStepOffSpec | AsyncSpec | AutoSpec | OwnScheduleSpec,
+    SyncSpec | PartialSpec | OneStepOffSpec | AsyncSpec | OwnScheduleSpec,
     Seam(
         "schedule",
-        built_in=(SyncSpec, PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec, AutoSpec),
+        built_in=(SyncSpec, PartialSpec, OneStepOffSpec, AsyncSpec),
         methods=("drive",),
         settings=OwnScheduleSpec,
     ),

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.scaling.plan import best_of
-from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.contracts import (
     contract_of,
     in_order,
@@ -31,7 +30,7 @@ from rlhfless.sim.experiment.run import ExperimentTask, RunResult, settings_of
 from rlhfless.sim.experiment.static import tried
 from rlhfless.sim.experiment.workers import ExperimentWorkers, OnProgress
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
-from rlhfless.spec import ContractSpec, WeightedSpec
+from rlhfless.spec import ContractSpec, PartialSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 
@@ -120,8 +119,9 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[Exp
         contracts = _contracts(scenario, entry, results, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
-            # Steps that leave groups to later ones end at a beat.
-            unwatched = scenario if selects(scenario.schedule) else scenario.model_copy(update={"beat_s": NO_BEATS_S})
+            # Steps of `partial` end at a beat.
+            beat_s = scenario.beat_s if isinstance(scenario.schedule, PartialSpec) else NO_BEATS_S
+            unwatched = scenario.model_copy(update={"beat_s": beat_s})
             tasks += [ExperimentTask(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
             tasks += [

@@ -11,7 +11,6 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
 from rlhfless.scaling.policies.registry import PolicyError, configured
-from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
@@ -188,7 +187,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     fleet = setup(scenario, layout, task.seed, reserved=kind.reserved)
     learner_size = None if sizes is None else SimulatedLearnerSize(sizes, fleet, terms, prices)
     simulation = Simulation(fleet, policy, prices, learner_size)
-    for _ in steps_of(simulation, selects(scenario.schedule), drawn):
+    for _ in steps_of(simulation, scenario.schedule, drawn):
         on_step()
     trace = simulation.close()
     figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))

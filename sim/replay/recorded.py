@@ -22,7 +22,6 @@ from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
-from rlhfless.scaling.selection import Selects
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.learner_size import LearnerSizes
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
@@ -34,7 +33,7 @@ from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.selection import AGAIN, as_begun, steps_of
 from rlhfless.sim.setup import ActorShape, Links, PrefixUse, ServiceShape, Setup, Transport
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import LearnerSpec, PartialSpec, TailBatchingSpec
+from rlhfless.spec import LearnerSpec, PartialSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.generation import USUAL_BATCH_TOKENS
 
 FORWARD_TOKENS = LearnerSpec().pass_tokens
@@ -110,28 +109,24 @@ def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutB
     run, which began a group with the weights of its first token, and prompts share no prefixes: which of them do with
     the groups that are left is not in a trace."""
     written = trace.meta.spec.get("schedule") or {}
-    kinds: dict[str, type[Selects]] = {"partial": PartialSpec, "tail_batching": TailBatchingSpec}
-    kind = kinds.get(written.get("type", ""))
-    schedule = None if kind is None else kind.model_validate(written)
-    if schedule is not None:
+    schedule: ScheduleSpec = SyncSpec()
+    if written.get("type") == "partial":
+        schedule = PartialSpec.model_validate(written)
         begun: dict[tuple[int, str], int] = {}
         for row in trace.rollouts:
             key = row.step, row.prompt_id
             drawn = [WeightVersion.parse(span.version).step + 1 for span in row.version_spans[:1]]
             begun[key] = min([begun.get(key, row.step), *drawn])
-        batches = as_begun(schedule, batches, begun)
+        batches = as_begun(batches, begun)
     for _ in steps_of(simulation, schedule, batches):
         pass
 
 
 def _max_staleness(trace: Trace) -> int:
-    """Steps that the run drew ahead of its learner, at the end if it chose itself; a schedule of the user's own counts
-    as one that draws none."""
+    """Steps that the run generated ahead of its learner; a schedule of the user's own counts as one with none."""
     schedule = trace.meta.spec.get("schedule") or {}
-    name = schedule.get("type", "sync")
-    if name == "auto":
-        name = ["sync", *(decision.choice for decision in trace.decisions if decision.kind == "schedule")][-1]
-    return {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}.get(name, 0)
+    ahead = {"one_step_off": 1, "async": int(schedule.get("max_staleness", 0))}
+    return ahead.get(schedule.get("type", "sync"), 0)
 
 
 def _loads_in_flight(trace: Trace) -> bool:

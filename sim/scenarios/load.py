@@ -45,7 +45,7 @@ def load_scenario(path: str | os.PathLike[str]) -> Scenario:
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:
-        raise InputError(str(path), explain(error, Scenario, parsed.origins)) from error
+        raise InputError(str(path), explain(error, Scenario, parsed.origins, data)) from error
 
 
 def resolved_yaml(scenario: Scenario) -> str:

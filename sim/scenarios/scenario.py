@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rlhfless.scaling.policies import POLICIES
-from rlhfless.scaling.selection import selects
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, DeclaredTimes, FleetTimesSpec, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
@@ -22,7 +22,8 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.schedule import IN_TURN, AutoSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec.removed import REMOVED
+from rlhfless.spec.schedule import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is not a policy."""
@@ -126,6 +127,9 @@ class PolicyEntry(SpecModel):
 class Scenario(SpecModel):
     """A cluster, a model, a workload, a contract, and the policies to compare."""
 
+    removed: ClassVar[Mapping[str, str]] = {key: hint for key, hint in REMOVED.items() if key.startswith("schedule.")}
+    """See RunSpec."""
+
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
     """Names the folder of the report."""
 
@@ -196,20 +200,12 @@ class Scenario(SpecModel):
         return {**data, "policies": [{"name": name} for name in names]}
 
     @model_validator(mode="after")
-    def _the_schedule_is_chosen(self) -> Scenario:
-        if isinstance(self.schedule, AutoSpec):
-            raise ValueError(
-                "schedule: auto chooses by trial in a run, and is not simulated; name sync or one_step_off"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _prefixes_are_recorded(self) -> Scenario:
         if self.prefixes is not None and isinstance(self.workload, RecordedWorkload):
             raise ValueError("prefixes: a recorded run has its own; leave the key out")
-        if self.prefixes is not None and self.prefixes.levels and selects(self.schedule):
+        if self.prefixes is not None and self.prefixes.levels and isinstance(self.schedule, PartialSpec):
             raise ValueError(
-                f"prefixes: schedule {self.schedule.type} mixes the prompts of steps, and is simulated without shared "
+                "prefixes: schedule partial mixes the prompts of steps, and is simulated without shared "
                 "prefixes; leave the levels out"
             )
         return self

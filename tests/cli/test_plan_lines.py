@@ -38,10 +38,10 @@ def schedule(name: str, refused: str | None = None, chosen: bool = False) -> Pla
 
 
 def test_reasons_of_schedules_are_lines_of_their_own() -> None:
-    rows = [schedule("sync", chosen=True), schedule("partial", WHY), schedule("tail_batching", WHY)]
+    rows = [schedule("sync", chosen=True), schedule("one_step_off", WHY), schedule("async", WHY)]
     shown = lines(schedules_lines(rows, "sync is chosen"))
     assert shown[2].split()[-1] == "refused"
-    assert " ".join(shown[4:]) == f"refused: partial and tail_batching: {WHY} sync is chosen"
+    assert " ".join(shown[4:]) == f"refused: one_step_off and async: {WHY} sync is chosen"
 
 
 def test_why_a_run_does_not_fit_is_a_line_of_its_own() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -22,7 +21,6 @@ class Steps:
         self.behind: dict[int, int] = {}
         """By step: versions that its weights were behind when it was learned from."""
         self._began_with: dict[int, int] = {}
-        self.choices: list[tuple[int, str]] = []
 
     async def rollout(self, step: int) -> Any:
         self.done.append(f"draw {step}")
@@ -43,9 +41,6 @@ class Steps:
         if step == self.fails_at:
             raise RuntimeError(f"step {step} failed")
         self.learned = step
-
-    def decided(self, step: int, choice: str, reason: str, measured: Mapping[str, float]) -> None:
-        self.choices.append((step, choice))
 
     async def _last(self, what: str) -> None:
         for _ in range(self.turns[what]):

@@ -30,9 +30,9 @@ def journal(tmp_path: Path) -> Journal:
     return journal
 
 
-def request_of(begun: Mapping[str, int], groups: int, awaited: str = "", *, keeps: bool = True) -> RolloutRequest:
+def request_of(begun: Mapping[str, int], groups: int, awaited: str = "") -> RolloutRequest:
     """Of step 3."""
-    return replace(draw("".join(begun)), selection=Selection(groups, frozenset(awaited), begun, keeps))
+    return replace(draw("".join(begun)), selection=Selection(groups, frozenset(awaited), begun))
 
 
 def stage_of(pool: FakePool, request: RolloutRequest, journal: Journal) -> GenerationStage:
@@ -89,24 +89,6 @@ async def test_a_group_that_is_due_is_waited_for_and_one_that_is_complete_before
     await again.task
     assert again.names == ["q"], "what is complete needs no engine"
     assert len(pool["a"].requests) == 1
-
-
-async def test_abandoned_samples_leave_nothing_to_later_steps(journal: Journal) -> None:
-    pool = FakePool("a")
-    reader = Reader(stage_of(pool, request_of({"p": 3, "q": 3}, 1, keeps=False), journal))
-    await until(lambda: len(pool["a"].running) == 4)
-    pool["a"].finish("p")
-    await reader.task
-    assert kept(journal, 3) == [("p", 0, "stop", 9), ("p", 1, "stop", 9)]
-    assert not pool["a"].running
-    later = request_of({"q": 3}, 1, keeps=False)
-    later = replace(later, call=replace(later.call, step=4))
-    reader = Reader(stage_of(pool, later, journal))
-    await until(lambda: len(pool["a"].running) == 2)
-    assert [item.prior for item in pool["a"].running.values()] == [None, None]
-    pool["a"].finish(tokens=7)
-    await reader.task
-    assert kept(journal, 4) == [("q", 0, "stop", 7), ("q", 1, "stop", 7)]
 
 
 async def test_samples_of_an_actor_that_dies_as_it_hands_them_back_begin_where_they_were(journal: Journal) -> None:

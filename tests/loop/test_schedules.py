@@ -44,6 +44,17 @@ async def test_async_draws_as_far_ahead_as_the_bound_lets_it() -> None:
     assert steps.most_at_once == 3
 
 
+@given(TURNS, st.integers(1, 8))
+def test_one_step_off_is_async_with_one_version_that_loads_between_rollouts(turns: dict[str, int], last: int) -> None:
+    done = []
+    for settings in (OneStepOffSpec(), AsyncSpec(max_staleness=1, in_flight=False)):
+        steps = Steps(turns)
+        asyncio.run(schedule_of(settings).drive(steps, 1, last))
+        assert steps.most_at_once == 1
+        done.append((steps.done, steps.behind))
+    assert done[0] == done[1]
+
+
 @given(TURNS, st.integers(1, 4), st.integers(1, 8))
 def test_every_step_is_learned_once_and_none_is_older_than_the_bound(
     turns: dict[str, int], bound: int, last: int

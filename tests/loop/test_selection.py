@@ -80,8 +80,7 @@ class Draws:
         self.journal.take_groups(step, took)
         self.taken.append(took)
         self.seconds.append(iteration)
-        if request.selection.keeps:
-            self.tokens |= {key: min(self.tokens.get(key, 0) + iteration, self.length_of[key]) for key in keys}
+        self.tokens |= {key: min(self.tokens.get(key, 0) + iteration, self.length_of[key]) for key in keys}
 
 
 def run_all(spec: RunSpec, order: PromptOrder, seed: int) -> Draws:
@@ -93,13 +92,10 @@ def run_all(spec: RunSpec, order: PromptOrder, seed: int) -> Draws:
     return draws
 
 
-SCHEDULES = st.one_of(
-    st.builds(
-        lambda ahead, bound: {"type": "partial", "ahead": ahead, "max_staleness": bound},
-        st.floats(0.01, 1),
-        st.integers(1, 4),
-    ),
-    st.builds(lambda over: {"type": "tail_batching", "over_sampling": over}, st.floats(1.01, 2)),
+SCHEDULES = st.builds(
+    lambda ahead, bound: {"type": "partial", "ahead": ahead, "max_staleness": bound},
+    st.floats(0.01, 1),
+    st.integers(1, 4),
 )
 
 
@@ -113,15 +109,13 @@ def test_all_groups_that_are_begun_are_learned_from_once_and_in_time(
     assert [len(took) for took in draws.taken] == [prompts_per_step] * steps
     assert all(len({prompt_id for _, prompt_id in took}) == len(took) for took in draws.taken)
     assert Counter(key for took in draws.taken for key in took) == Counter([*draws.length_of])
-    if schedule["type"] == "partial":
-        for step, took in enumerate(draws.taken, 1):
-            assert max(step - begun for begun, _ in took) <= schedule["max_staleness"]
+    for step, took in enumerate(draws.taken, 1):
+        assert max(step - begun for begun, _ in took) <= schedule["max_staleness"]
 
 
-@pytest.mark.parametrize("schedule", ["partial", "tail_batching"])
-def test_the_lengths_trained_on_are_those_sampled_and_the_tails_are_shorter(schedule: str) -> None:
+def test_the_lengths_trained_on_are_those_sampled_and_the_tails_are_shorter() -> None:
     """Over the whole run the lengths are the same, one for one; a step waits for fewer of the long ones."""
-    spec = spec_of({"type": schedule}, prompts_per_step=16, steps=40)
+    spec = spec_of({"type": "partial"}, prompts_per_step=16, steps=40)
     draws = run_all(spec, order_of(800), seed=1)
     trained = sorted(draws.length_of[key] for took in draws.taken for key in took)
     assert trained == sorted(draws.length_of.values())
@@ -153,13 +147,6 @@ def test_a_step_that_is_begun_again_has_the_same_groups_and_one_that_has_taken_i
     assert [each.prompt_id for each in draws.request(3).prompts] == [prompt_id for _, prompt_id in draws.taken[2]]
 
 
-def test_a_short_step_puts_prompts_off_until_there_are_enough_for_a_long_one() -> None:
-    draws = run_all(spec_of({"type": "tail_batching", "over_sampling": 1.5}), order_of(40), seed=0)
-    begun = [{begun for begun, _ in took} for took in draws.taken]
-    assert begun[:3] == [{1}, {2}, {1, 2}], "2 of 6 are put off by each short step; 4 make a long one"
-    assert [len(took) for took in draws.taken] == [4] * 6
-
-
 def test_a_prompt_of_the_journal_that_is_gone_from_the_data_is_named() -> None:
     journal = Journal(Path(":memory:"))
     journal.begin_attempt()
@@ -168,12 +155,11 @@ def test_a_prompt_of_the_journal_that_is_gone_from_the_data_is_named() -> None:
         Draws(spec_of({"type": "partial"}), order_of(9), journal, random.Random(0)).request(2)
 
 
-@pytest.mark.parametrize("schedule", ["partial", "tail_batching"])
-def test_what_draws_beside_the_groups_of_a_step_is_refused(schedule: str) -> None:
+def test_what_draws_beside_the_groups_of_a_step_is_refused() -> None:
     with pytest.raises(ValidationError) as refused:
-        RunSpec.model_validate(MINIMAL | {"schedule": schedule, "algorithm": {"type": "dapo"}})
+        RunSpec.model_validate(MINIMAL | {"schedule": "partial", "algorithm": {"type": "dapo"}})
     for part in (
-        f"schedule.type is {schedule}, which leaves groups to later steps",
+        "schedule.type is partial, which leaves groups to later steps",
         "draws other prompts in place of those without signal",
         "max_redraws to 0",
     ):

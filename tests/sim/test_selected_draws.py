@@ -17,7 +17,6 @@ from fakes.tiny_scenario import scenario
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Work
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.selection import Selects, selects
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
@@ -25,7 +24,7 @@ from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.selection import as_begun, steps_of
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import LOOKS, Simulation
-from rlhfless.spec import PartialSpec, SyncSpec, TailBatchingSpec
+from rlhfless.spec import PartialSpec, SyncSpec
 from rlhfless.spec.schedule import ScheduleSpec
 
 APART = [{"name": "static_disaggregated"}]
@@ -46,7 +45,7 @@ def simulated(
     schedule: ScheduleSpec, batches: list[RolloutBatch], setup: Setup | None = None
 ) -> tuple[Simulation, list[Generation]]:
     simulation = Simulation(setup or setup_of(actor(0), links=OFTEN), Evenly(), PRICES)
-    return simulation, list(steps_of(simulation, selects(schedule), batches))
+    return simulation, list(steps_of(simulation, schedule, batches))
 
 
 def learned(generation: Generation) -> list[str]:
@@ -89,21 +88,9 @@ def test_a_prompt_of_the_next_epoch_whose_group_is_still_under_way_is_another_pr
     assert (learned(first), learned(second)) == (["a", "a'"], ["b", "b'"])
 
 
-def test_what_is_put_off_is_drawn_again_from_its_first_token() -> None:
-    _, steps = simulated(TailBatchingSpec(over_sampling=1.5), batches_of([4, 190], [6, 7], [150, 9]))
-    assert [step.progress.batch.prompt_ids for step in steps] == [("10", "11", "20"), ("21", "30", "31"), ("11", "30")]
-    assert [learned(step) for step in steps] == [["10", "20"], ["21", "31"], ["11", "30"]]
-    selected = steps[2].progress.batch.selected
-    assert selected is not None
-    assert selected.drawn_tokens.tolist() == [0, 0]
-    assert steps[2].progress.table.tokens.tolist() == [190, 150]
-
-
 @settings(deadline=None, max_examples=20)
 @given(
-    st.sampled_from(
-        [PartialSpec(ahead=0.5), PartialSpec(ahead=1, max_staleness=1), TailBatchingSpec(over_sampling=1.6)]
-    ),
+    st.sampled_from([PartialSpec(ahead=0.5), PartialSpec(ahead=1, max_staleness=1)]),
     st.integers(1, 4).flatmap(
         lambda groups: st.lists(
             st.lists(st.lists(st.integers(1, 150), min_size=2, max_size=2), min_size=groups, max_size=groups),
@@ -114,7 +101,7 @@ def test_what_is_put_off_is_drawn_again_from_its_first_token() -> None:
     st.integers(1, 2),
 )
 def test_every_group_is_learned_from_once_with_all_its_tokens(
-    schedule: PartialSpec | TailBatchingSpec, lengths: list[list[list[int]]], actors: int
+    schedule: PartialSpec, lengths: list[list[list[int]]], actors: int
 ) -> None:
     given = [batch_of([(5, group) for group in step]) for step in lengths]
     given = [
@@ -129,11 +116,10 @@ def test_every_group_is_learned_from_once_with_all_its_tokens(
     assert sum(record.metrics["response_tokens"] for record in simulation.ledger.steps) == total
     drawn = sum(call.output_tokens for call in called(simulation, Work.GENERATE))
     assert drawn >= total
-    if isinstance(schedule, PartialSpec):
-        assert drawn <= total + len(steps), "a step that has nothing left to draw draws one token again"
-        begun = begun_in(steps)
-        for number, step in enumerate(steps, 1):
-            assert all(number - begun[name] <= schedule.max_staleness for name in learned(step))
+    assert drawn <= total + len(steps), "a step that has nothing left to draw draws one token again"
+    begun = begun_in(steps)
+    for number, step in enumerate(steps, 1):
+        assert all(number - begun[name] <= schedule.max_staleness for name in learned(step))
     check_drawn_again(schedule, given, steps)
 
 
@@ -145,7 +131,7 @@ def begun_in(steps: list[Generation]) -> dict[str, int]:
     return begun
 
 
-def check_drawn_again(schedule: Selects, given: list[RolloutBatch], steps: list[Generation]) -> None:
+def check_drawn_again(schedule: PartialSpec, given: list[RolloutBatch], steps: list[Generation]) -> None:
     """From what each step learned from, as a trace has it, the steps are as many groups, begun when they were."""
     groups = {name: (batch, number) for batch in given for number, name in enumerate(batch.prompt_ids)}
     batches, begun = list[RolloutBatch](), begun_in(steps)
@@ -155,12 +141,10 @@ def check_drawn_again(schedule: Selects, given: list[RolloutBatch], steps: list[
         batch = dataclasses.replace(batch_of([(5, each) for each in lengths]), step=step, prompt_ids=tuple(names))
         batches.append(batch)
     known = {(step, name): begun[name] for step, each in enumerate(steps, 1) for name in learned(each)}
-    again = as_begun(schedule, batches, known)
+    again = as_begun(batches, known)
     assert [batch.groups for batch in again] == [batch.groups for batch in given]
     _, steps_again = simulated(schedule, again)
-    assert Counter(begun_in(steps_again).values()) == Counter(begun.values())
-    if isinstance(schedule, PartialSpec):
-        assert begun_in(steps_again) == begun
+    assert begun_in(steps_again) == begun
 
 
 def test_steps_that_wait_for_all_are_as_they_were() -> None:
@@ -203,12 +187,11 @@ def test_a_scenario_has_the_schedules_of_a_run() -> None:
         simulated(PartialSpec(), [shared])
 
 
-@pytest.mark.parametrize("schedule", ["partial", "tail_batching"])
-def test_the_runs_own_policies_draw_what_is_left(schedule: str) -> None:
+def test_the_runs_own_policies_draw_what_is_left() -> None:
     """In all policies of a scenario each response is learned from, and a co-located fleet may do it, too."""
     policies = [{"name": name} for name in ("static_colocated", "static_disaggregated", "cost_aware")]
     changes: dict[str, Any] = {"steps": 6, "seeds": 1, "policies": policies}
-    found = compare(scenario(schedule=schedule, **changes)).results
+    found = compare(scenario(schedule="partial", **changes)).results
     for (result,) in found.values():
         total = sum(int(batch.response_tokens.sum()) for batch in batches(scenario(**changes), result.seed))
         assert sum(step.response_tokens for step in result.steps) == total

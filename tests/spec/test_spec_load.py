@@ -197,6 +197,28 @@ def test_a_removed_value_of_an_override_names_the_way_out(fault, override, where
     assert f"{where}: 'remax' was removed" in fault(MINIMAL, override)
 
 
+@pytest.mark.parametrize(
+    ("lines", "problem", "hint"),
+    [
+        ("schedule: {type: sync, streaming: true}", "schedule.streaming (line 7): was removed", "`schedule: async`"),
+        ("schedule: {streaming: false}", "schedule.streaming (line 7): was removed", "`sync` without this key"),
+        ("schedule: tail_batching", "schedule (line 7): 'tail_batching' was removed", "`schedule: partial`"),
+        (
+            "schedule: {type: tail_batching, over_sampling: 1.5}",
+            "schedule.type (line 7): 'tail_batching' was removed",
+            "`schedule: partial`",
+        ),
+        ("schedule: auto", "schedule (line 7): 'auto' was removed", "`rlhfless plan`"),
+        ("schedule: {type: auto, least_saving: 0.1}", "schedule.type (line 7): 'auto' was removed", "Name one"),
+    ],
+)
+def test_a_removed_schedule_names_the_way_out(fault, lines, problem, hint):
+    message = fault(f"{MINIMAL}{lines}")
+    assert problem in message
+    assert hint in message
+    assert "1 problem" in message
+
+
 def test_a_removed_key_is_told_from_an_unknown_one():
     removed = {"schedule.streaming": "leave it out", "rewards.*.old": "use new"}
     data = {"schedule": {"streaming": {"on": True}}, "rewards": [{}, {"old": 1}], "metadata": {"streaming": "remax"}}

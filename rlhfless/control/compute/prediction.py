@@ -31,14 +31,13 @@ from rlhfless.scaling.intervals import Interval, length, union
 from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
-from rlhfless.scaling.selection import selects
 from rlhfless.sim.experiment.compare import NO_BEATS_S, compare
 from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.timing import FORWARD_OPERATIONS, learn_operations
-from rlhfless.spec import AutoSpec, OneStepOffSpec, RunSpec, ScheduleSpec, SyncSpec
+from rlhfless.spec import PartialSpec, RunSpec, ScheduleSpec, SyncSpec
 from rlhfless.spec.base import count_of
 from rlhfless.spec.learner import evaluated_share
 
@@ -167,13 +166,6 @@ def predicted(
 
     Raises InputError if the simulator cannot run it.
     """
-    own = asked.spec.schedule
-    if isinstance(own, AutoSpec):
-        sync, ahead = (
-            predicted(asked.with_schedule(schedule), config, lengths, latency, rollouts, quick=quick)
-            for schedule in (SyncSpec(), OneStepOffSpec())
-        )
-        return ahead if ahead.cost.step_s <= (1 - own.least_saving) * sync.cost.step_s else sync
     factors = (1.0,) if quick else lengths.factors
     with tempfile.TemporaryDirectory() as folder:
         measured: dict[str, Any] = {}
@@ -182,7 +174,7 @@ def predicted(
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
-        if quick and not selects(own):  # which end a step at a beat
+        if quick and not isinstance(asked.spec.schedule, PartialSpec):  # whose steps end at a beat
             measured["beat_s"] = NO_BEATS_S
         drafts = _drafts(asked.spec, lengths) if latency is None else {}  # which a fit has already
         measured["engine"] = _engine(asked, rollouts) | drafts | measured.get("engine", {})

@@ -18,10 +18,8 @@ from rlhfless.control.compute.prediction import Predicted
 from rlhfless.prepare.memory.question import Question
 from rlhfless.records import FunctionName
 from rlhfless.scaling.plan import best_of, contract_for_step
-from rlhfless.scaling.selection import selects
 from rlhfless.spec import (
     AsyncSpec,
-    AutoSpec,
     CheapestSpec,
     FastestSpec,
     OneStepOffSpec,
@@ -29,12 +27,11 @@ from rlhfless.spec import (
     RunSpec,
     ScheduleSpec,
     SyncSpec,
-    TailBatchingSpec,
     WeightedSpec,
 )
 
-LEAST_SAVING = AutoSpec().least_saving
-"""Share of a step of `sync` that another schedule has to save."""
+LEAST_SAVING = 0.03
+"""Share of a step of `sync` that another schedule has to save, for older samples or another order of the data."""
 
 
 NO_SCHEDULES: dict[str, Any] = {"schedules": [], "schedule_reason": None}
@@ -78,7 +75,7 @@ def schedules_of(asked: Question, predict: Predict) -> dict[str, Any]:
     if asked.spec.supervised:
         return NO_SCHEDULES
     own = asked.spec.schedule
-    kinds = (PartialSpec, TailBatchingSpec, OneStepOffSpec, AsyncSpec)
+    kinds = (PartialSpec, OneStepOffSpec, AsyncSpec)
     others: list[ScheduleSpec] = [own if isinstance(own, kind) else kind() for kind in kinds]
     tried: list[_Tried] = []
     for schedule in (SyncSpec(), *others):
@@ -105,7 +102,7 @@ def _chosen(spec: RunSpec, tried: Sequence[_Tried]) -> _Tried | None:
 def _allowed(spec: RunSpec, schedule: ScheduleSpec) -> bool:
     """Whether samples get no older than the spec's schedule lets them, and are taken in the order of the data or in the
     one that the spec names."""
-    in_order = selects(schedule) is None or schedule.type == spec.schedule.type
+    in_order = not isinstance(schedule, PartialSpec) or spec.schedule.type == schedule.type
     return in_order and schedule.max_staleness <= spec.schedule.max_staleness
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from rlhfless.control.compute import prediction
 from rlhfless.control.compute.prediction import Lengths, Predicted, _schedule
-from rlhfless.control.compute.rollouts import Rollouts
 from rlhfless.control.compute.schedules import schedules_of
 from rlhfless.control.objects.costs import PlannedCost, PlannedSchedule
 from rlhfless.prepare.memory.question import Question
@@ -46,7 +45,7 @@ LENGTHS = Lengths(300.0, 300.0, 0.5, 100.0, "by hand", known=True)
 EVEN = {"generation": 0.5, "learner": 0.48}
 
 
-SECONDS = {"sync": 10.0, "partial": 8.0, "tail_batching": 9.9, "one_step_off": 6.0, "async": 5.5}
+SECONDS = {"sync": 10.0, "partial": 8.0, "one_step_off": 6.0, "async": 5.5}
 
 
 def rows_of(asked: Question, predict: Any) -> list[dict[str, Any]]:
@@ -59,17 +58,16 @@ def refusals(rows: list[dict[str, Any]]) -> dict[str, str | None]:
 
 
 def test_schedules_that_save_time_are_shown_with_their_price() -> None:
-    rows = rows_of(question(), predictor(SECONDS, EVEN))
+    rows = rows_of(question(), predictor(SECONDS | {"partial": 9.9}, EVEN))
     assert [(row["schedule"], row["max_staleness"]) for row in rows] == [
         ("sync", 0),
         ("partial", 2),
-        ("tail_batching", 0),
         ("one_step_off", 1),
         ("async", 2),
     ]
     little = "it saves 1% of a step: the longest responses hold a step up little"
-    assert refusals(rows) == dict.fromkeys(SECONDS) | {"tail_batching": little}
-    assert rows[3]["step_usd"] == pytest.approx(0.06)
+    assert refusals(rows) == dict.fromkeys(SECONDS) | {"partial": little}
+    assert rows[2]["step_usd"] == pytest.approx(0.06)
     for row in rows:
         PlannedSchedule.model_validate(row)
 
@@ -100,10 +98,9 @@ def test_overlap_is_refused_where_functions_share_devices(placement: dict[str, A
     ("schedule", "chosen"),
     [
         ("sync", "sync"),
-        ("auto", "one_step_off"),
+        ("one_step_off", "one_step_off"),
         ("async", "async"),
         ("partial", "one_step_off"),  # the spec lets samples get two versions old, and draws in its own order
-        ("tail_batching", "sync"),
     ],
 )
 def test_the_fastest_is_chosen_whose_samples_are_no_older_than_with_the_specs_own(schedule: str, chosen: str) -> None:
@@ -143,8 +140,7 @@ def test_the_cheapest_that_keeps_the_deadline_is_chosen(deadline_s: float, chose
 
 def test_what_the_spec_refuses_says_why() -> None:
     found = refusals(rows_of(question(algorithm="dapo"), predictor(SECONDS, EVEN)))
-    for name in ("partial", "tail_batching"):
-        assert "draws other prompts in place of those without signal" in (found[name] or "")
+    assert "draws other prompts in place of those without signal" in (found["partial"] or "")
 
 
 def test_without_a_prediction_each_says_why() -> None:
@@ -164,27 +160,7 @@ def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -
     assert _schedule(partial.spec) == PartialSpec(), "which overlaps nothing"
 
 
-@pytest.mark.parametrize(("ahead_s", "chosen"), [(9.7, "one_step_off"), (9.8, "sync"), (11.0, "sync")])
-def test_a_run_that_chooses_is_predicted_as_what_it_would_choose(
-    ahead_s: float, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It wants to save 3 % of 10 s. Both ways are predicted with the rollouts that are asked for."""
-    fp8, seconds = Rollouts("sglang", "fp8"), {"sync": 10.0, "one_step_off": ahead_s}
-    predict, tried = predictor(seconds, EVEN), []
-    whole = prediction.predicted
-
-    def one(asked: Question, *rest: Any, quick: bool) -> Predicted:
-        tried.append((asked.spec.schedule.type, *rest, quick))
-        found: Predicted = predict(asked)[0]
-        return found
-
-    monkeypatch.setattr(prediction, "predicted", one)
-    found = whole(question(schedule="auto"), {}, LENGTHS, None, fp8, quick=True)
-    assert found.cost.step_s == seconds[chosen]
-    assert tried == [(schedule, {}, LENGTHS, None, fp8, True) for schedule in seconds]
-
-
-@pytest.mark.parametrize(("schedule", "beats"), [("sync", False), ("partial", True), ("tail_batching", True)])
+@pytest.mark.parametrize(("schedule", "beats"), [("sync", False), ("partial", True)])
 def test_steps_that_end_with_enough_groups_are_predicted_with_the_beats_at_which_they_end(
     schedule: str, beats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,8 @@ def machines(**changes: Any) -> dict[str, Any]:
             {"placement": {"mode": "disaggregated", "learner_elsewhere": {"h100": 0}}},
             r"placement.learner_elsewhere.h100 \(line \d+\): 0: should be greater than or equal to 1",
         ),
-        ({"schedule": "auto"}, "auto chooses by trial in a run, and is not simulated; name sync or one_step_off"),
+        ({"schedule": "auto"}, r"schedule \(line \d+\): 'auto' was removed\n    Name one"),
+        ({"schedule": {"type": "sync", "streaming": True}}, r"schedule.streaming \(line \d+\): was removed"),
         ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' is there twice; give one of them a `label`"),
     ],
 )
