@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -37,7 +38,30 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
             style="bold" if row.on_front else "",
         )
     lengths = whole(f"response lengths: {legible(compared.lengths)}")
-    return Group(made, "", *map(Prose, _notes(compared, named)), lengths)
+    decided = verdict(compared)
+    last = ("", Prose(decided, style="bold")) if decided else ()
+    return Group(made, "", *map(Prose, _notes(compared, named)), lengths, *last)
+
+
+def verdict(compared: ComparisonObject) -> str:
+    """The row to take under the run's contract, which orders them, and what others would change; empty if none can
+    run."""
+    rows = [(number, row) for number, row in enumerate(compared.rows, start=1) if row.predicted and not row.no_engine]
+    if not rows:
+        return ""
+    number, best = rows[0]
+    assert best.predicted is not None
+    time_s, usd = best.predicted.wall_s, best.predicted.cost_usd
+    text = f"Take row {number}, {best.count} x {best.kind}, {best.placement}: {clock(time_s)} for {money(usd)}."
+    by_time = min(rows, key=lambda each: each[1].predicted.wall_s if each[1].predicted else math.inf)
+    by_cost = min(rows, key=lambda each: each[1].predicted.cost_usd if each[1].predicted else math.inf)
+    for what, (other, row) in (("fastest", by_time), ("cheapest", by_cost)):
+        if other == number or row.predicted is None:
+            continue
+        times, cost = row.predicted.wall_s / time_s, row.predicted.cost_usd / usd if usd else 1.0
+        text += f" The {what}, row {other}, takes {times:.2f} times as long at {cost:.2f} times the cost."
+    changed = [each.change for each in compared.sensitivity if not each.stays]
+    return text + (f" Another row is the fastest or the cheapest with {' or '.join(changed)}." if changed else "")
 
 
 def _devices(row: ComparedDevices, named: bool) -> str:

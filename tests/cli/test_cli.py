@@ -401,6 +401,7 @@ def test_devices_are_compared_and_the_chosen_ones_written(sized, tmp_path):
     assert result.exit_code == 0, result.output
     placement = load_spec(tmp_path / "chosen" / "run.yaml").placement
     assert f"1 * {placement.devices} x {placement.kind}" in result.stdout
+    assert f"Take row 1, {placement.devices} x {placement.kind}, " in result.stdout
     (group,) = yaml.safe_load((tmp_path / "chosen" / "values.yaml").read_text())["ray"]["gpuGroups"]
     assert (group["kind"], group["gpus"] * group["maxNodes"]) == (placement.kind, placement.devices)
 
