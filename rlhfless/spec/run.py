@@ -323,11 +323,6 @@ class RunSpec(SpecModel):
         own = self.critic.epochs if self.critic is not None and function == "critic" else None
         return own or self.epochs
 
-    @property
-    def updates_per_step(self) -> int:
-        """Optimiser steps of the policy in a training step."""
-        return self.mini_batches * self.epochs
-
     def planned_updates(self, function: str) -> int:
         """Optimiser steps of a function with a trained model in the whole run, if no step has too few groups for its
         mini-batches."""
