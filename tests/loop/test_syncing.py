@@ -51,14 +51,16 @@ class Actor:
 def weights() -> ActorWeights:
     empty = ActorWeights.__new__(ActorWeights)
     empty._spec = SimpleNamespace(timeouts=TimeoutsSpec(), schedule=SyncSpec())  # type: ignore[assignment]
+    empty._feeding = None
     return empty
 
 
 async def two_loads(actor: Actor) -> list[asyncio.Task[None]]:
     replica = cast("Replica", actor)
     tasks = [asyncio.create_task(weights().load(replica, PUBLISHED, CALL)) for _ in range(2)]
-    while len(actor.loads) < 2:
+    for _ in range(10):
         await asyncio.sleep(0)
+    assert len(actor.loads) == 2, [task for task in tasks if task.done() and task.exception()]
     return tasks
 
 
