@@ -224,12 +224,13 @@ class ScenarioLayout:
         size = self._scenario.model.shape.total_bytes
         if measured is not None:
             return Transport(spec.kind, math.inf, measured.load_weights_s, size)
+        fixed_s = spec.fixed_s + self._scenario.engine.step_s
         rate = spec.device_bytes_per_s * self._scenario.engine.devices
         if spec.kind == "nccl":
             if not fixed:
                 raise ValueError("transport.kind is nccl, by which only actors that are never released get weights")
-            return Transport(spec.kind, rate, spec.fixed_s, size)
-        return Transport(spec.kind, rate, spec.fixed_s, size, self.learner_side[0].node, spec.pull_bytes_per_s)
+            return Transport(spec.kind, rate, fixed_s, size)
+        return Transport(spec.kind, rate, fixed_s, size, self.learner_side[0].node, spec.pull_bytes_per_s)
 
 
 def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:

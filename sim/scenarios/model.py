@@ -154,6 +154,10 @@ class ScenarioEngineSpec(SpecModel):
     """Seconds of every iteration that no kernel accounts for. Added to `roofline` and `kernels`; a fit has it
     already."""
 
+    step_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds before the generation of each step begins, after the new weights: calls, wakes and copies of a framework.
+    Published steps of seconds (verl, OpenRL) have 15 to 25 that nothing else in the model explains."""
+
     latency: LatencySpec = RooflineLatency()
     """The latency model, of passes without drafts if `speculation` is given."""
 

@@ -359,6 +359,15 @@ def test_the_depth_that_follows_the_batch_is_as_good_as_any_fixed_one(policy: st
     assert auto_s <= 1.01 * min(others_s)
 
 
+def test_what_a_framework_adds_to_each_generation_by_hand() -> None:
+    plain, slow = (scenario(engine={"step_s": seconds}, seeds=1) for seconds in (0, 20))
+    loads = [ScenarioLayout(each, ScenarioPlacementSpec()).transport(fixed=False).load_s for each in (plain, slow)]
+    assert loads[1] - loads[0] == pytest.approx(20)
+    runs = [compare(each, ["static_colocated"]).results["static_colocated"][0].steps for each in (plain, slow)]
+    for before, after in zip(*runs, strict=True):
+        assert after.step_s - before.step_s == pytest.approx(20)
+
+
 def test_serverless_containers_by_hand() -> None:
     """A restore of 3 s, and the state's bytes by 2 devices and 1e9 a second, before and after the learner's work."""
     seller = {"premium": 1.5, "restore_s": 3, "state_bytes_per_s": 1e9}
