@@ -70,6 +70,7 @@ PURE = (
         ),
         long=True,
     ),
+    Smoke("release", (rf"\| gsm8k-7b-a100 \| {NUMBER} at {NUMBER}x \| {NUMBER} \|",)),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke(
         "ranks",
