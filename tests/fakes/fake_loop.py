@@ -19,6 +19,7 @@ class FakeCore:
     block_tokens = 16
 
     def __init__(self) -> None:
+        self.backends: dict[str, str] = {}
         self.requests: dict[str, SampleRequest] = {}
         self.drawn: dict[str, int] = {}
 

