@@ -49,6 +49,7 @@ class Smoke:
 
 NUMBER = r"-?\d+\.\d+"
 PURE = (
+    Smoke("by_the_second", (rf"\| gsm8k-7b-a100 \| {NUMBER} at {NUMBER}x \| {NUMBER} \|",)),
     Smoke("anchors", (r"refused: `mamba_num_heads`", rf"median error {NUMBER}% of 1, worst", r"\| 4B \| 0\.14 s \|")),
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke(
@@ -70,7 +71,6 @@ PURE = (
         ),
         long=True,
     ),
-    Smoke("release", (rf"\| gsm8k-7b-a100 \| {NUMBER} at {NUMBER}x \| {NUMBER} \|",)),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke(
         "ranks",

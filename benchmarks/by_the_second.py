@@ -1,6 +1,6 @@
 """Devices by the second: what a run costs at a seller of containers, by the same run on rented nodes, simulated.
 
-    python benchmarks/release.py [--restores 5 14 45] [--markdown docs/simulate.md] [--smoke] [SCENARIO ...]
+    python benchmarks/by_the_second.py [--restores 5 14 45] [--markdown docs/simulate.md] [--smoke] [SCENARIO ...]
 
 The node is `static_colocated` on all devices of the scenario, paid for all the time. The seller's containers are actors
 on as many or twice as many devices, and a learner on as many again; `cost_aware` releases actors, and the learner is
