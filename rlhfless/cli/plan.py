@@ -135,9 +135,11 @@ def plan(
         if not problems:
             hint = "" if trace else "; --lengths-of takes them from a recorded run"
             found = planner.row(asked)
-            _show_cost(found, planner.schedules(asked, found), planner.lengths.source, hint)
+            schedules = planner.schedules(asked, found)
+            _show_cost(found, schedules, planner.lengths.source, hint)
             if (prefill := planner.prefill(asked)) is not None:
                 typer.echo(prefill.text)
+            _show_verdict(found, schedules)
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -235,6 +237,34 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
             "no one or two changes that are known here make it fit. The states of the learner are "
             f"{16 * asked.shape.parameters / GIB:.1f} GiB, which its ranks share: see docs/sizing.md"
         )
+
+
+def _show_verdict(row: Mapping[str, Any], schedules: Mapping[str, Any]) -> None:
+    """What to take, and which schedule would be faster with older samples."""
+    from rlhfless.control.objects.costs import PlannedSchedule
+    from rlhfless.telemetry.numbers import clock, money
+    from rlhfless.telemetry.terminal import Prose, Terminal
+
+    if row["predicted"] is None:
+        return
+    rows = [PlannedSchedule.model_validate(each) for each in schedules["schedules"]]
+    wall_s, usd = row["predicted"]["wall_s"], row["predicted"]["cost_usd"]
+    chosen = next((each for each in rows if each.chosen), None)
+    name = ""
+    if chosen is not None and chosen.wall_s is not None and chosen.cost_usd is not None:
+        name, wall_s, usd = f" with schedule {chosen.schedule}", chosen.wall_s, chosen.cost_usd
+    text = f"Take these devices{name}: {clock(wall_s)} for {money(usd)}."
+    faster = [each for each in rows if each.refused is None and each.wall_s is not None and each.wall_s < 0.99 * wall_s]
+    if faster:
+        best = min(faster, key=lambda each: each.wall_s or 0.0)
+        assert best.wall_s is not None
+        text += (
+            f" Where samples may be {best.max_staleness} versions old, {best.schedule} takes "
+            f"{best.wall_s / wall_s:.2f} times as long, for {money(best.cost_usd)}."
+        )
+    console = Terminal()
+    console.print()
+    console.print(Prose(text, style="bold"))
 
 
 def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hint: str) -> None:

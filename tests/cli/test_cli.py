@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -302,6 +303,7 @@ def sized(tmp_path):
 
 def test_a_plan_that_fits(sized):
     result = invoke("plan", sized, "--devices", "2xh100")
+    assert re.search(r"Take these devices with schedule \w+: [\d:]+ for \$[\d.,]+\.", " ".join(result.stdout.split()))
     assert result.exit_code == 0, result.output
     assert "0.494 B parameters on 2 x h100, colocated" in result.stdout
     assert "nearest change" not in result.stdout
