@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, SpeculationSpec, TimeoutsSpec
 from rlhfless.spec.generation import Quantization
 from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.check import PROBE_TOLERANCE, check_probe
 from rlhfless.weights.samples import weight_sample
 from rlhfless.weights.store import StoredWeights
 
@@ -132,3 +134,12 @@ def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSe
         engine=engine,
         timeouts=TimeoutsSpec(start_s=200, sync_s=60, drain_s=20),
     )
+
+
+async def loaded(engine: VllmEngine, published: PublishedWeights) -> Any:
+    """Load a version and return how it came, after all checks: digest and read-back by the engine, and the probe."""
+    report = await engine.load(published)
+    check_probe(published.version, published.probe, await engine.logprobs(PROBE_TOKENS), PROBE_TOLERANCE["float32"])
+    assert report is not None
+    assert report.read_back == report.tensors
+    return report.transport

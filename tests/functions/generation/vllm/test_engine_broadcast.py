@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.tiny_models import PROBE_TOKENS, SHAPES, TinyModel, make_tiny_model, tiny_settings
+from fakes.tiny_models import PROBE_TOKENS, SHAPES, TinyModel, loaded, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.learner.actor import StoreHome
-from rlhfless.records import PublishedWeights
 from rlhfless.weights import broadcast
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.check import PROBE_TOLERANCE, check_probe
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.http_server import HttpStoreServer
 
@@ -28,15 +26,6 @@ async def started(model: TinyModel, cache: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings = tiny_settings(model, cache, SHAPES["one process"])
     return await VllmEngine.start(replace(settings, store=StoreAddress("nccl", str(cache), "secret")))
-
-
-async def loaded(engine: VllmEngine, published: PublishedWeights) -> Any:
-    """How it came, after all checks: the digest and what is read back by the engine, and the probe."""
-    report = await engine.load(published)
-    check_probe(published.version, published.probe, await engine.logprobs(PROBE_TOKENS), PROBE_TOLERANCE["float32"])
-    assert report is not None
-    assert report.read_back == report.tensors
-    return report.transport
 
 
 @pytest.mark.engine

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.tiny_models import PROBE_TOKENS, SHAPES, TinyModel, make_tiny_model, tiny_settings
+from fakes.tiny_models import SHAPES, TinyModel, loaded, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.learner.actor import StoreHome
 from rlhfless.records import PublishedWeights
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.buckets import BucketStore
-from rlhfless.weights.check import PROBE_TOLERANCE, check_probe
 from rlhfless.weights.files import TensorStream
 
 ENGINES = 2
@@ -26,15 +25,6 @@ async def started(model: TinyModel, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings = tiny_settings(model, folder, SHAPES["one process"])
     return await VllmEngine.start(replace(settings, store=StoreAddress("cuda_ipc", str(folder))))
-
-
-async def loaded(engine: VllmEngine, published: PublishedWeights) -> Any:
-    """How it came, after all checks: the digest and what is read back by the engine, and the probe."""
-    report = await engine.load(published)
-    check_probe(published.version, published.probe, await engine.logprobs(PROBE_TOKENS), PROBE_TOLERANCE["float32"])
-    assert report is not None
-    assert report.read_back == report.tensors
-    return report.transport
 
 
 @pytest.mark.engine
