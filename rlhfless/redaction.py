@@ -34,8 +34,8 @@ def redacted_text(text: str) -> str:
 
 
 def _is_secret(key: Any, value: Any) -> bool:
-    # Numbers of tokens are no secrets: max_tokens, response_tokens_mean.
-    return isinstance(key, str) and isinstance(value, str) and bool(_SECRET_KEY.search(key))
+    # Counts of tokens are no secrets: max_tokens: 512, micro_batch_tokens: auto.
+    return isinstance(key, str) and isinstance(value, str) and value != "auto" and bool(_SECRET_KEY.search(key))
 
 
 def user_in(url: str) -> bool:
