@@ -23,8 +23,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhfless import processes
 from rlhfless.functions.generation.vllm.version import require_no_numba
+from rlhfless.util import processes
 
 Request = tuple[tuple[int, ...], int]  # prompt tokens, seed
 

@@ -46,7 +46,7 @@ from rlhfless.scaling.plan.prefill_apart import AlikeEngines, StepShape, compare
 from rlhfless.scaling.prefill_pool import PIECES
 from rlhfless.spec import EngineSpec
 from rlhfless.spec.generation import KvConnector
-from rlhfless.text import parsed_json
+from rlhfless.util.text import parsed_json
 
 VOCABULARY = 64
 """Tokens that prompts are made of; the model knows more."""

@@ -23,7 +23,7 @@ from rlhfless.functions.lease import Lease, LeaseTerms
 from rlhfless.functions.loopback import bind_replica_to_loopback
 from rlhfless.functions.out_of_memory import Planned
 from rlhfless.records import SleepTier, Slept
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 """Written by the kernel module of NVIDIA's driver."""

@@ -25,8 +25,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from rlhfless.functions.sharding import class_of, local
-from rlhfless.spec.errors import InputError, Problem, first_line
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
+from rlhfless.util.errors import first_line
 
 Shape = tuple[int, ...]
 

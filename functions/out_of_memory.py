@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rlhfless.spec.errors import UserError, first_line
+from rlhfless.util.errors import UserError, first_line
 
 GIB = 2**30
 

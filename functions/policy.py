@@ -62,7 +62,7 @@ from rlhfless.records import FloatArray
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import DType, ModelSpec
-from rlhfless.spec.errors import first_line
+from rlhfless.util.errors import first_line
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from rlhfless.text import storable
+from rlhfless.util.text import storable
 
 # `fakes` can be imported here, and in every process that a test starts (the server that processes are forked from and
 # Ray's workers do not get this process's sys.path).

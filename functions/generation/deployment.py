@@ -56,7 +56,7 @@ from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 

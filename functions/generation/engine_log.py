@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from rlhfless.folders import home
-from rlhfless.tails import tail
+from rlhfless.util.folders import home
+from rlhfless.util.tails import tail
 
 FOLDER = "engines"
 

@@ -31,7 +31,7 @@ from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn, kept_
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.records.ledger import added
-from rlhfless.text import storable
+from rlhfless.util.text import storable
 
 
 class RequestRun:

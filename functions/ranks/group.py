@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.functions.base import FunctionBroken
-from rlhfless.spec.errors import UserError, class_and_line, first_line
+from rlhfless.util.errors import UserError, class_and_line, first_line
 
 GRACE_S = 10.0
 """The wait for failures of other ranks after the first: Ray reports a killed process after 1 to 5 seconds, and gloo's

@@ -33,7 +33,8 @@ from rlhfless.functions.policy import CHECK_TOLERANCE, TORCH_DTYPES
 from rlhfless.records.fields import field_value
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
-from rlhfless.spec.errors import InputError, first_line
+from rlhfless.spec.errors import InputError
+from rlhfless.util.errors import first_line
 
 log = logging.getLogger(__name__)
 

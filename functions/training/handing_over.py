@@ -20,9 +20,9 @@ import numpy.typing as npt
 import ray
 from ray.exceptions import RayError
 
-from rlhfless.free_memory import COPIES_SHARE, free_bytes
 from rlhfless.functions.on_node import on_node
 from rlhfless.functions.ranks.group import RankGroup
+from rlhfless.util.free_memory import COPIES_SHARE, free_bytes
 
 PIECE_BYTES = 64 << 20
 """Of a file, in one call: long enough that its start does not count."""

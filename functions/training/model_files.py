@@ -21,9 +21,9 @@ from transformers.utils import cached_file
 
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError
 from rlhfless.spec import ModelSpec
-from rlhfless.spec.errors import class_and_line
 from rlhfless.spec.explain import shown
-from rlhfless.text import parsed_json
+from rlhfless.util.errors import class_and_line
+from rlhfless.util.text import parsed_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

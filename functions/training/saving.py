@@ -19,9 +19,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rlhfless.free_memory import COPIES_SHARE, free_bytes
 from rlhfless.functions.sharding import local, mesh_of
 from rlhfless.functions.training.checkpoint import Savers
+from rlhfless.util.free_memory import COPIES_SHARE, free_bytes
 
 PIECE_BYTES = 2**26
 """A pinned buffer: a power of two, because torch rounds such blocks up to one."""

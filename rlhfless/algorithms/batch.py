@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfless.records import FloatArray, GivenSegment, Group, IntArray, Sample
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 BoolArray = npt.NDArray[np.bool_]
 

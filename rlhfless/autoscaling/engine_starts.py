@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhfless.folders import home, replace_text
 from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
 from rlhfless.records import StartPhase
 from rlhfless.scaling.acquisition import mean_phases
@@ -20,6 +19,7 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S, start_phases
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
+from rlhfless.util.folders import home, replace_text
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from rlhfless.cli.tables import table
 from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
 from rlhfless.telemetry.numbers import clock, decimal, money
 from rlhfless.telemetry.terminal import Prose, whole
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 MOST_REASONS = 8
 """Reasons why devices do not hold a run that are shown; `--json` has all."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhfless.cli.options import Overrides, SpecFile
-from rlhfless.text import WrittenFloat
+from rlhfless.util.text import WrittenFloat
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -122,7 +122,7 @@ def _as_json(row: ShownRow) -> dict[str, Any]:
 
 
 def _print_learned(row: ShownRow) -> None:
-    from rlhfless.text import legible
+    from rlhfless.util.text import legible
 
     typer.secho(legible(f"{row.data_set} row {row.number} ({row.where}): {row.use}"), err=True, dim=True)
     for each in row.sequences:
@@ -135,7 +135,7 @@ def _print(spec: RunSpec, row: ShownRow) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rlhfless.text import legible
+    from rlhfless.util.text import legible
 
     console = Console(highlight=False, soft_wrap=True)
     marks = LEARNED_MARKS if not console.is_terminal or console.no_color else ("", "")
@@ -211,7 +211,7 @@ def _rendered(pieces: tuple[ShownPiece, ...], marks: tuple[str, str]) -> Text:
     """The text of a sequence: special tokens in bold, what is learned on green or between marks."""
     from rich.text import Text
 
-    from rlhfless.text import legible
+    from rlhfless.util.text import legible
 
     made, learned = Text(), False
     for piece in pieces:

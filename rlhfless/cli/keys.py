@@ -12,7 +12,7 @@ import typer
 
 from rlhfless.cli.options import Data, Database
 from rlhfless.control.settings import DATA_FOLDER, ServiceSettings
-from rlhfless.folders import OTHERS
+from rlhfless.util.folders import OTHERS
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -106,7 +106,7 @@ def revoke(
     from sqlalchemy import or_, select
 
     from rlhfless.control.database.tables import KeyRow
-    from rlhfless.spec.errors import UserError
+    from rlhfless.util.errors import UserError
 
     with _session(data, database) as session:
         keys = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))

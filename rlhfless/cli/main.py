@@ -35,8 +35,8 @@ from rlhfless.cli import (
     trace,
     validate,
 )
-from rlhfless.spec.errors import UserError
-from rlhfless.text import legible, tolerant
+from rlhfless.util.errors import UserError
+from rlhfless.util.text import legible, tolerant
 
 _PROGRAM_FAULT = 1
 

@@ -273,7 +273,7 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
     from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule
     from rlhfless.telemetry.numbers import money
     from rlhfless.telemetry.terminal import Prose, Terminal, whole
-    from rlhfless.text import legible
+    from rlhfless.util.text import legible
 
     console = Terminal()
     console.print()

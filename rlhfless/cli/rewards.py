@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhfless.cli.options import Overrides, SpecFile
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 if TYPE_CHECKING:
     from rlhfless.prepare.reward_trial import Trial

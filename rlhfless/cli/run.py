@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhfless.cli.options import OptionalSpecFile, Overrides
-from rlhfless.folders import OTHERS, private
-from rlhfless.text import storable
+from rlhfless.util.folders import OTHERS, private
+from rlhfless.util.text import storable
 
 if TYPE_CHECKING:
     from rlhfless.prepare.preflight import Prepared
@@ -147,10 +147,10 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
     from rlhfless.loop.launch import remove_stores
     from rlhfless.loop.session import Session
-    from rlhfless.signals import Interrupted, OrderlyStop
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
     from rlhfless.telemetry.open_sinks import open_sinks
+    from rlhfless.util.signals import Interrupted, OrderlyStop
 
     run_id = folder.name
     log = RunLog(folder, run_id)

@@ -24,7 +24,7 @@ from rlhfless.cli.options import (
     SpecFile,
     Speculations,
 )
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -337,7 +337,7 @@ def _client(url: str | None) -> Client:
 def _id(client: Client, run: str) -> str:
     """The id of a run that is named by it, by the beginning of it or of its last part, or by the run's name; of the
     newest run for `last`. Raises UserError if several runs are meant."""
-    from rlhfless.spec.errors import UserError
+    from rlhfless.util.errors import UserError
 
     if run == LAST:
         newest = client.list_runs(limit=1).data

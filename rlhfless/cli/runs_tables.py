@@ -14,7 +14,7 @@ from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, Plann
 from rlhfless.control.objects.runs import CheckpointObject, RunObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.terminal import Prose, whole
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 REASONS_FROM = 110
 """Columns of a terminal that is wide enough for the reasons of runs' statuses."""

@@ -23,10 +23,10 @@ from rlhfless.control.settings import (
     default_roots,
     open_data,
 )
-from rlhfless.folders import OTHERS
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
 from rlhfless.spec.sizes import MOST_SIZES
+from rlhfless.util.folders import OTHERS
 
 UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
@@ -163,7 +163,7 @@ def _require_code(settings: ServiceSettings) -> None:
 
 def _detached(settings: ServiceSettings) -> None:
     """Run the same command in the background, in a session of its own, until its service answers."""
-    from rlhfless.spec.errors import UserError
+    from rlhfless.util.errors import UserError
 
     open_data(settings)
     if (url := address_of(settings)) is not None and _answers(url):

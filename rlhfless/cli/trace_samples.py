@@ -99,7 +99,7 @@ def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, 
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """Print samples, objects as of `as_object`, for people; each prompt once for its samples of a step."""
     from rlhfless.telemetry.numbers import decimal
-    from rlhfless.text import legible
+    from rlhfless.util.text import legible
 
     before = None
     for sample in samples:

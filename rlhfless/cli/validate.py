@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhfless.cli.options import Overrides, SpecFile
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 
 def register(app: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from rlhfless.control.objects.common import ErrorObject
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"
 """Environment variables with the address of the service, and with the API key."""

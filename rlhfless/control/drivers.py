@@ -16,7 +16,7 @@ import psutil
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, OtherProtocol
 from rlhfless.control.ray_host import LOW_PRIORITY
 from rlhfless.control.settings import environment_of_runs
-from rlhfless.folders import replace_text
+from rlhfless.util.folders import replace_text
 
 ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 
 from rlhfless.control.delivery import failure
-from rlhfless.redaction import redacted
 from rlhfless.spec.errors import Problem
+from rlhfless.util.redaction import redacted
 
 
 class ApiError(Exception):

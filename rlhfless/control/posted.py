@@ -18,7 +18,7 @@ from rlhfless.spec.document import MOST_DEPTH
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import explain, shown
 from rlhfless.spec.sizes import size_problems
-from rlhfless.text import storable
+from rlhfless.util.text import storable
 
 OWN = {
     ("output",): "the service keeps each run in its own folder",

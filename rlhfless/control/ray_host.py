@@ -30,8 +30,8 @@ from rlhfless.control.delivery import HostAnswer
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import environment_of_runs
 from rlhfless.fleet.private_ray import FOLDER, remove
-from rlhfless.folders import OTHERS, lock, replace_text
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
+from rlhfless.util.folders import OTHERS, lock, replace_text
 
 LOW_PRIORITY = ("nice", "-n", "5")
 """Prefix of commands that start runs' processes: at a lower priority they leave the cores to the service for the

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhfless.folders import replace_text
 from rlhfless.records.run_folder import TRACE_FOLDER
+from rlhfless.util.folders import replace_text
 
 FIND_S = 5.0
 """Longest wait until a file that one machine has written is visible on another: network file systems cache the content

@@ -28,9 +28,9 @@ from rlhfless.control.retention import RetentionSweep
 from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings, open_data
 from rlhfless.control.supervisor import Supervisor
-from rlhfless.folders import lock, replace_text
 from rlhfless.functions.loopback import is_loopback
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
+from rlhfless.util.folders import lock, replace_text
 
 LOCK_FILE = "service.lock"
 

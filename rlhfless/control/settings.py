@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import psutil
 from pydantic import Field
 
-from rlhfless.folders import OTHERS, NotPrivate, home, private, require_safe_place
 from rlhfless.spec import SizesSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.sizes import MOST_SIZES
+from rlhfless.util.folders import OTHERS, NotPrivate, home, private, require_safe_place
 
 DATA_FOLDER = "rlhfless-data"
 DATABASE_FILE = "service.sqlite"

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from rlhfless.functions.on_node import on_node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path, shadowed
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
-from rlhfless.folders import private
 from rlhfless.functions.lease import Lease, LeaseTerms
 from rlhfless.scaling.seats import SeatTurns
+from rlhfless.util.folders import private
 
 NAMESPACE = "rlhfless"
 """Ray's namespace of the keepers."""

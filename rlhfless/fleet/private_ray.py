@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rlhfless.folders import NotPrivate, private, require_safe_place
+from rlhfless.util.folders import NotPrivate, private, require_safe_place
 
 FOLDER = "ray"
 

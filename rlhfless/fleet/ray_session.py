@@ -32,9 +32,9 @@ from ray.exceptions import RayError
 
 from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.functions.loopback import is_loopback
-from rlhfless.signals import hangups_blocked
 from rlhfless.spec import PlacementSpec
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
+from rlhfless.util.signals import hangups_blocked
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import TimeoutsSpec
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 
 
 @dataclass(frozen=True)

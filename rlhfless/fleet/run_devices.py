@@ -30,8 +30,8 @@ from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.spec import RunSpec
-from rlhfless.tasks import gather_or_cancel
 from rlhfless.telemetry.progress import FOR_DEVICES
+from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 

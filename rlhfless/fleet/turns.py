@@ -26,7 +26,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.scaling.function_kinds import no_phases
 from rlhfless.scaling.placement import Allocation
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 
 
 class Taker(Protocol):

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhfless.fleet.each_node import on_each_node
-from rlhfless.folders import private
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import UserError
 from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.targets import targets
+from rlhfless.util.errors import UserError
+from rlhfless.util.folders import private
 
 SUFFIX = ".py"
 """Only modules are sent: other files beside them may be data, models or secrets."""

@@ -16,7 +16,7 @@ from rlhfless.loop.feeding import Feeding, LearnerLost
 from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
 from rlhfless.scaling.capabilities import TIERS
 from rlhfless.spec import RunSpec
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 

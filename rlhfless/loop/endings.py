@@ -21,7 +21,7 @@ from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
 from rlhfless.records.journal import StaleAttempt, has_rollouts
 from rlhfless.rewards import RewardError
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 PROGRAM_FAULT = 1

@@ -13,7 +13,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.records import WeightVersion
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 
 TOGETHER_S = 0.05
 """Loads that begin within this time share a feed: those of a sync begin at once."""

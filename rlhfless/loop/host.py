@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 if TYPE_CHECKING:
     from rlhfless.loop.run import Run

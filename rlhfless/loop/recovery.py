@@ -18,8 +18,8 @@ from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.functions.base import Call
 from rlhfless.loop.trained_run import TrainedRun
 from rlhfless.records import Decision
-from rlhfless.tasks import gather_or_cancel, is_stopping
-from rlhfless.text import legible
+from rlhfless.util.tasks import gather_or_cancel, is_stopping
+from rlhfless.util.text import legible
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
-from rlhfless.folders import replace_text
 from rlhfless.functions.training.learning_rate import learning_rate
 from rlhfless.prepare.inputs import KINDS, as_json, changes, from_json, inputs_of
 from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
@@ -19,6 +18,7 @@ from rlhfless.records.run_folder import JOURNAL_FILE
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.run import OPTIMIZER_KEYS
+from rlhfless.util.folders import replace_text
 
 INPUTS_FILE = "inputs.json"
 

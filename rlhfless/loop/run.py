@@ -34,7 +34,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)

@@ -51,9 +51,9 @@ from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
-from rlhfless.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.telemetry.progress import RunProgress
 from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)

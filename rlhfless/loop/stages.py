@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from rlhfless.records import Experience, FloatArray, Group, Score
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 
 T = TypeVar("T")
 

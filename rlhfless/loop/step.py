@@ -24,7 +24,7 @@ from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.summary import drawn_metrics, step_metrics
 from rlhfless.records import Experience, FinishReason, PublishedWeights, StepRecord
 from rlhfless.spec import Needs
-from rlhfless.tasks import beside, gather_or_cancel
+from rlhfless.util.tasks import beside, gather_or_cancel
 
 
 async def rollout(run: Run, context: StepContext) -> Experience:

@@ -9,7 +9,7 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import name_of, publisher_of
 from rlhfless.scaling.placement import CPU_KIND, Device, Placement
 from rlhfless.spec import RunSpec, Transport
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 
 class TransportRefused(UserError):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhfless.text import parsed_json
+from rlhfless.util.text import parsed_json
 
 _Read = Callable[[Any], Any]
 

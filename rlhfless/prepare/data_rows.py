@@ -21,10 +21,11 @@ import yaml
 
 from rlhfless.spec import SizesSpec
 from rlhfless.spec.data import MOST_SKIPPED, is_path
-from rlhfless.spec.errors import InputError, Problem, class_and_line
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.sizes import too_large
-from rlhfless.text import parsed_json
+from rlhfless.util.errors import class_and_line
+from rlhfless.util.text import parsed_json
 
 # With an owner: without one, `datasets` takes `json` and `text` for its own readers of files in the working directory.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")

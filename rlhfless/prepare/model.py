@@ -14,8 +14,9 @@ from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
-from rlhfless.spec.errors import InputError, Problem, class_and_line
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
+from rlhfless.util.errors import class_and_line
 
 T = TypeVar("T")
 

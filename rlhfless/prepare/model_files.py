@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless.spec.errors import InputError, Problem, class_and_line
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
+from rlhfless.util.errors import class_and_line
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers. `<name>.index.json` is the index of a file's shards."""

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from rlhfless.prepare.model_files import RESTORE, ModelFiles, all_there, read_model_files
 from rlhfless.spec.data import is_path
-from rlhfless.spec.errors import InputError, Problem, class_and_line
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
+from rlhfless.util.errors import class_and_line
 
 READ_BYTES = 256 * 2**20
 """Weights up to this size are searched for NaN and infinity here, in well under a second. Larger ones are searched when

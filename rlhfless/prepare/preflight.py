@@ -36,9 +36,10 @@ from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import OWN_DEVICES, load_price_book
 from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import InputError, Problem, UserError
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 from rlhfless.telemetry.metrics import METRICS
+from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from rlhfless.records.fields import dotted_names, find_field
 from rlhfless.spec import DataSpec, MixtureSetSpec, NamedSetSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
-from rlhfless.text import storable, storable_values
+from rlhfless.util.text import storable, storable_values
 
 # 64 bits: a collision among 1e5 prompts has a chance of 3e-10.
 _ID_BYTES = 8

@@ -20,7 +20,7 @@ from rlhfless.rewards import Rewards, RewardSample, combined
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import shown
-from rlhfless.text import storable_values
+from rlhfless.util.text import storable_values
 
 # Columns of a row that do not belong to the data set.
 _OWN = ("prompt", "response", "response_tokens", "finish_reason", "prompt_id", "sample_index")

@@ -35,7 +35,8 @@ from rlhfless.spec import (
     ScoringSpec,
 )
 from rlhfless.spec.data import skip_hint
-from rlhfless.spec.errors import InputError, Problem, class_and_line
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.util.errors import class_and_line
 
 
 def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:

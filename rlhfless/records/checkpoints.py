@@ -24,8 +24,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from rlhfless.spec import BestSpec, CheckpointSpec
-from rlhfless.spec.errors import UserError
-from rlhfless.text import parsed_json
+from rlhfless.util.errors import UserError
+from rlhfless.util.text import parsed_json
 
 NOTES_FILE = "run.json"
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless.records.rollouts import FinishReason, Rollout, VersionSpan
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 JOURNAL_VERSION = 3
 

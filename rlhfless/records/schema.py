@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 TRACE_VERSION = 6
 

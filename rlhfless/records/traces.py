@@ -41,8 +41,8 @@ from rlhfless.records.parts import check_version, read_part, write_part, write_w
 from rlhfless.records.rollouts import FinishReason, IntArray, Prompt, Rollout, Score, VersionSpan
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.schema import RECORDED, TABLES, TRACE_VERSION, TraceError
-from rlhfless.redaction import redacted
-from rlhfless.text import parsed_json, storable, storable_values
+from rlhfless.util.redaction import redacted
+from rlhfless.util.text import parsed_json, storable, storable_values
 
 META_FILE = "meta.json"
 

@@ -16,7 +16,7 @@ from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
 from rlhfless.rewards.protocol import Unscorable, column_problems, described, listed, quote
 from rlhfless.spec import ExactMatchSpec, MathSpec, RegexSpec
-from rlhfless.text import WrittenFloat
+from rlhfless.util.text import WrittenFloat
 
 AnswerSpec = ExactMatchSpec | RegexSpec | MathSpec
 

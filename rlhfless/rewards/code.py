@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlhfless import processes
 from rlhfless.records import Prompt
 from rlhfless.records.fields import MissingField, field_value, find_field
 from rlhfless.rewards.code_blocks import program_of
@@ -19,7 +18,8 @@ from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest, Test, en
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
 from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, described, listed, quote
 from rlhfless.spec import CodeSpec
-from rlhfless.text import parsed_json
+from rlhfless.util import processes
+from rlhfless.util.text import parsed_json
 
 # Rows whose own solutions are run, evenly spread.
 _MOST_SOLUTIONS = 16

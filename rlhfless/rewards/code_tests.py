@@ -21,7 +21,7 @@ from rlhfless.rewards.code_checks import read_test_code
 from rlhfless.rewards.protocol import Unscorable, described, quote
 from rlhfless.spec import CodeSpec
 from rlhfless.spec.explain import nearest
-from rlhfless.text import parsed_json
+from rlhfless.util.text import parsed_json
 
 
 @dataclass(frozen=True, slots=True)

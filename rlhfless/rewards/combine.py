@@ -23,7 +23,7 @@ from rlhfless.spec import (
     RewardSpec,
     ScoringSpec,
 )
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
     from rlhfless.rewards.http import HttpReward

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.records.fields import MissingField, field_value
-from rlhfless.redaction import redacted_text
-from rlhfless.spec.errors import UserError
-from rlhfless.text import legible
+from rlhfless.util.errors import UserError
+from rlhfless.util.redaction import redacted_text
+from rlhfless.util.text import legible
 
 # Number of characters that a message quotes.
 _QUOTED_CHARS = 60

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import IO
 
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 KIB = 1024
 

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from rlhfless import processes
 from rlhfless.rewards.protocol import Broken, End, Ready, RewardError, Task, Verifier
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
-from rlhfless.text import tolerant
+from rlhfless.util import processes
+from rlhfless.util.text import tolerant
 
 
 def main() -> None:

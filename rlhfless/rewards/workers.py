@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rlhfless import processes
 from rlhfless.rewards.protocol import (
     Begin,
     Broken,
@@ -37,7 +36,8 @@ from rlhfless.rewards.protocol import (
 )
 from rlhfless.rewards.surroundings import Output, environment_of_rewards
 from rlhfless.rewards.verifiers import VerifierSpec
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util import processes
+from rlhfless.util.tasks import gather_or_cancel
 
 START_S = 120.0
 """A worker's start, with the imports of the user's rewards: torch takes ten seconds on a cold disk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 NODE_LABEL = "ray.io/node-id"
 """Ray's label of each node with its id."""

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from rlhfless.records import ReplicaState
 from rlhfless.spec import PlacementSpec
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 CPU_KIND = "cpu-core"
 """Device kind of a CPU core in the price book."""

@@ -24,9 +24,9 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from rlhfless.records import Holding, ReplicaState
 from rlhfless.scaling.placement import Device
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.files import read_values
+from rlhfless.util.errors import UserError
 
 M = TypeVar("M", bound=SpecModel)
 

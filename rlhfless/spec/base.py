@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rlhfless.redaction import user_in
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import several
+from rlhfless.util.redaction import user_in
 
 MOST_PROCESSES = 4096
 """The most replicas, ranks, devices or workers of one function: the driver keeps an object and a connection for

@@ -1,33 +1,11 @@
-"""Faults that the user can correct.
-
-A `UserError` is shown as its text alone. Any other exception is a fault of the program and keeps its
-traceback. Errors pickle, because functions raise them in other processes.
-"""
+"""The errors of a spec. They pickle, because functions raise them in other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-class UserError(Exception):
-    """An error that the user can correct. Its text is the whole message: what is wrong, where, and the hint."""
-
-    status = 2
-    """Exit code of a command that this error ends."""
-    where = ""
-    """The part of the spec that the error is about; empty if it is about none."""
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or else its class."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def class_and_line(error: BaseException) -> str:
-    """An error's class and the first line of its text."""
-    name, line = type(error).__name__, first_line(error)
-    return name if line == name else f"{name}: {line}"
+from rlhfless.util.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

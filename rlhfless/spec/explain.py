@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origi
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rlhfless.redaction import redacted
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.removed import removed_problems
+from rlhfless.util.redaction import redacted
 
 # Longest value quoted in a message.
 _MAX_QUOTE = 80

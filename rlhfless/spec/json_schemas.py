@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlhfless.spec.errors import first_line
+from rlhfless.util.errors import first_line
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

@@ -23,7 +23,7 @@ from rlhfless.spec.explain import explain, nearest, origin_of, shown
 from rlhfless.spec.imports import search_in
 from rlhfless.spec.locations import locations
 from rlhfless.spec.run import RunSpec
-from rlhfless.text import storable
+from rlhfless.util.text import storable
 
 _RENAME = "rename the file or folder, or write the character in full"
 # A hub name never ends like this, so such a value is a path even if no such file exists.

@@ -30,7 +30,7 @@ from rlhfless.telemetry.lasting import LastingStream
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
 from rlhfless.telemetry.terminal import Terminal
-from rlhfless.text import legible, tolerant
+from rlhfless.util.text import legible, tolerant
 
 # Steps shown in the table, and averaged to estimate the remaining time.
 _RECENT_STEPS = 8

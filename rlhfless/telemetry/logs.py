@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlhfless.redaction import redacted_text
-from rlhfless.text import legible
+from rlhfless.util.redaction import redacted_text
+from rlhfless.util.text import legible
 
 LOG_FILE = "run.log"
 

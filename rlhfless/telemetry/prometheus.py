@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from rlhfless.spec.errors import UserError
 from rlhfless.telemetry.metrics import Kind, Metric, resolve
 from rlhfless.telemetry.sinks import NO_SAMPLES
+from rlhfless.util.errors import UserError
 
 HOST = "127.0.0.1"
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 UNBROKEN_COLUMNS = 10_000
 """Width of a stream that is no terminal: rich assumes 80 columns there, and would break or cut lines."""

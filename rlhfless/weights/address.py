@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhfless.spec import Transport
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 if TYPE_CHECKING:
     from rlhfless.weights.store import WeightReader

@@ -23,9 +23,9 @@ from typing import IO
 import torch
 import xxhash
 
-from rlhfless.folders import in_memory
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
+from rlhfless.util.folders import in_memory
 from rlhfless.weights.digest import (
     Digest,
     PieceHash,

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from rlhfless.folders import wait_for_lock
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
+from rlhfless.util.folders import wait_for_lock
 from rlhfless.weights.delta import apply
 from rlhfless.weights.digest import PieceHash, digest_by_threads, piece_hash, threads
 from rlhfless.weights.errors import WeightFileError

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-from rlhfless.folders import private
+from rlhfless.util.folders import private
 from rlhfless.weights.digest import MOST_THREADS
 
 PARTS = MOST_THREADS

@@ -23,10 +23,10 @@ from typing import Protocol
 
 import torch
 
-from rlhfless.folders import private
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
+from rlhfless.util.folders import private
 from rlhfless.weights.digest import Digest, PieceHash, digest_of, piece_hash
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import (

@@ -16,9 +16,9 @@ from rlhfless.sim.scenarios.scenario import (
     WeightedContract,
 )
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
-from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.fleet import Per
+from rlhfless.util.errors import UserError
 
 
 class ContractError(UserError):

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from rlhfless.sim.workloads.rows import WorkloadRequest, read_lines, refuse, whole_number
-from rlhfless.text import parsed_json
+from rlhfless.util.text import parsed_json
 
 
 def read_mooncake(path: str | os.PathLike[str]) -> list[WorkloadRequest]:

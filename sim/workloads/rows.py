@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 
 class WorkloadError(UserError):

@@ -18,8 +18,8 @@ from fakes.qwen import QWEN_05B
 from rlhfless.cli import main, service
 from rlhfless.control.compute.planning import planned
 from rlhfless.prepare import preflight
-from rlhfless.spec.errors import UserError
 from rlhfless.spec.load import load_spec
+from rlhfless.util.errors import UserError
 
 
 @pytest.fixture

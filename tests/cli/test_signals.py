@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from fakes.places import SCENARIOS
-from rlhfless import signals
+from rlhfless.util import signals
 
 # What a run does with its signals: orderly work that `{work}` says, and a clean-up that `{clean_up}` says. It starts a
 # process that ignores SIGTERM, and that one another in a session of its own, as Ray, vLLM and reward workers do.
 RUN = """
 import asyncio, pathlib, signal, subprocess, sys, time
-from rlhfless.signals import Interrupted, OrderlyStop
+from rlhfless.util.signals import Interrupted, OrderlyStop
 
 NESTED = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 OUTER = (
@@ -150,7 +150,7 @@ def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
 def test_processes_of_rays_thread_outlive_a_closed_terminal(tmp_path: Path) -> None:
     """Ray's processes are in the run's process group, to which the kernel sends SIGHUP."""
     program = (
-        "import subprocess, sys, threading, time; from rlhfless.signals import hangups_blocked\n"
+        "import subprocess, sys, threading, time; from rlhfless.util.signals import hangups_blocked\n"
         "def start():\n"
         "    hangups_blocked()\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"

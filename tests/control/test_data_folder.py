@@ -15,7 +15,7 @@ from rlhfless.control.ray_host import LOCK_FILE, stop_host
 from rlhfless.control.service import lock_data
 from rlhfless.control.settings import ServiceSettings, environment_of_runs, open_data
 from rlhfless.fleet import private_ray
-from rlhfless.folders import NotPrivate
+from rlhfless.util.folders import NotPrivate
 
 
 def opened(folder: Path) -> Path:

@@ -25,7 +25,7 @@ from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.functions.ranks.group import _of_network
 from rlhfless.functions.training.adamw import MOMENTS
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 # In a process of its own: a process group belongs to a process, and the store is made by torch.
 GROUP = """
@@ -108,9 +108,9 @@ def _formats(logger: Path) -> tuple[str, str]:
 
 def test_ray_ends_the_text_of_a_failed_task_with_its_error() -> None:
     """rlhfless/fleet/cluster.py reads the cause of a failed start from it."""
-    trace = "Traceback (most recent call last):\n  File 'a.py', line 1\nrlhfless.spec.errors.UserError: no such model"
+    trace = "Traceback (most recent call last):\n  File 'a.py', line 1\nrlhfless.util.errors.UserError: no such model"
     cause = innermost([str(RayTaskError("__init__", trace, UserError("no such model")))])
-    assert (cause.name, cause.message) == ("rlhfless.spec.errors.UserError", "no such model")
+    assert (cause.name, cause.message) == ("rlhfless.util.errors.UserError", "no such model")
 
 
 def test_ray_can_be_told_to_know_its_node_by_loopback() -> None:

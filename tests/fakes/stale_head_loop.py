@@ -1,7 +1,7 @@
 """The real engine with our repair of tied heads taken out, in whichever process computes."""
 
-from rlhfless import processes
 from rlhfless.functions.generation.vllm import loop
+from rlhfless.util import processes
 
 
 def take_out_repair() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlhfless.fleet.holders import core_folder, lock_cores
-from rlhfless.folders import NotPrivate
 from rlhfless.functions.base import DeviceBinding
+from rlhfless.util.folders import NotPrivate
 
 
 def test_holders_get_different_cores(tmp_path: Path) -> None:

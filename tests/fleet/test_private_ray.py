@@ -14,7 +14,7 @@ import pytest
 
 from fakes.other_user import as_other_user
 from rlhfless.fleet import private_ray
-from rlhfless.folders import NotPrivate
+from rlhfless.util.folders import NotPrivate
 
 REWARD = "def score(**_): return 1.0\n"
 

@@ -18,7 +18,7 @@ from rlhfless.loop.algorithm_state import AlgorithmState
 from rlhfless.loop.step import learned_batch, train
 from rlhfless.records import Experience, FinishReason, Rollout, Sample, Score
 from rlhfless.spec import GRPOSpec, Needs, PPOSpec, ReinforcePlusPlusSpec, RewardKLSpec, RLOOSpec
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 
 def test_the_coefficient_by_hand() -> None:

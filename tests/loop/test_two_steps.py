@@ -20,7 +20,7 @@ from rlhfless.loop.step import rollout, train
 from rlhfless.records import PublishedWeights
 from rlhfless.records.traces import read_trace
 from rlhfless.spec import CheckpointSpec, EvaluationSpec
-from rlhfless.tasks import gather_or_cancel
+from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.weights.errors import WeightCheckFailed
 
 

@@ -11,9 +11,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhfless import processes
 from rlhfless.rewards.confinement import CodeTask, Measures, protection_with, run_confined
 from rlhfless.spec import CodeSpec
+from rlhfless.util import processes
 
 MARKER = "MARKER-5f0c"
 

@@ -9,7 +9,7 @@ from rlhfless.records import Prompt
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Done
 from rlhfless.spec import MathSpec
-from rlhfless.text import WrittenFloat
+from rlhfless.util.text import WrittenFloat
 
 
 @pytest.fixture(scope="module")

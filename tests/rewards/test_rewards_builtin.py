@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import RewardError, Rewards, RewardSample, checker
 from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, MathSpec, RegexSpec, ScoringSpec
-from rlhfless.text import parsed_json
+from rlhfless.util.text import parsed_json
 
 
 def sample(response, answer="42", tokens=1, **columns):

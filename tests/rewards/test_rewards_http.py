@@ -18,7 +18,7 @@ from rlhfless.records import Prompt
 from rlhfless.rewards import checker
 from rlhfless.rewards import http as http_reward
 from rlhfless.spec import HttpSpec
-from rlhfless.text import parsed_json
+from rlhfless.util.text import parsed_json
 
 
 @pytest.fixture

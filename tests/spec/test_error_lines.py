@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.spec.errors import class_and_line, first_line
+from rlhfless.util.errors import class_and_line, first_line
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlhfless import processes
 from rlhfless.functions.generation.engine import (
     ENGINE_PARTS,
     EngineBusy,
@@ -58,6 +57,7 @@ from rlhfless.functions.generation.vllm.messages import (
 )
 from rlhfless.functions.generation.vllm.version import require_supported_vllm
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
+from rlhfless.util import processes
 
 log = logging.getLogger(__name__)
 

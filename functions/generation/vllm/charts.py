@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from rlhfless.folders import home, private
 from rlhfless.functions.generation.vllm.read_back import Chart
+from rlhfless.util.folders import home, private
 
 CONTENTS = 3
 """Raised when charts have more in them than those of earlier releases: fused experts, quantised layers."""

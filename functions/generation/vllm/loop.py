@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlhfless import processes
 from rlhfless.functions.cuda import hide_flashinfer, require_cuda
 from rlhfless.functions.generation.engine import EngineError, EngineSettings
 from rlhfless.functions.generation.vllm.messages import (
@@ -32,6 +31,7 @@ from rlhfless.functions.generation.vllm.messages import (
     Submit,
 )
 from rlhfless.records import StartPhase
+from rlhfless.util import processes
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from rlhfless.control.objects.common import MOST_INTEGER, ListObject
 from rlhfless.control.objects.costs import FunctionUsage, PlannedCost, StaticFleet, UsageObject
 from rlhfless.control.objects.fleet import DeviceKindObject, DevicesTimelineObject, HolderObject, ReplicaObject
 from rlhfless.control.objects.runs import CheckpointObject, MetricsObject, RolloutObject
-from rlhfless.redaction import redacted_text
-from rlhfless.tails import tail
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
+from rlhfless.util.redaction import redacted_text
+from rlhfless.util.tails import tail
 
 router = APIRouter(tags=["runs"])
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from rlhfless.control.database.tables import Base, EventRow, RolloutRow, RunRow
 from rlhfless.control.objects.common import ApiObject
 from rlhfless.control.objects.runs import CheckpointObject, EventObject, RolloutObject, RunObject
-from rlhfless.redaction import redacted, redacted_text
 from rlhfless.scaling.prices import SECONDS_PER_HOUR
+from rlhfless.util.redaction import redacted, redacted_text
 
 T = TypeVar("T", bound=ApiObject)
 

@@ -31,7 +31,7 @@ from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.learner import with_learner
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from rlhfless.control.errors import ApiError, refused
 from rlhfless.control.memory import limit_memory
-from rlhfless.spec.errors import InputError, Problem, SpecError, UserError
+from rlhfless.spec.errors import InputError, Problem, SpecError
+from rlhfless.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from sqlalchemy.orm import Session
 from rlhfless.control.database import Unavailable
 from rlhfless.control.promptness import raise_priority
 from rlhfless.control.settings import DATABASE_FILE, ServiceSettings, open_data
-from rlhfless.spec.errors import InputError, Problem, UserError
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
 

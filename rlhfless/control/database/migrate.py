@@ -10,7 +10,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine
 
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 
 class NewerDatabase(UserError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhfless.control.driver.main import drive
 from rlhfless.control.memory import limit_driver
-from rlhfless.folders import OTHERS
+from rlhfless.util.folders import OTHERS
 
 if __name__ == "__main__":
     os.umask(OTHERS)

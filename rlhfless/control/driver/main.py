@@ -34,15 +34,16 @@ from rlhfless.loop.resuming import has_begun, hold_inputs
 from rlhfless.loop.session import Session
 from rlhfless.prepare.memory.room import on_this_node
 from rlhfless.prepare.preflight import Prepared, preflight
-from rlhfless.signals import Interrupted, OrderlyStop
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import InputError, SpecError, UserError
+from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 from rlhfless.spec.sizes import MOST_SIZES
-from rlhfless.tasks import is_stopping, to_the_end
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.logs import RunLog
 from rlhfless.telemetry.open_sinks import open_sinks
+from rlhfless.util.errors import UserError
+from rlhfless.util.signals import Interrupted, OrderlyStop
+from rlhfless.util.tasks import is_stopping, to_the_end
 
 log = logging.getLogger(__name__)
 

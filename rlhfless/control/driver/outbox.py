@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.control.delivery import ITEMS_PER_PUSH, Item
-from rlhfless.text import storable_values
+from rlhfless.util.text import storable_values
 
 OUTBOX_FILE = "outbox.sqlite"
 

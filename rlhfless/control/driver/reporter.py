@@ -30,7 +30,7 @@ from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import NO_SAMPLES, finite
-from rlhfless.text import storable
+from rlhfless.util.text import storable
 
 RECENT_STEPS = 8
 """Steps averaged for the remaining-time estimate."""

@@ -12,7 +12,7 @@ from rlhfless.prepare.reward_inputs import gets_of
 from rlhfless.records import Experience, Group, Prompt, Sample
 from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import RewardSpec
-from rlhfless.text import storable, storable_values
+from rlhfless.util.text import storable, storable_values
 
 GROUPS = 4
 """Prompts of a step, or of a set of an evaluation; of each the best sample, the worst, and one that failed."""

@@ -18,7 +18,7 @@ from rlhfless.control.database.tables import KeyRow
 from rlhfless.control.errors import ApiError
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.loopback import is_loopback
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 Scope = Literal["read", "run", "admin"]
 

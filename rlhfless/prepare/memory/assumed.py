@@ -27,8 +27,9 @@ from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.base import MOST_PROCESSES
 from rlhfless.spec.data import is_path
-from rlhfless.spec.errors import InputError, Problem, UserError
-from rlhfless.text import parsed_json
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.util.errors import UserError
+from rlhfless.util.text import parsed_json
 
 log = logging.getLogger(__name__)
 

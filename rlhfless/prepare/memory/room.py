@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhfless.folders import in_memory
-from rlhfless.free_memory import free_bytes
 from rlhfless.scaling.memory import GIB
 from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import Problem
+from rlhfless.util.folders import in_memory
+from rlhfless.util.free_memory import free_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 

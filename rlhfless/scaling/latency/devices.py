@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from rlhfless.scaling.prices import DEVICES_FILE, OWN_DEVICES, DeviceTerms, PriceSource, bundled_devices, own_devices
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.files import read_values
+from rlhfless.util.errors import UserError
 
 HEADROOM = 0.02
 """Part of the memory that the driver reports which no plan fills. An L4 of 24 GB and an L40S of 48 GB report 1 to 2 %

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.free_memory import free_bytes
 from rlhfless.functions.training.saving import enough
+from rlhfless.util.free_memory import free_bytes
 
 
 @pytest.mark.parametrize(

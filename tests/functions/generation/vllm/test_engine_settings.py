@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import rlhfless
-from rlhfless import processes
 from rlhfless.functions.cuda import FLASHINFER
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm import arguments as arguments_module
@@ -24,6 +23,7 @@ from rlhfless.functions.generation.vllm.arguments import (
     has_core_process,
 )
 from rlhfless.spec import EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec
+from rlhfless.util import processes
 from rlhfless.weights.address import StoreAddress
 
 

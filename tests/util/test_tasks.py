@@ -9,7 +9,7 @@ import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.recovery import Recovery
-from rlhfless.tasks import gather_or_cancel, is_stopping, to_the_end
+from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
 
 
 async def test_what_is_cancelled_is_done_all_the_same() -> None:

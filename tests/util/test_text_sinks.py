@@ -23,7 +23,7 @@ from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.rewards import Failed, RewardError, combined
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.logs import RunLog
-from rlhfless.text import legible, storable
+from rlhfless.util.text import legible, storable
 
 META = TraceMeta("run", 1, {}, {}, {})
 BYTE = os.fsdecode(b"caf\xe9")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.redaction import HIDDEN, redacted
 from rlhfless.spec import RunSpec
+from rlhfless.util.redaction import HIDDEN, redacted
 
 
 def test_a_spec_without_secrets_stays_as_it_is() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfless.text import legible
+from rlhfless.util.text import legible
 
 MOST_BYTES = 512 << 10
 """Read of one file at most: some thousand lines."""

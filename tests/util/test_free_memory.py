@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhfless import free_memory
+from rlhfless.util import free_memory
 
 GIB = 2**30
 

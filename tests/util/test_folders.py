@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless.folders import NotPrivate, private, require_safe_place
+from rlhfless.util.folders import NotPrivate, private, require_safe_place
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o500])

@@ -15,7 +15,7 @@ from typing import IO
 
 import psutil
 
-from rlhfless.spec.errors import UserError
+from rlhfless.util.errors import UserError
 
 PRIVATE = 0o700
 

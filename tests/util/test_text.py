@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.texts import ANY_TEXT
-from rlhfless.text import legible, storable, storable_values, tolerant
+from rlhfless.util.text import legible, storable, storable_values, tolerant
 
 
 def test_what_is_shown_of_what_cannot_be_stored() -> None:

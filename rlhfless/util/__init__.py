@@ -1,0 +1,1 @@
+"""Helpers without knowledge of runs: processes, files, text, tasks. Imports nothing of rlhfless."""
