@@ -64,7 +64,7 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
 async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     """As `posted_spec`, and the addresses of HTTP rewards are checked. A name that is not resolved in time is checked
     by the driver, and every address again when its connection is made."""
-    from rlhfless.rewards.guard import refusal
+    from rlhfless.rewards.http import refusal
 
     spec = posted_spec(values, settings)
     loop, hosts = asyncio.get_running_loop(), settings.http_hosts

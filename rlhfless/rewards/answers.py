@@ -6,14 +6,20 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
 from rlhfless.records import Prompt
 from rlhfless.records.fields import find_field
+from rlhfless.rewards.math_text import CACHED, FUNCTIONS, GREEK, as_latex, from_unicode, with_units, without_delimiters
 from rlhfless.rewards.protocol import Unscorable, column_problems, described, listed, quote
 from rlhfless.spec import ExactMatchSpec, MathSpec, RegexSpec
 from rlhfless.util.text import WrittenFloat
@@ -84,3 +90,291 @@ def answer_faults(spec: AnswerSpec, prompts: Sequence[Prompt]) -> list[str]:
     ]
     what = f"the expected answer in `{spec.answer_field}` is empty"
     return [listed(what, empty, len(prompts), "fill it in, or remove these rows")] if empty else []
+
+
+_TAG, _TAG_ENDS = "<answer>", "</answer>"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BARE = re.compile(r"[^\s${}\\]+")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+# What may stand between the boxes of one answer, besides the words and signs that `_JOINS` finds.
+_BETWEEN = re.compile(
+    r"(?:[\s$,;&.()\[\]{}]|\\(?:text|mbox|quad|qquad|[\\,;:! ()\[\]])|\b(?:and|or)\b|=|[A-Za-z]\s*=)*"
+)
+_JOINS = re.compile(r"[,;&]|\b(?:and|or)\b")
+_THOUGHT_ENDS = "</think>"
+# What stands before an answer: `the answer is`, `Answer:`, the mark of GSM8K.
+_STATED = re.compile(r"(?i:answer)(?:\s+(?:is|are|equals|would be|=)|\*{0,2}\s*[:=])\*{0,2}:?[ \t]*\n?|####[ \t]*")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """The text of an answer, in a box or stated."""
+
+    text: str
+    boxed: bool
+    joined: str = ""
+    """Of several boxes that only line breaks separate: all of them as one answer; else empty."""
+
+
+def final_part(response: str) -> str:
+    """What the response says after its thoughts, and within its last `<answer>` if there is one."""
+    said = response.rpartition(_THOUGHT_ENDS)[2]
+    before, ended, _ = said.rpartition(_TAG_ENDS)
+    _, opened, tagged = before.rpartition(_TAG)
+    return tagged if ended and opened else said
+
+
+def boxed_answer(text: str) -> FinalAnswer | None:
+    """The last box that is not empty, with those before it that are of the same answer; None without a box. A box that
+    never closes is an answer that was cut off, and empty."""
+    boxes = [box for box in _boxes(text) if box[2].strip()]
+    if not boxes:
+        return None
+    if boxes[-1][1] < 0:
+        return FinalAnswer("", boxed=True)
+    group = [boxes[-1]]
+    explicit = False
+    for box in reversed(boxes[:-1]):
+        between = text[box[1] : group[0][0]]
+        if not _BETWEEN.fullmatch(between):
+            break
+        joins = bool(_JOINS.search(between))
+        if len(group) > 1 and joins != explicit:
+            break
+        explicit = joins
+        group.insert(0, box)
+    parts = list(dict.fromkeys(box[2].strip() for box in group))
+    together = ", ".join(parts) if len(parts) > 1 else ""
+    if together and explicit:
+        return FinalAnswer(together, boxed=True)
+    return FinalAnswer(group[-1][2].strip(), boxed=True, joined=together)
+
+
+def stated_answers(text: str) -> Iterator[str]:
+    """Texts that may be the whole answer of a response without a box, the most likely first."""
+    if stated := list(_STATED.finditer(text)):
+        line = text[stated[-1].end() :].partition("\n")[0].strip()
+        if line.count("**") % 2:  # opened before the answer
+            line = line.removesuffix("**")
+        yield line
+        if end := _SENTENCE_END.search(line):
+            yield line[: end.start()]
+    if "\n" not in text.strip():
+        yield text.strip()
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Start, end and content of each box without another in it. The end is -1 if the box does not close."""
+    closings = _closings(text)
+    for opening, following in pairwise([*_BOX.finditer(text), None]):
+        assert opening is not None
+        first = opening.end()
+        if text[first : first + 1] == "{":
+            end = closings.get(first, -1)
+            if end < 0:
+                yield opening.start(), -1, text[first:]
+                return
+            if following is None or following.start() > end:
+                yield opening.start(), end + 1, text[first + 1 : end]
+        elif bare := _BARE.match(text, first):
+            yield opening.start(), bare.end(), bare[0].rstrip(".,;")
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Where each brace closes, by where it opens."""
+    opened, closings = [], {}
+    for found in _BRACES.finditer(text):
+        if found[0] == "{":
+            opened.append(found.start())
+        elif found[0] == "}" and opened:
+            closings[opened.pop()] = found.start()
+    return closings
+
+
+_WORDS = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*\.?")
+# A choice with brackets, braces, a point or a colon around its letter, and its value; or the letter alone.
+_CHOICE = re.compile(
+    r"(?:\{?\s*\(\{?(?P<bracketed>[A-J])\}?\)\s*\}?|\{\s*(?P<braced>[A-J])\s*[.):]?\s*\}|"
+    r"(?P<marked>[A-J])\s*(?:[):]|\.(?![A-Za-z]))|(?P<alone>[A-J])(?=$))"
+    r"(?:[\s,:~]|\\[ ,;:!]|\\q?quad)*(?P<value>.*)",
+    re.DOTALL,
+)
+# A second choice in the value of one: several are right.
+_OTHER_CHOICE = re.compile(
+    r"^(?:and|or|&)?\s*\(?[A-J]\)?(?![A-Za-z(])|\([A-J]\)|(?<![A-Za-z])[A-Z]\s*(?:[:=]|[.)]\s)|(?:and|or|[,&])\s+[A-J]$"
+)
+
+
+@lru_cache(maxsize=CACHED)
+def as_text(text: str) -> str:
+    """An answer as a text in one form, to compare those that no parser reads: without sizes of brackets, braces around
+    a single character and spaces that separate no numbers or words, and with its words in lower case."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", with_units(text))
+    text = re.sub(r"\\[lc]?dots(?![A-Za-z])", "...", text)
+    text = re.sub(r"[A-Za-z]{3,}", lambda found: found[0] if found[0].isupper() else found[0].lower(), text)
+    text = re.sub(r"\{(\w)\}", r"\1", text)
+    text = re.sub(r"(?<=\d)\s+(?=\d)|(?<=[A-Za-z])\s+(?=[A-Za-z])", "\0", text)
+    text = re.sub(r"\s", "", text).replace("\0", " ")
+    return re.sub(r"(?<=[a-z]{3}),(?=\d)", "", text).rstrip(".;,")  # 2 hours and 30 minutes
+
+
+@lru_cache(maxsize=CACHED)
+def choice(text: str) -> tuple[str, str] | None:
+    """Letter and value of an answer to a multiple choice question: `(B) 7`, `\\textbf{(C)}\\ 9`, `D`; else None."""
+    text = without_delimiters(re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|mbox)\b", "", text))
+    if whole := re.fullmatch(r"\{([^{}]*)\}", text):
+        text = whole[1].strip()
+    found = _CHOICE.fullmatch(text)
+    if found is None or _OTHER_CHOICE.search(found["value"]):
+        return None
+    return found["bracketed"] or found["braced"] or found["marked"] or found["alone"], found["value"].strip()
+
+
+@lru_cache(maxsize=CACHED)
+def as_words(text: str) -> str | None:
+    """The words of an answer that is no mathematics (`\\text{east}`, `No solution.`), in one form; None if it is not
+    made of words."""
+    text = without_delimiters(from_unicode(text))
+    text = re.sub(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"\\[ ,;:!]|[~$\"*_]|\\(?:q?quad)", " ", text).strip(" .!")
+    date_or_time = r"\d{4}-\d\d?-\d\d?([T ]\d\d:\d\d.*)?|\d{1,2}(:\d\d){,2}\s*[ap]\.?\s?m\.?|[01]?\d:[0-5]\d:\d\d"
+    if re.fullmatch(date_or_time, text, re.IGNORECASE):
+        return re.sub(r"[\s.]|:00(?=\s*[ap])", "", text.casefold())
+    if re.fullmatch(r"[A-Z][a-z]{2,}(?:[ ,]+(?:[A-Z][a-z]+|of))*[ ,]+\d+(?:st|nd|rd|th)?(?:, *\d{4})?", text):
+        return re.sub(r"[ ,]+", " ", text).casefold()
+    time = re.fullmatch(r"(\d\d?):([0-5]\d)", text)
+    if time and math.gcd(int(time[1]), int(time[2])) > 1:  # no ratio, which would be written in lowest terms
+        return text
+    if text.casefold() in ("no", "ok", "up"):  # and no product of variables
+        return text.casefold()
+    words = [word for word in re.split(r"[\s,&]+", text) if word and word.casefold() != "and"]
+    if not words or not all(map(_WORDS.fullmatch, words)):
+        return None
+    maths = {*FUNCTIONS, *GREEK.values(), "infinity", "inf", "sqrt", "and", "or"}
+    said = {word.casefold() for word in re.findall(r"[^\W\d_]+", text)} - maths
+    if max(map(len, said), default=0) < 3:
+        return None
+    return " ".join(words).casefold().strip(".")
+
+
+Unit = tuple[Fraction, frozenset[tuple[str, int]]]
+"""A factor, and the exponents of the names in `_BASES`."""
+
+_BASES = {
+    "m": "1 m meter metre; .001 mm millimeter millimetre; .01 cm centimeter centimetre; .1 dm decimeter decimetre; "
+    "1000 km kilometer kilometre; 1e-6 um micrometer micrometre micron; 1e-9 nm nanometer nanometre; "
+    ".0254 in inch inches; .3048 ft foot feet; .9144 yd yds yard; 1609.344 mi mile",
+    "s": "1 s sec secs second; .001 ms msec millisecond; 60 m min mins minute; 3600 h hr hrs hour; 86400 d day; "
+    "604800 wk wks week",
+    "month": "1 month; 12 yr yrs year; 120 decade; 1200 century centuries",
+    "kg": "1 kg kgs kilogram; .001 g gram gm; .000001 mg milligram; .45359237 lb lbs pound; .028349523125 oz ounce",
+    "USD": "1 usd dollar buck; .01 cent",
+    "EUR": "1 eur euro",
+    "GBP": "1 gbp pound; .01 pence penny",
+    "INR": "1 inr rupee",
+    "JPY": "1 jpy yen",
+    "degree": "1 deg degree",
+    "degree of Celsius": "1 C celsius degree deg centigrade",
+    "degree of Fahrenheit": "1 F fahrenheit degree deg",
+    "K": "1 K kelvin",
+    "radian": "1 rad radian",
+    "A": "1 A amp ampere",
+    "mol": "1 mol mole",
+    "gallon": "1 gal gallon; .25 quart qt; .125 pint; .0625 cup",
+}
+_DERIVED = {
+    "mph": "mi h^-1", "kmh kph kmph": "km h^-1", "cc": "cm^3", "ml mL milliliter millilitre": "cm^3",
+    "cl cL centiliter centilitre": "10 cm^3", "dl dL deciliter decilitre": "100 cm^3", "l L liter litre": "dm^3",
+    "N newton": "kg m s^-2", "J joule": "kg m^2 s^-2", "kJ kilojoule": "1000 kg m^2 s^-2", "W watt": "kg m^2 s^-3",
+    "kW kilowatt": "1000 kg m^2 s^-3", "Pa pascal": "kg m^-1 s^-2", "kPa kilopascal": "1000 kg m^-1 s^-2",
+    "Hz hz hertz": "s^-1", "kHz khz kilohertz": "1000 s^-1", "MHz mhz megahertz": "1000000 s^-1", "C coulomb": "A s",
+    "V volt": "kg m^2 s^-3 A^-1",
+}  # fmt: skip
+_CURRENCIES = {"$": "usd", "\\$": "usd", "US$": "usd", "€": "eur", "£": "gbp", "¥": "jpy", "₹": "inr", "Rs": "inr"}
+_CURRENCY = re.compile(r"^(?:\\text\s*\{)?\s*-?\s*(\\?\$|US\\?\$|[€£¥₹]|Rs)[\s.}]*(?=-?[\d.]|\\frac)")
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_POWERS_BEHIND = {"squared": 2, "cubed": 3}
+# Of a unit that is no nonsense; more could be made to take long.
+_MOST_PARTS, _MOST_POWER = 5, 9
+_TOKEN = re.compile(r"\^\s*-?\s*\d+|[A-Za-z]+|\d+|\S")
+
+
+def differ(one: frozenset[Unit], other: frozenset[Unit]) -> bool:
+    """Whether two answers name units that cannot be the same; False where one of them names none that is known."""
+    return bool(one and other) and not one & other
+
+
+@lru_cache(maxsize=CACHED)
+def units_of(text: str) -> frozenset[Unit]:
+    """What the unit at the end of an answer may mean, `m` a meter or a minute; empty if there is none, or if some part
+    of it is not known."""
+    bare, whole = as_latex(text), with_units(text).strip()
+    if found := _CURRENCY.match(without_delimiters(from_unicode(text))):
+        return _meanings(_CURRENCIES[found[1].replace("US\\", "US")]) if whole == bare else frozenset()
+    return _meanings(whole[len(bare) :]) if bare and whole.startswith(bare) else frozenset()
+
+
+def _meanings(text: str) -> frozenset[Unit]:
+    """The meanings of a unit as it is written: `cm^2`, `\\text{ miles per hour}`, `kg m s^-2`."""
+    text = re.sub(r"\^\s*\{?\s*\\circ", " degree ", text)
+    text = re.sub(r"\\(?:text|mathrm|cdot|times|[,;:! ])|[{}()*~]", " ", text)
+    text = re.sub(r"\bdeg(?:ree)?s?\s+(?=(?:C|F|celsius|fahrenheit)\b)", "", text, flags=re.IGNORECASE)
+    parts: list[tuple[list[Unit], int]] = []
+    power, sign, closed = 1, 1, False
+    for token in _TOKEN.findall(text):
+        if token in ("/", "per"):
+            sign = -1
+        elif token in _POWERS:
+            power = _POWERS[token]
+        elif parts and (token in _POWERS_BEHIND or token.startswith("^")):
+            exponent = _POWERS_BEHIND.get(token) or int(re.sub(r"[\s^]", "", token))
+            parts[-1] = parts[-1][0], parts[-1][1] * exponent
+        elif found := _named(token):
+            if closed and sign > 0:  # J/mol K: is K above or below?
+                return frozenset()
+            closed = closed or sign < 0
+            parts.append((found, sign * power))
+            power, sign = 1, 1
+        else:
+            return frozenset()
+    powers = [exponent for _, exponent in parts]
+    if len(powers) > _MOST_PARTS or any(abs(power) > _MOST_POWER for power in powers):
+        return frozenset()
+    return frozenset(
+        _product(zip(units, powers, strict=True)) for units in product(*(each for each, _ in parts)) if units
+    )
+
+
+def _product(units: Iterable[tuple[Unit, int]]) -> Unit:
+    scale, exponents = Fraction(1), Counter[str]()
+    for (factor, names), power in units:
+        scale *= Fraction(factor**power)
+        for name, exponent in names:
+            exponents[name] += exponent * power
+    return scale, frozenset((name, exponent) for name, exponent in exponents.items() if exponent)
+
+
+def _named(token: str) -> list[Unit]:
+    known = _known()
+    lower = token.lower() if len(token) > 2 else token
+    return next((known[each] for each in (token, lower, lower.removesuffix("s")) if each in known), [])
+
+
+@lru_cache(maxsize=1)
+def _known() -> dict[str, list[Unit]]:
+    """The meanings of each name."""
+    known: dict[str, list[Unit]] = {}
+    for base, names in _BASES.items():
+        for entry in names.split("; "):
+            size, *each = entry.split()
+            for name in each:
+                known.setdefault(name, []).append((Fraction(size), frozenset({(base, 1)})))
+    for names, definition in _DERIVED.items():
+        first, *others = definition.split()
+        scale = Fraction(first) if first.isdecimal() else Fraction(1)
+        pairs = [each.partition("^") for each in (others if first.isdecimal() else (first, *others))]
+        factor, bases = _product((known[name][0], int(power or 1)) for name, _, power in pairs)
+        for name in names.split():
+            known.setdefault(name, []).append((scale * factor, bases))
+    return known

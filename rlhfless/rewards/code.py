@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import secrets
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 from rlhfless.records import Prompt
 from rlhfless.records.fields import MissingField, field_value, find_field
-from rlhfless.rewards.code_blocks import program_of
+from rlhfless.rewards.code_blocks import definition_of, program_of
 from rlhfless.rewards.code_checks import COUNTER, EQUAL, read_test_code
-from rlhfless.rewards.code_output import same_output
-from rlhfless.rewards.code_stub import programs_of
 from rlhfless.rewards.code_tests import CallTest, CodeTest, OutputTest, Test, entry_point, tests_of
 from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
 from rlhfless.rewards.protocol import Begin, Done, Failed, RewardSample, Unscorable, described, listed, quote
@@ -154,3 +156,76 @@ def _what_to_run(test: Test, spec: CodeSpec) -> dict[str, Any]:
         "classes": code.classes,
         "imports": code.imports,
     }
+
+
+_NUMBER = re.compile(r"(?<![\w.])([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\w|\.\w)", re.ASCII)
+"""A number that is not a part of a word."""
+
+
+def same_output(given: str, expected: str, tolerance: float) -> bool:
+    """Compare line by line, without white space at the ends of lines and of the whole.
+
+    Where the expected line has a decimal number, such as `0.5` or `1e-3`, also within `(0.5, 1)` or `x=0.5`, the
+    program's number may differ from it by `tolerance`, absolute or relative. A whole number may be written otherwise
+    (`2.0` for `2`), as LiveCodeBench's judge has it; all else must be the same.
+    """
+    lines, wanted = _lines(given), _lines(expected)
+    if len(lines) != len(wanted):
+        return False
+    return all(a == b or (tolerance > 0 and _close_lines(a, b, tolerance)) for a, b in zip(lines, wanted, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().split("\n")]
+
+
+def _close_lines(given: str, expected: str, tolerance: float) -> bool:
+    parts, wanted = (_NUMBER.split(" ".join(line.split())) for line in (given, expected))
+    return len(parts) == len(wanted) and all(
+        a == b or (number % 2 and _close(a, b, tolerance))  # every second part is a number
+        for number, (a, b) in enumerate(zip(parts, wanted, strict=True))
+    )
+
+
+def _close(given: str, expected: str, tolerance: float) -> bool:
+    if (digits := expected.lstrip("+-")).isdecimal():  # one that begins with 0 is a name, such as 007
+        return (digits == "0" or digits[0] != "0") and Decimal(given) == Decimal(expected)
+    a, b = float(given), float(expected)
+    return math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))
+
+
+_CODE = re.compile(r"^[ \t]*(?:import |from \S+ import |def |async def |class )", re.MULTILINE)
+
+_FUTURE = re.compile(r"^from __future__ import [^(\n]*\n", re.MULTILINE)
+
+
+def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
+    """The texts to run, of which the first that compiles is the program.
+
+    A program that defines the function gets what stands in the stub before it (imports, helpers); another is taken as
+    the function's body.
+    """
+    program = textwrap.dedent(program).strip("\n")
+    name = function.replace("()", "").rpartition(".")[2]
+    if "```" in stub or "~~~" in stub:
+        stub = program_of(stub) or ""
+    if not name or not _CODE.search(stub):
+        return (program,)
+    head = definition_of(name).search(stub)
+    if definition_of(name).search(program):
+        start = stub[: head.start()] if head else stub
+        future = "".join(_FUTURE.findall(program))  # it must be the first statement
+        return (f"{future}{start}\n{_FUTURE.sub('', program)}", program)
+    if head is None:
+        return (f"{stub}\n{program}", program)
+    start = f"{stub.rstrip()}\n"
+    indentation = _indentation(start)
+    # In the second the first line alone has lost its indentation.
+    return (start + textwrap.indent(program, indentation), start + indentation + program.lstrip(), program)
+
+
+def _indentation(stub: str) -> str:
+    """Of the last line of a stub; of its body, where that is the function's head."""
+    last = next((line for line in reversed(stub.split("\n")) if line.strip()), "")
+    own = last[: len(last) - len(last.lstrip())]
+    return own + "    " if last.rstrip().endswith(":") else own or "    "

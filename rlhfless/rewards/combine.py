@@ -8,15 +8,29 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhfless.records import Score
-from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
-from rlhfless.rewards.protocol import Checked, Failed, Outcome, Reward, RewardSample, within_range
-from rlhfless.rewards.verifiers import VerifierSpec, verifier
+from rlhfless.rewards.builtin import ExactMatch, Format, JsonSchemaReward, LengthPenalty, Regex
+from rlhfless.rewards.code import CodeReward
+from rlhfless.rewards.mathematics import MathReward
+from rlhfless.rewards.protocol import (
+    Checked,
+    Failed,
+    Outcome,
+    Reward,
+    RewardSample,
+    Verifier,
+    VerifierSpec,
+    within_range,
+)
+from rlhfless.rewards.python import PythonReward
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import (
+    CodeSpec,
     ExactMatchSpec,
     FormatSpec,
     HttpSpec,
+    JsonSchemaSpec,
     LengthPenaltySpec,
+    MathSpec,
     OnFailure,
     RegexSpec,
     RewardModelSpec,
@@ -127,3 +141,14 @@ def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> ExactMatch | Regex
     from rlhfless.rewards.http import HttpReward
 
     return HttpReward(spec, hosts)
+
+
+def verifier(spec: VerifierSpec) -> Verifier:
+    """Make the verifier of a spec. Raises RewardError."""
+    if isinstance(spec, CodeSpec):
+        return CodeReward(spec)
+    if isinstance(spec, JsonSchemaSpec):
+        return JsonSchemaReward(spec)
+    if isinstance(spec, MathSpec):
+        return MathReward(spec)
+    return PythonReward(spec)

@@ -22,12 +22,21 @@ from functools import lru_cache
 from typing import Any
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.answer_words import as_text, as_words, choice
-from rlhfless.rewards.answers import answer_faults, answer_of
-from rlhfless.rewards.final_answers import boxed_answer, final_part, stated_answers
+from rlhfless.rewards.answers import (
+    Unit,
+    answer_faults,
+    answer_of,
+    as_text,
+    as_words,
+    boxed_answer,
+    choice,
+    differ,
+    final_part,
+    stated_answers,
+    units_of,
+)
 from rlhfless.rewards.math_text import UNICODE_MATHS, as_latex, unreadable
 from rlhfless.rewards.protocol import Begin, Done, RewardError, RewardSample, Unscorable, attempt, listed, quote
-from rlhfless.rewards.units import Unit, differ, units_of
 from rlhfless.spec import MathSpec
 
 # The separator between solution and answer in GSM8K.

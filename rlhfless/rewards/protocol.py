@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.records.fields import MissingField, field_value
+from rlhfless.spec import CodeSpec, JsonSchemaSpec, MathSpec, PythonRewardSpec
 from rlhfless.util.errors import UserError
 from rlhfless.util.redaction import redacted_text
 from rlhfless.util.text import legible
@@ -71,6 +72,9 @@ factor of 1e20 for what the model multiplies it by, and sums over parts stay far
 
 Report = Callable[[int, Outcome], None]
 """Takes the index of a sample and its outcome; called once per sample, in any order."""
+
+
+VerifierSpec = CodeSpec | JsonSchemaSpec | MathSpec | PythonRewardSpec
 
 
 class Checked(Protocol):

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from rlhfless.rewards.protocol import Broken, End, Ready, RewardError, Task, Verifier
-from rlhfless.rewards.verifiers import VerifierSpec, verifier
+from rlhfless.rewards.combine import verifier
+from rlhfless.rewards.protocol import Broken, End, Ready, RewardError, Task, Verifier, VerifierSpec
 from rlhfless.util import processes
 from rlhfless.util.text import tolerant
 

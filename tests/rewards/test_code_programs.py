@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fakes.code_rewards import value
-from rlhfless.rewards.code_output import same_output
+from rlhfless.rewards.code import same_output
 
 
 def fenced(program):

@@ -15,8 +15,7 @@ import pytest
 
 from fakes.reward_samples import samples_of
 from rlhfless.rewards import Failed, Outcome
-from rlhfless.rewards.guard import ForbiddenAddress, Guarded, forbidden, refusal
-from rlhfless.rewards.http import HttpReward
+from rlhfless.rewards.http import ForbiddenAddress, Guarded, HttpReward, forbidden, refusal
 from rlhfless.spec import HttpSpec
 
 

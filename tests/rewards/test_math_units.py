@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fakes.reward_samples import samples_of
+from rlhfless.rewards.answers import units_of
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Done
-from rlhfless.rewards.units import units_of
 from rlhfless.spec import MathSpec
 
 

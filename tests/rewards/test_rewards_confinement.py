@@ -19,8 +19,15 @@ from pydantic import ValidationError
 
 from fakes.other_user import USER, as_other_user
 from rlhfless.rewards.code import CodeReward
-from rlhfless.rewards.confinement import CodeEnded, CodeTask, Measures, Protection, protection_with, run_confined
-from rlhfless.rewards.seccomp import filter_of_processes_and_network
+from rlhfless.rewards.confinement import (
+    CodeEnded,
+    CodeTask,
+    Measures,
+    Protection,
+    filter_of_processes_and_network,
+    protection_with,
+    run_confined,
+)
 from rlhfless.spec import CodeSpec
 
 PROBE = Path(__file__).with_name("confinement_probe.py")

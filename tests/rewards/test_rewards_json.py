@@ -7,7 +7,7 @@ import pytest
 from fakes.reward_samples import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import Failed
-from rlhfless.rewards.json_schema import JsonSchemaReward
+from rlhfless.rewards.builtin import JsonSchemaReward
 from rlhfless.rewards.protocol import Done
 from rlhfless.spec import JsonSchemaSpec
 

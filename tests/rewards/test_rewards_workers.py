@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fakes.reward_samples import samples_of
-from rlhfless.rewards import RewardError, Rewards, surroundings
+from rlhfless.rewards import RewardError, Rewards, workers
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, ScoringSpec
 
 NAUGHTY = """
@@ -185,7 +185,7 @@ async def test_what_a_reward_prints_is_named_and_has_an_end(module, scored, capf
 
 
 async def test_the_limit_of_what_is_printed_holds_over_all_processes_of_a_worker(module, capfd, monkeypatch):
-    monkeypatch.setattr(surroundings, "PRINTED_KIB", 1)
+    monkeypatch.setattr(workers, "PRINTED_KIB", 1)
     source = "import os\ndef score(response):\n    print('y' * 700)\n    os._exit(3)"
     rewards = Rewards([spec(module(source), "score")], ScoringSpec(workers=1))
     await rewards.score(samples_of("a", "b", "c", "d"))

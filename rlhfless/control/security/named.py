@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
-from rlhfless.rewards.surroundings import OWN_PREFIX
+from rlhfless.rewards.workers import OWN_PREFIX
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import Problem

@@ -1,6 +1,6 @@
 """Starts a command, and at its end kills all its remaining descendants, in whichever session. A script of its own.
 
-    python -I -S keeper.py <command> [<argument> ...]
+    python -I -S reap_children.py <command> [<argument> ...]
 
 It runs between a worker and a test's process if the kernel takes no filter of system calls, so that the test's code can
 start processes. With the privileges for it, the command is the first process of a process namespace: the
