@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rlhfless import __version__, signals
+from rlhfless import __version__
 from rlhfless.cli import (
     data,
     devices,
@@ -35,6 +35,7 @@ from rlhfless.cli import (
     trace,
     validate,
 )
+from rlhfless.util import signals
 from rlhfless.util.errors import UserError
 from rlhfless.util.text import legible, tolerant
 
