@@ -29,10 +29,10 @@ from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.policies import make_policy
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload

@@ -16,21 +16,31 @@ from marked_page import write_part
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from rlhfless.sim.policies import POLICIES
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import models, tag_of
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES: dict[Path, tuple[str, type[BaseModel]]] = {
-    DOCS / "spec.md": ("The spec", RunSpec),
-    DOCS / "scenario.md": ("The scenario", Scenario),
+PAGES: dict[Path, tuple[str, type[BaseModel], dict[str, type[BaseModel]]]] = {
+    DOCS / "spec.md": ("The spec", RunSpec, {}),
+    DOCS / "scenario.md": (
+        "The scenario",
+        Scenario,
+        {
+            f"Settings of `{name}`": kind.settings
+            for name, kind in POLICIES.items()
+            if "baselines" in str(kind.settings)
+        },
+    ),
 }
+"""By page: the title and model of its first section, and further sections by their titles."""
 BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 
 
-def reference(whole: str, root: type[BaseModel]) -> str:
+def reference(whole: str, root: type[BaseModel], more: dict[str, type[BaseModel]]) -> str:
     """One table per section, that of the `whole` first; a section that several algorithms share, once."""
-    sections = dict.fromkeys(_sections("", root))
+    sections = dict.fromkeys([*_sections("", root), *((title, model, False) for title, model in more.items())])
     return "\n".join(line for title, model, union in sections for line in _table(title or whole, model, union))
 
 

@@ -25,11 +25,13 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.plan import CheapestUnderDeadline, RunContract, contract_for_step
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
+from rlhfless.scaling.policies.static import Static
 from rlhfless.scaling.policy import Idle, Policy, StepEnded
 from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, WeightedSpec
+from rlhfless.spec.imports import load_target
+from rlhfless.spec.policies import StaticSpec
 
 
 class StepDue:
@@ -163,7 +165,10 @@ def policy_of(spec: RunSpec, lengths: LengthPredictor, earlier: Trace | None, sp
     run = _rest_of(spec, contract, earlier, spent_usd)
     if isinstance(scaling.policy, CostAwareSpec):
         return CostAware(scaling.policy, run, PredictedLengths(lengths))
-    return make_policy(scaling.policy.type, scaling.policy, run)
+    if isinstance(scaling.policy, StaticSpec):
+        return Static(scaling.policy)
+    own: Policy = load_target(scaling.policy.type)(scaling.policy, run)
+    return own
 
 
 def _rest_of(spec: RunSpec, contract: ContractSpec, earlier: Trace | None, spent_usd: float) -> RunContract:

@@ -136,7 +136,7 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
 
     from rlhfless.cli.simulate_tables import beside_table, replay_table
     from rlhfless.records.traces import read_trace, trace_folder
-    from rlhfless.scaling.policies.registry import PolicyError
+    from rlhfless.sim.policies import PolicyError
     from rlhfless.sim.replay.beside import Beside
     from rlhfless.sim.replay.calibrate import device_kind
     from rlhfless.sim.replay.latency_file import load_latency

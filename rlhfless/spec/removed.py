@@ -13,12 +13,22 @@ from typing import Any
 from rlhfless.spec.document import Path, dotted, walk
 from rlhfless.spec.errors import Problem
 
+_SIMULATED = (
+    "Use `cost_aware` or `static`; `rlhfless simulate` compares policies of other systems, named in `policies` of a "
+    "scenario"
+)
+
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "algorithm.type=remax": (
             "Use `rloo`, whose baseline is the mean reward of the prompt's other samples, or `grpo`; both need "
             "samples_per_prompt of 2 or more, and no greedy response"
         ),
+        "scaling.policy.type=queue_reactive_ray_serve": _SIMULATED,
+        "scaling.policy.type=queue_reactive_knative": _SIMULATED,
+        "scaling.policy.type=queue_reactive_keda": _SIMULATED,
+        "scaling.policy.type=rlhfuse_tail": _SIMULATED,
+        "scaling.policy.type=rlhfless_published": _SIMULATED,
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
+from pydantic import Field
 
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, note, rescue, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
@@ -33,7 +34,73 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
+from rlhfless.spec.base import MOST_S, Duration, Processes, SpecModel
+
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
+
+
+class RayServeSpec(SpecModel):
+    """Ray Serve's autoscaler. Defaults: `AutoscalingConfig` of Ray 2.60 (ray/serve/config.py)."""
+
+    type: Literal["queue_reactive_ray_serve"] = "queue_reactive_ray_serve"
+
+    target_ongoing_requests: Annotated[float, Field(gt=0)] = 2.0
+    """Running and queued requests per replica."""
+    upscale_delay_s: Seconds = 30.0
+    """How long more replicas must be wanted before any is added."""
+    downscale_delay_s: Seconds = 600.0
+    """How long fewer replicas must be wanted before any is removed."""
+    look_back_period_s: Duration = 30.0
+    """Window over which requests are averaged."""
+    interval_s: Duration = 0.1
+    """Between two decisions: `CONTROL_LOOP_INTERVAL_S` (ray/serve/_private/constants.py)."""
+
+
+class KnativeSpec(SpecModel):
+    """Knative's pod autoscaler. Defaults: the ConfigMap `config-autoscaler` of Knative Serving."""
+
+    type: Literal["queue_reactive_knative"] = "queue_reactive_knative"
+
+    target_concurrency: Annotated[float, Field(gt=0)] = 100.0
+    """`container-concurrency-target-default`."""
+    target_share: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """`container-concurrency-target-percentage`."""
+    stable_window_s: Duration = 60.0
+    """Window over which concurrency is averaged outside of panic."""
+    panic_window_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """`panic-window-percentage`: a panic window of 6 s."""
+    panic_threshold: Annotated[float, Field(ge=1)] = 2.0
+    """`panic-threshold-percentage`: panic when the short window asks for at least this multiple of the replicas."""
+    max_scale_up_rate: Annotated[float, Field(gt=1)] = 1000.0
+    """Most replicas after a decision, by those before it."""
+    max_scale_down_rate: Annotated[float, Field(gt=1)] = 2.0
+    """Most replicas before a decision, by those after it."""
+    scale_to_zero_grace_s: Seconds = 30.0
+    """How long the last replica is kept after the decision to scale to zero."""
+    interval_s: Duration = 2.0
+    """`tick-interval`."""
+
+
+class KedaSpec(SpecModel):
+    """KEDA with the horizontal pod autoscaler under it. Defaults: KEDA's ScaledObject specification and Kubernetes'
+    `HorizontalPodAutoscaler` v2."""
+
+    type: Literal["queue_reactive_keda"] = "queue_reactive_keda"
+
+    target_value: Annotated[float, Field(gt=0)] = 5.0
+    """Queue length per replica. KEDA's scalers differ; most of its scalers for message queues use 5."""
+    polling_s: Duration = 30.0
+    """`pollingInterval`: how often KEDA checks for work while there is no replica."""
+    cooldown_s: Seconds = 300.0
+    """`cooldownPeriod`: the last replica is released after this long without work."""
+    sync_s: Duration = 15.0
+    """`--horizontal-pod-autoscaler-sync-period`."""
+    tolerance: Annotated[float, Field(ge=0)] = 0.1
+    """`--horizontal-pod-autoscaler-tolerance`: a ratio this close to 1 changes nothing."""
+    downscale_window_s: Seconds = 300.0
+    """`behavior.scaleDown.stabilizationWindowSeconds`: the highest recommendation of this time counts."""
+    upscale_pods: Processes = 4
+    """`behavior.scaleUp`: in each 15 s at most this many replicas more, or twice as many, whichever is more."""
 
 
 class MetricWindow:

@@ -11,8 +11,10 @@ longest response.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from rlhfless.scaling.policies.fleet_actions import (
     Inputs,
@@ -24,11 +26,20 @@ from rlhfless.scaling.policies.fleet_actions import (
 )
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Lost, Move, StepBegan, StepView
-from rlhfless.spec.policies import TailSpec
+from rlhfless.spec.base import SpecModel
 
 KNEE = 2.0
 """A batch is full when its iteration takes this many times as long as that of one sequence: beyond, an iteration spends
 more on its sequences than on the weights that they share, and gathering the tail would make the step longer."""
+
+
+class TailSpec(SpecModel):
+    """RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221)."""
+
+    type: Literal["rlhfuse_tail"] = "rlhfuse_tail"
+
+    tail_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The share of the step's samples that remain when the tail is moved together."""
 
 
 class RLHFuseTail:

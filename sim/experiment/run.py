@@ -9,12 +9,11 @@ from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
-from rlhfless.scaling.policies.registry import PolicyError, configured
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.learner_size import SimulatedLearnerSize
+from rlhfless.sim.policies import POLICIES, PolicyError, PolicyKind, configured, policy_kind
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches

@@ -22,9 +22,8 @@ from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import make_policy
-from rlhfless.scaling.policies.registry import configured
 from rlhfless.scaling.policy import Policy
+from rlhfless.sim.policies import configured, make_policy
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.generation import EngineSpec

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.scaling.policies import POLICIES
+from rlhfless.sim.policies import POLICIES
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, DeclaredTimes, FleetTimesSpec, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
@@ -116,7 +116,7 @@ class PolicyEntry(SpecModel):
     """Its contract; by default the scenario's."""
 
     settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Settings of the policy itself."""
+    """Keys of the policy itself: below, and for the policies of runs in docs/spec.md."""
 
     @property
     def shown(self) -> str:

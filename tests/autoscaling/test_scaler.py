@@ -23,7 +23,6 @@ from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policy import Policy
 from rlhfless.spec import CheapestSpec, RunSpec, WeightedSpec
@@ -199,10 +198,6 @@ def test_the_policy_forecasts_with_what_the_run_knows_of_its_responses() -> None
     assert isinstance(policy, CostAware)
     forecaster: Any = policy._forecaster
     assert forecaster._predictor is lengths
-
-
-def test_the_spec_offers_policies_that_there_are_and_that_need_no_future() -> None:
-    assert set(OFFERED) == {name for name, kind in POLICIES.items() if kind.placement is None}
 
 
 def test_a_step_is_due_at_its_share_of_the_contract() -> None:

@@ -11,8 +11,8 @@ from fakes.recorded_run import record
 from rlhfless.autoscaling.scaler import policy_of
 from rlhfless.cli import main
 from rlhfless.scaling.lengths import LengthPredictor
-from rlhfless.scaling.policies import make_policy
 from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.policies import make_policy
 from rlhfless.sim.scenarios import load_scenario
 from rlhfless.spec import CheapestSpec, CostAwareSpec
 from rlhfless.spec.errors import InputError, SpecError
@@ -41,7 +41,12 @@ def test_a_policy_is_a_name_or_a_mapping_with_keys_of_its_own(load):
     careless = load("{policy: {type: cost_aware, confidence: 0.6}}")
     assert careless.scaling.policy.confidence == 0.6
     assert policy_of(careless, LengthPredictor(64), None)._deadline._asked == 0.6
-    assert load("{policy: {type: queue_reactive_keda, target_value: 8}}").scaling.policy.target_value == 8
+
+
+@pytest.mark.parametrize("policy", ["queue_reactive_keda", "{type: rlhfless_published, window: 3}"])
+def test_a_policy_of_another_system_is_for_the_simulator(load, policy):
+    with pytest.raises(SpecError, match=r"scaling\.policy.*was removed(.|\n)*rlhfless simulate"):
+        load(f"{{policy: {policy}}}")
 
 
 def test_one_of_your_own_gets_its_keys_and_what_the_run_asks_for(load, tmp_path):

@@ -30,10 +30,10 @@ from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.learner_ranks import GroupSize, rank_rates
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.learner_size import LearnerSizes, SimulatedLearnerSize
+from rlhfless.sim.policies import make_policy
 from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import behind_prefixes

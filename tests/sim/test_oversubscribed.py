@@ -15,9 +15,9 @@ from fakes.books import CONTRACTS, Run, check_books
 from fakes.naive_engine import LinearModel
 from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
 from rlhfless.scaling.plan import DeviceOption, RunContract
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Action, Event, Note, Policy, StepView
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel
+from rlhfless.sim.policies import make_policy
 from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.fleet import ContractSpec

@@ -29,9 +29,9 @@ from fakes.small_fleet import (
 )
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import POLICIES, make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
+from rlhfless.sim.policies import POLICIES, make_policy
 from rlhfless.sim.setup import Setup
 from rlhfless.spec import CostAwareSpec
 from rlhfless.spec.fleet import ContractSpec

@@ -10,9 +10,8 @@ from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import make_policy
-from rlhfless.scaling.policies.registry import PolicyError, policy_kind
 from rlhfless.sim.experiment.compare import compare, quoted_part
+from rlhfless.sim.policies import PolicyError, make_policy, policy_kind
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.measured import WALL
 from rlhfless.sim.replay.replay import AS_RECORDED, Replay, replay

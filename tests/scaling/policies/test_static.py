@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fakes.views import ABSENT, ASLEEP, UP, fleet_of, learner, replica_slot, view_of
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.policies import POLICIES, make_policy
 from rlhfless.scaling.policies.fleet_actions import shares_to_least
 from rlhfless.scaling.policies.fleet_layout import Layout
 from rlhfless.scaling.policy import (
@@ -22,6 +21,7 @@ from rlhfless.scaling.policy import (
     StepBegan,
     StepEnded,
 )
+from rlhfless.sim.policies import POLICIES, make_policy
 from rlhfless.spec.policies import CostAwareSpec, StaticSpec
 
 COLOCATED = fleet_of(replica_slot(0), replica_slot(1), learner(0, 1))

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 
 from fakes.views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Assign, Beat, Move, Release, Serving, SlotView, Start, StepBegan
-from rlhfless.sim.baselines.queue_reactive import Autoscaler, Keda, Knative, MetricWindow, RayServe
-from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
+from rlhfless.sim.baselines.queue_reactive import (
+    Autoscaler,
+    Keda,
+    KedaSpec,
+    Knative,
+    KnativeSpec,
+    MetricWindow,
+    RayServe,
+    RayServeSpec,
+)
+from rlhfless.sim.policies import make_policy
 
 
 def test_window_averages_over_time() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fakes.views import ABSENT, UP, fleet_of, homes, learner, replica_slot, view_of
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -22,7 +21,8 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec.policies import RLHFlessPaperSpec
+from rlhfless.sim.baselines.rlhfless_published import RLHFlessPaperSpec
+from rlhfless.sim.policies import make_policy
 
 FLEET = fleet_of(
     *(replica_slot(index, start_s=2.0) for index in range(3)), learner(9, node="node-1")

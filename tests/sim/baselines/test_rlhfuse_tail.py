@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from fakes.views import ABSENT, ENGINE, UP, fleet_of, homes, learner, replica_slot, view_of
-from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
     Assign,
     Beat,
@@ -23,6 +22,7 @@ from rlhfless.scaling.policy import (
     StepBegan,
     StepView,
 )
+from rlhfless.sim.policies import make_policy
 
 ALONE = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(9))
 SHARED = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(1, 2))

@@ -17,7 +17,7 @@ from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.policies import make_policy
+from rlhfless.sim.policies import make_policy
 from rlhfless.sim.replay.calibrate import calibrate, device_kind, line_through
 from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency

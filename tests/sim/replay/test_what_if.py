@@ -14,8 +14,8 @@ from rlhfless.records import KV_CAPACITY, START, Decision
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.devices import UnknownDevice
-from rlhfless.scaling.policies.registry import PolicyError
 from rlhfless.scaling.prices import PriceError
+from rlhfless.sim.policies import PolicyError
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 from rlhfless.sim.replay.recorded import setup_of

@@ -1,4 +1,4 @@
-"""All policies by name, and how to make one: a built-in policy, a baseline, or the user's own by import path."""
+"""The policies that a scenario or a replay can name: those of runs, the baselines, and a user's own by import path."""
 
 from __future__ import annotations
 
@@ -14,55 +14,48 @@ from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policies.static import Static
 from rlhfless.scaling.policy import Policy
+from rlhfless.sim.baselines.queue_reactive import KedaSpec, KnativeSpec, RayServeSpec, keda, knative, ray_serve
+from rlhfless.sim.baselines.rlhfless_published import RLHFlessPaperSpec, RLHFlessPublished
+from rlhfless.sim.baselines.rlhfuse_tail import RLHFuseTail, TailSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.imports import load_target
-from rlhfless.spec.policies import (
-    POLICY_SEAM,
-    CostAwareSpec,
-    KedaSpec,
-    KnativeSpec,
-    RayServeSpec,
-    RLHFlessPaperSpec,
-    StaticSpec,
-    TailSpec,
-)
+from rlhfless.spec.policies import POLICY_SEAM, CostAwareSpec, StaticSpec
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """One policy of the registry."""
+    """One policy of `POLICIES`."""
 
     settings: type[SpecModel]
     make: Callable[[Any, RunContract], Policy]
     placement: Literal["colocated", "disaggregated"] | None = None
-    """The placement for which it is made; None: any."""
+    """The placement that it is made for; None: any."""
     reserved: bool = False
-    """Whether its users rent all devices for the whole run, so that devices that are not held are paid for as well."""
+    """Whether its users rent all devices for the whole run, so that idle devices are paid for as well."""
 
 
-def _baseline(name: str) -> Callable[[Any, RunContract], Policy]:
-    """Makes a policy of rlhfless.sim.baselines, which ignores the contract. It is imported by its path when it is asked
-    for: a run with another policy loads nothing of the simulator, and this package does not depend on it."""
-    return lambda settings, run: load_target(f"rlhfless.sim.baselines.{name}")(settings)  # noqa: ARG005
-
-
-def _static(placement: Literal["colocated", "disaggregated"] | None = None) -> PolicyKind:
-    reserved = placement is not None
-    return PolicyKind(StaticSpec, lambda settings, run: Static(settings), placement, reserved=reserved)  # noqa: ARG005
+def _without_contract(
+    settings: type[SpecModel],
+    make: Callable[[Any], Policy],
+    placement: Literal["colocated", "disaggregated"] | None = None,
+    *,
+    reserved: bool = False,
+) -> PolicyKind:
+    return PolicyKind(settings, lambda chosen, run: make(chosen), placement, reserved)  # noqa: ARG005
 
 
 POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
     {
-        "static_colocated": _static("colocated"),
-        "static_disaggregated": _static("disaggregated"),
-        "static": _static(),
-        "queue_reactive_ray_serve": PolicyKind(RayServeSpec, _baseline("queue_reactive:ray_serve")),
-        "queue_reactive_knative": PolicyKind(KnativeSpec, _baseline("queue_reactive:knative")),
-        "queue_reactive_keda": PolicyKind(KedaSpec, _baseline("queue_reactive:keda")),
-        "rlhfuse_tail": PolicyKind(TailSpec, _baseline("rlhfuse_tail:RLHFuseTail"), reserved=True),
-        "rlhfless_published": PolicyKind(RLHFlessPaperSpec, _baseline("rlhfless_published:RLHFlessPublished")),
+        "static_colocated": _without_contract(StaticSpec, Static, "colocated", reserved=True),
+        "static_disaggregated": _without_contract(StaticSpec, Static, "disaggregated", reserved=True),
+        "static": _without_contract(StaticSpec, Static),
+        "queue_reactive_ray_serve": _without_contract(RayServeSpec, ray_serve),
+        "queue_reactive_knative": _without_contract(KnativeSpec, knative),
+        "queue_reactive_keda": _without_contract(KedaSpec, keda),
+        "rlhfuse_tail": _without_contract(TailSpec, RLHFuseTail, reserved=True),
+        "rlhfless_published": _without_contract(RLHFlessPaperSpec, RLHFlessPublished),
         "cost_aware": PolicyKind(CostAwareSpec, lambda settings, run: CostAware(settings, run, PredictedLengths())),
     }
 )
@@ -92,7 +85,7 @@ def policy_kind(name: str) -> PolicyKind:
 
 
 def make_policy(name: str, settings: SpecModel | None = None, run: RunContract | None = None) -> Policy:
-    """A policy for one run. Without settings it has its defaults.
+    """Make a policy for one run, with its default settings if none are given.
 
     Raises PolicyError for an unknown name, ValueError for settings of another policy.
     """
@@ -105,6 +98,6 @@ def make_policy(name: str, settings: SpecModel | None = None, run: RunContract |
 
 
 def configured(name: str, keys: Mapping[str, Any]) -> SpecModel:
-    """A policy's own keys, validated. Raises PolicyError, or pydantic's ValidationError."""
+    """Validate a policy's own keys. Raises PolicyError, or pydantic's ValidationError."""
     named = {"type": name} if ":" in name else {}
     return policy_kind(name).settings.model_validate({**keys, **named})
