@@ -18,7 +18,7 @@ from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
-from rlhfless.prepare.preflight import preflight
+from rlhfless.planning.preflight import preflight
 from rlhfless.spec import RunSpec, TimeoutsSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks

@@ -39,7 +39,7 @@ from rlhfless.bundled.model import SMALLEST, ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import rollout, train
-from rlhfless.prepare.memory.assumed import question_of
+from rlhfless.planning.inputs import question_of
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.intervals import clip, length, union

@@ -17,7 +17,7 @@ from rlhfless.autoscaling.policy_runner import EvenSplit, PolicyRunner
 from rlhfless.autoscaling.prefill import PrefillActors
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.prepare.preflight import Prepared
+from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import FunctionRole, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 
 from rlhfless.cli.tables import table
-from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
+from rlhfless.planning.objects import ComparedDevices, ComparisonObject
 from rlhfless.telemetry.numbers import clock, decimal, money
 from rlhfless.telemetry.terminal import Prose, whole
 from rlhfless.util.text import legible

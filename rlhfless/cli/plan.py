@@ -23,9 +23,9 @@ from rlhfless.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from rlhfless.prepare.memory.changes import Change
-    from rlhfless.prepare.memory.plan import MemoryPlan
-    from rlhfless.prepare.memory.question import Question
+    from rlhfless.planning.memory_plan import MemoryPlan
+    from rlhfless.planning.question import Question
+    from rlhfless.planning.suggestions import Change
 
 DOES_NOT_FIT = 1
 """Exit code of a plan whose run would be refused, as of a test that fails."""
@@ -84,11 +84,11 @@ def plan(
 
     `--compare` shows where it would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
-    from rlhfless.control.compute.planning import Planner
-    from rlhfless.prepare.memory.assumed import local_devices, parsed_sides, question_of
-    from rlhfless.prepare.memory.changes import nearest_change
-    from rlhfless.prepare.memory.question import edited
-    from rlhfless.prepare.memory.settled import plan_problems
+    from rlhfless.planning.inputs import local_devices, parsed_sides, question_of
+    from rlhfless.planning.question import edited
+    from rlhfless.planning.resolve import plan_problems
+    from rlhfless.planning.run_plan import Planner
+    from rlhfless.planning.suggestions import nearest_change
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.spec.load import load_spec
 
@@ -177,7 +177,7 @@ def _learner_devices(asked: Question) -> str:
 
 def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
     from rlhfless.cli.tables import table
-    from rlhfless.prepare.memory.room import CHART_KEY, chart_shared_memory
+    from rlhfless.planning.host_memory import CHART_KEY, chart_shared_memory
     from rlhfless.scaling.memory import GIB
     from rlhfless.telemetry.numbers import parameter_count
     from rlhfless.telemetry.terminal import Prose, Terminal
@@ -241,7 +241,7 @@ def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: 
 
 def _show_verdict(row: Mapping[str, Any], schedules: Mapping[str, Any]) -> None:
     """What to take, and which schedule would be faster with older samples."""
-    from rlhfless.control.objects.costs import PlannedSchedule
+    from rlhfless.planning.objects import PlannedSchedule
     from rlhfless.telemetry.numbers import clock, money
     from rlhfless.telemetry.terminal import Prose, Terminal
 
@@ -270,7 +270,7 @@ def _show_verdict(row: Mapping[str, Any], schedules: Mapping[str, Any]) -> None:
 def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hint: str) -> None:
     """Time and cost, as the service's plan has them."""
     from rlhfless.cli.runs_tables import devices_lines, schedules_lines, sizes_lines
-    from rlhfless.control.objects.costs import PlannedDevices, PlannedLearner, PlannedSchedule
+    from rlhfless.planning.objects import PlannedDevices, PlannedLearner, PlannedSchedule
     from rlhfless.telemetry.numbers import money
     from rlhfless.telemetry.terminal import Prose, Terminal, whole
     from rlhfless.util.text import legible

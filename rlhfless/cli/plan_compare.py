@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from rlhfless.cli.comparison_table import comparison_lines
 from rlhfless.cli.simulate_progress import Estimates
-from rlhfless.control.compute import comparing
-from rlhfless.control.compute.comparing import Choice, spec_of
-from rlhfless.control.compute.dimensions import Dimensions
-from rlhfless.control.compute.planning import Planner
-from rlhfless.control.objects.costs import ComparedDevices, ComparisonObject
-from rlhfless.prepare.memory.assumed import question_of
-from rlhfless.prepare.memory.room import chart_shared_memory
+from rlhfless.planning import compare
+from rlhfless.planning.compare import Choice, spec_of
+from rlhfless.planning.dimensions import Dimensions
+from rlhfless.planning.host_memory import chart_shared_memory
+from rlhfless.planning.inputs import question_of
+from rlhfless.planning.objects import ComparedDevices, ComparisonObject
+from rlhfless.planning.run_plan import Planner
 from rlhfless.scaling.accelerators import types_of
 from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.memory import GIB
@@ -71,9 +71,9 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     dimensions, benches = asked.read()
     planner = replace(planner, benches=benches)
     show = estimates.progress if asked.devices else None  # a search does not know how many choices it will try
-    tried = comparing.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, show)
-    limit = asked.limit or (None if asked.devices else comparing.LIMIT)
-    found = comparing.as_json(planner, tried, predict=comparing.again(planner), limit=limit)
+    tried = compare.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, show)
+    limit = asked.limit or (None if asked.devices else compare.LIMIT)
+    found = compare.as_json(planner, tried, predict=compare.again(planner), limit=limit)
     answer = ComparisonObject.model_validate(found)
     if as_json:
         typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))

@@ -19,7 +19,7 @@ from rlhfless.util.folders import OTHERS, private
 from rlhfless.util.text import storable
 
 if TYPE_CHECKING:
-    from rlhfless.prepare.preflight import Prepared
+    from rlhfless.prepare.prepared import Prepared
     from rlhfless.spec import RunSpec
 
 NOTHING_DRAWN = "stopped; nothing was drawn yet"
@@ -48,8 +48,8 @@ def run(
 ) -> None:
     """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
     from rlhfless.loop.resuming import hold_inputs
-    from rlhfless.prepare.memory.assumed import on_these_devices
-    from rlhfless.prepare.preflight import preflight
+    from rlhfless.planning.inputs import on_these_devices
+    from rlhfless.planning.preflight import preflight
     from rlhfless.spec.imports import folders_in_use
     from rlhfless.spec.load import IMPORTS_FILE, SPEC_FILE, load_spec, resolved_yaml
 
@@ -112,7 +112,7 @@ def resumed(
     number of steps would change the learning rates without `schedule` being allowed.
     """
     from rlhfless.loop.resuming import SCHEDULE, schedule_problems
-    from rlhfless.prepare.memory.settled import as_settled
+    from rlhfless.planning.resolve import as_settled
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem

@@ -115,7 +115,7 @@ def plan(
 ) -> None:
     """What a run would need, take and cost on the service's devices. Starts nothing."""
     from rlhfless.cli.runs_tables import plan_lines
-    from rlhfless.control.objects.costs import PlanObject
+    from rlhfless.planning.objects import PlanObject
     from rlhfless.spec.load import load_values
 
     values = load_values(spec, overrides or ())
@@ -151,7 +151,7 @@ def compare(
 ) -> None:
     """On which devices, and how placed, a run would be faster or cheaper. Starts nothing."""
     from rlhfless.cli.comparison_table import comparison_lines
-    from rlhfless.control.objects.costs import ComparisonObject
+    from rlhfless.planning.objects import ComparisonObject
     from rlhfless.spec.load import load_values
 
     values = load_values(spec, overrides or ())

@@ -27,8 +27,8 @@ def validate(
     ] = False,
 ) -> None:
     """Check a spec, its model, data, rewards and devices. Prints what you set, as YAML."""
-    from rlhfless.prepare.memory.assumed import on_these_devices
-    from rlhfless.prepare.preflight import preflight
+    from rlhfless.planning.inputs import on_these_devices
+    from rlhfless.planning.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml, set_yaml
 
     own = load_spec(spec, overrides or ())

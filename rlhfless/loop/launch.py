@@ -26,9 +26,9 @@ from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.loop.host import DevicesWanted
 from rlhfless.loop.transports import transport_of
-from rlhfless.prepare.memory.assumed import loading_bytes, planned, shared_kv_bytes, with_ranks
-from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
-from rlhfless.prepare.preflight import Prepared
+from rlhfless.planning.host_memory import Needed, Room, room_at, room_problems, store_base
+from rlhfless.planning.inputs import loading_bytes, planned, shared_kv_bytes, with_ranks
+from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import FunctionRole, Prompt
 from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes

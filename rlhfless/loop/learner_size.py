@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.loop.trained_run import TrainedRun
-from rlhfless.prepare.memory.assumed import devices_of, rank_counts
-from rlhfless.prepare.memory.room import on_this_node
+from rlhfless.planning.host_memory import on_this_node
+from rlhfless.planning.inputs import devices_of, rank_counts
 from rlhfless.records import Decision, Work
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.scaling.function_kinds import publisher_of

@@ -33,9 +33,9 @@ from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
 from rlhfless.loop.supervised import SupervisedRun
 from rlhfless.loop.trained_run import TrainedRun
-from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
+from rlhfless.planning.inputs import devices_of, memory_problems, settled_on
 from rlhfless.prepare.mixture import order_of
-from rlhfless.prepare.preflight import Prepared
+from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import Decision, FunctionName, FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal

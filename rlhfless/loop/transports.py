@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlhfless.prepare.memory.room import on_this_node, store_base
+from rlhfless.planning.host_memory import on_this_node, store_base
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import name_of, publisher_of
 from rlhfless.scaling.placement import CPU_KIND, Device, Placement

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.model import PolicyModel, special_tokens
-from rlhfless.prepare.preflight import load_sets
+from rlhfless.prepare.prepared import load_sets
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.reward_inputs import RewardInput, reward_inputs
 from rlhfless.records import Prompt

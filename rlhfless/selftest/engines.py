@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rlhfless.functions.generation.engine import EngineSettings, LoadReport, Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
-from rlhfless.prepare.memory.assumed import shared_kv_bytes
+from rlhfless.planning.inputs import shared_kv_bytes
 from rlhfless.records import PublishedWeights, StartPhase
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check

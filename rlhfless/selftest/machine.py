@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from rlhfless.functions.cuda import require_cuda
-from rlhfless.prepare.memory.assumed import loading_bytes
-from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
+from rlhfless.planning.inputs import loading_bytes
 from rlhfless.scaling.memory import GIB, stored_versions, version_bytes
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.learner.kind import KIND
-from rlhfless.prepare.memory.assumed import planned
+from rlhfless.planning.inputs import planned
 from rlhfless.scaling.memory import GIB
 from rlhfless.selftest import rank_process, rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check

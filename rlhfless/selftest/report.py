@@ -13,9 +13,9 @@ from typing import Any
 
 from rlhfless import __version__
 from rlhfless.autoscaling.engine_starts import EngineStarts
-from rlhfless.control.compute.planning import Planner
-from rlhfless.control.compute.prediction import Lengths, lengths_of
-from rlhfless.prepare.memory.question import Question
+from rlhfless.planning.prediction import Lengths, lengths_of
+from rlhfless.planning.question import Question
+from rlhfless.planning.run_plan import Planner
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.selftest import engines, machine, rank_work, ranks, sleeping, steps

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.control.compute.planning import Planner
-from rlhfless.control.compute.prediction import Lengths, lengths_of
 from rlhfless.functions.generation.engine import SampleRequest
-from rlhfless.prepare.memory.question import edited
+from rlhfless.planning.prediction import Lengths, lengths_of
+from rlhfless.planning.question import edited
+from rlhfless.planning.run_plan import Planner
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, check
 from rlhfless.selftest.engines import publish, running

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhfless.bundled import Recipe, WarmStartRecipe, build
-from rlhfless.prepare.memory.assumed import config_file, local_devices, question_of, settled_on
-from rlhfless.prepare.memory.question import Question
-from rlhfless.prepare.memory.room import SHARED_MEMORY
+from rlhfless.planning.host_memory import SHARED_MEMORY
+from rlhfless.planning.inputs import config_file, local_devices, question_of, settled_on
+from rlhfless.planning.question import Question
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem

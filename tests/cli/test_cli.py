@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from fakes.qwen import QWEN_05B
 from rlhfless.cli import main, service
-from rlhfless.control.compute.planning import planned
-from rlhfless.prepare import preflight
+from rlhfless.planning import preflight
+from rlhfless.planning.run_plan import planned
 from rlhfless.spec.load import load_spec
 from rlhfless.util.errors import UserError
 

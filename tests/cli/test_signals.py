@@ -264,9 +264,9 @@ main.main()
 @pytest.mark.parametrize(
     ("module", "function", "arguments", "number", "code"),
     [
-        ("prepare.preflight", "preflight", ["run", "{spec}"], signal.SIGTERM, 143),
+        ("planning.preflight", "preflight", ["run", "{spec}"], signal.SIGTERM, 143),
         pytest.param(
-            "prepare.preflight", "preflight", ["validate", "{spec}"], signal.SIGINT, 130, marks=pytest.mark.long
+            "planning.preflight", "preflight", ["validate", "{spec}"], signal.SIGINT, 130, marks=pytest.mark.long
         ),
         ("sim.experiment.compare", "compare", ["simulate", "{scenario}"], signal.SIGINT, 130),
         ("sim.experiment.compare", "compare", ["simulate", "{scenario}"], signal.SIGHUP, 129),
@@ -300,7 +300,7 @@ def test_a_second_signal_on_the_way_out_changes_nothing(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("model: {path: m}\nprompts: {path: p.jsonl}\nrewards:\n- type: exact_match\n")
     last = "import atexit, time\natexit.register(lambda: (print('leaving', flush=True), time.sleep(1)))\n"
-    program = last + COMMAND.format(module="prepare.preflight", function="preflight")
+    program = last + COMMAND.format(module="planning.preflight", function="preflight")
     with started([sys.executable, "-c", program, "run", str(spec)], tmp_path) as process:
         process.wait_for("working")
         process.send(signal.SIGINT)

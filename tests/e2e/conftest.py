@@ -19,7 +19,7 @@ from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.driver import execute
 from rlhfless.loop.session import Session, open_session
-from rlhfless.prepare.preflight import preflight
+from rlhfless.planning.preflight import preflight
 from rlhfless.records.traces import read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from fakes.live_runs import fault_opening
 from rlhfless.loop.driver import execute
-from rlhfless.prepare import preflight as checks
+from rlhfless.planning import preflight as checks
 from rlhfless.spec.errors import InputError
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(600)]

@@ -25,7 +25,7 @@ from rlhfless.loop.learner_size import LearnerSize, SizeChange
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.trained_run import TrainedRun
-from rlhfless.prepare.preflight import preflight
+from rlhfless.planning.preflight import preflight
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings

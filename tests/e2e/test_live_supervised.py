@@ -23,7 +23,7 @@ from rlhfless.loop.host import Host, RunPaused
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
-from rlhfless.prepare.preflight import preflight
+from rlhfless.planning.preflight import preflight
 from rlhfless.records import Experience, FinishReason, FunctionName, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.rewards import RewardSample

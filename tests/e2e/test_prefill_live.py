@@ -18,8 +18,8 @@ from rlhfless.loop.driver import execute
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
+from rlhfless.planning.preflight import preflight
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
-from rlhfless.prepare.preflight import preflight
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.spec import RunSpec

@@ -16,8 +16,8 @@ from rlhfless.autoscaling import scaler
 from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.loop.driver import execute
 from rlhfless.loop.session import Session
+from rlhfless.planning.preflight import preflight
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
-from rlhfless.prepare.preflight import preflight
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.policies.fleet_actions import assign_groups, start

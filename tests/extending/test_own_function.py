@@ -9,7 +9,7 @@ import pytest
 from rlhfless.control.security.named import code_problems
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.fleet.user_code import targets
-from rlhfless.prepare.memory.plan import memory_plan
+from rlhfless.planning.memory_plan import memory_plan
 from rlhfless.records import FunctionName
 from rlhfless.scaling.function_kinds import kinds_of, place_run
 from rlhfless.scaling.latency.devices import device_of

@@ -17,7 +17,7 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session
 from rlhfless.loop.step import rollout, train
 from rlhfless.loop.trained_run import TrainedRun
-from rlhfless.prepare.preflight import preflight
+from rlhfless.planning.preflight import preflight
 from rlhfless.records import FunctionName, ReplicaState, StepRecord, WeightVersion
 from rlhfless.records.traces import Trace
 from rlhfless.spec import RunSpec

@@ -22,7 +22,7 @@ from rlhfless.functions.generation.engine import EngineDead, EngineTimeout
 from rlhfless.loop import driver
 from rlhfless.loop.endings import hint
 from rlhfless.loop.session import JOURNAL_FILE, Session
-from rlhfless.prepare import preflight
+from rlhfless.planning import preflight
 from rlhfless.records import WeightVersion
 from rlhfless.records.checkpoints import (
     CHECKPOINTS_FOLDER,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhfless.loop import launch
-from rlhfless.prepare.memory.room import Needed, Room
+from rlhfless.planning.host_memory import Needed, Room
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import GIB

@@ -3,7 +3,7 @@
 A pass that has nothing to verify takes the runner's plain path, as in an engine that does not speculate: vLLM would
 prepare and verify no drafts, which takes a third of a small model's pass. So on CPUs being able to speculate costs
 nothing while nothing is drafted. On GPUs it always costs asynchronous scheduling and a kernel of noise per sequence,
-because this is vLLM's older runner there; a run with many sequences per actor is refused (`prepare.memory.settled`).
+because this is vLLM's older runner there; a run with many sequences per actor is refused (`planning.resolve`).
 Models with recurrent layers are left out: their states need to know of drafts that are not
 there.
 

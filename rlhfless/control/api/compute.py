@@ -16,17 +16,18 @@ from sqlalchemy.orm import Session
 from rlhfless.control.api.routes import OfService, Runs
 from rlhfless.control.api.runs import EXAMPLE
 from rlhfless.control.api.views import object_of
-from rlhfless.control.compute.dimensions import Dimensions
 from rlhfless.control.database.tables import SimulationRow
 from rlhfless.control.errors import ApiError, not_found, refused
 from rlhfless.control.objects.common import ListObject
-from rlhfless.control.objects.costs import ComparisonObject, PlanObject, RewardTrialObject, SimulationObject
+from rlhfless.control.objects.costs import RewardTrialObject, SimulationObject
 from rlhfless.control.objects.fleet import TimelineObject
 from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service
-from rlhfless.prepare.memory.assumed import parsed_sides
+from rlhfless.planning.dimensions import Dimensions
+from rlhfless.planning.inputs import parsed_sides
+from rlhfless.planning.objects import ComparisonObject, PlanObject
 from rlhfless.spec.base import StrictModel
 from rlhfless.spec.errors import InputError, Problem
 

@@ -21,9 +21,10 @@ from rlhfless.control.database.tables import LeaseRow, MetricsRow, RunRow
 from rlhfless.control.drivers import LOG_FILE as DRIVER_LOG
 from rlhfless.control.lifecycle import DRIVEN
 from rlhfless.control.objects.common import MOST_INTEGER, ListObject
-from rlhfless.control.objects.costs import FunctionUsage, PlannedCost, StaticFleet, UsageObject
+from rlhfless.control.objects.costs import FunctionUsage, StaticFleet, UsageObject
 from rlhfless.control.objects.fleet import DeviceKindObject, DevicesTimelineObject, HolderObject, ReplicaObject
 from rlhfless.control.objects.runs import CheckpointObject, MetricsObject, RolloutObject
+from rlhfless.planning.objects import PlannedCost
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
 from rlhfless.util.redaction import redacted_text
 from rlhfless.util.tails import tail

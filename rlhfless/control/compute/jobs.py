@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhfless.control.compute.comparing import comparison
-from rlhfless.control.compute.planning import forecast, planned
 from rlhfless.control.compute.simulating import best_static, check, simulated
+from rlhfless.planning.compare import comparison
+from rlhfless.planning.run_plan import forecast, planned
 from rlhfless.prepare.reward_trial import try_rewards
 from rlhfless.records.traces import read_trace
 from rlhfless.sim.workloads.runtime import read_runtime

@@ -32,8 +32,9 @@ from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RE
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.resuming import has_begun, hold_inputs
 from rlhfless.loop.session import Session
-from rlhfless.prepare.memory.room import on_this_node
-from rlhfless.prepare.preflight import Prepared, preflight
+from rlhfless.planning.host_memory import on_this_node
+from rlhfless.planning.preflight import preflight
+from rlhfless.prepare.prepared import Prepared
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import Field, model_validator
+
+from rlhfless.planning.objects import ApiObject
 
 T = TypeVar("T")
 
 
 MOST_INTEGER = 2**63 - 1
 """Largest integer that a database stores."""
-
-
-class ApiObject(BaseModel):
-    """The base of all objects."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class ProblemObject(ApiObject):
@@ -43,7 +39,7 @@ class ErrorObject(ApiObject):
     message: str
     param: str | None = None
     """The dotted field of the request."""
-    problems: list[ProblemObject] = []
+    problems: list[ProblemObject] = Field(default_factory=list)
     """All wrong fields; empty if there is only the message."""
 
 

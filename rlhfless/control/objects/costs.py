@@ -1,10 +1,11 @@
-"""Objects of usage, cost and computations."""
+"""Objects of usage, cost, rewards and simulations."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from rlhfless.control.objects.common import ApiObject, ErrorObject
+from rlhfless.planning.objects import PlannedCost
 
 
 class FunctionUsage(ApiObject):
@@ -34,168 +35,12 @@ class StaticFleet(ApiObject):
     """Number of simulated steps."""
 
 
-class PlannedCost(ApiObject):
-    """The time and cost of a run as predicted before it began: means, each with the low and high end of its band."""
-
-    steps: int
-    step_s: float
-    wall_s: float
-    wall_low_s: float
-    wall_high_s: float
-    cost_usd: float
-    cost_low_usd: float
-    cost_high_usd: float
-    band: str = ""
-    """What the bands cover."""
-
-
 class MeasuredCost(ApiObject):
     """The measured time and cost of a step: means of the steps after the first, which has the starts."""
 
     steps: int
     step_s: float
     step_usd: float
-
-
-class PlannedDevices(ApiObject):
-    """The plan of a run on a number of devices of a kind."""
-
-    kind: str
-    count: int
-    placement: str
-    fits: bool
-    problems: list[str]
-    """Why the run does not fit."""
-    nearest_change: str | None
-    """The change of the spec after which the run fits."""
-    predicted: PlannedCost | None
-    costs_usd: dict[str, float | None]
-    """The cost at the prices of the bundled table, by source (`rent`, `hyperscaler`): null where it has none of the
-    kind; empty without a prediction."""
-    reason: str | None
-    """Why nothing is predicted although the run fits."""
-    no_engine: str | None
-    """Why no run can be started on these devices, although one can be planned for them."""
-
-
-class PlannedSchedule(ApiObject):
-    """A schedule of a run on the chosen devices, at the expected lengths."""
-
-    schedule: str
-    max_staleness: int
-    """Versions that samples may be behind the learner."""
-    step_s: float | None
-    step_usd: float | None
-    wall_s: float | None
-    """Of the run."""
-    cost_usd: float | None
-    refused: str | None
-    """Why it brings nothing there, or why nothing is predicted; null for one that is worth its older samples."""
-    chosen: bool
-    """Whether it meets the contract best, of those whose samples are no older than the spec's schedule lets them."""
-
-
-class PlannedLearner(ApiObject):
-    """A size of a learner that may change it, from the first step on, at the expected lengths."""
-
-    ranks: int
-    kind: str
-    """Of their devices."""
-    step_s: float
-    step_usd: float
-    wall_s: float
-    """Of the run."""
-    cost_usd: float
-    chosen: bool
-    """Whether it meets the contract best."""
-
-
-class PlanObject(ApiObject):
-    """The memory, time and cost of a run, before it is started."""
-
-    object: Literal["plan"] = "plan"
-    spec: dict[str, Any]
-    """The spec with every default, settled for the chosen devices."""
-    steps: int
-    sequence_tokens: int
-    parameters: int
-    chosen: PlannedDevices
-    """The plan on the devices that the spec names, or that the service has."""
-    memory: dict[str, Any]
-    """The memory of the chosen devices, by function and phase, in bytes."""
-    schedules: list[PlannedSchedule]
-    """The schedules side by side on the chosen devices; empty if the run does not fit."""
-    schedule_reason: str | None
-    """Why one of them is chosen, and which overlap is refused; null if none is predicted."""
-    learner_sizes: list[PlannedLearner]
-    """The sizes side by side; empty for a learner that keeps its own (`learner.min_ranks`,
-    `placement.learner_elsewhere`)."""
-    learner_reason: str | None
-    """Why one of them is chosen."""
-    lengths: str
-    """The source of the response lengths."""
-    missing: list[str]
-    """The missing inputs of a better plan."""
-
-
-class ComparedDevices(PlannedDevices):
-    """The plan of a run on a number of devices of a kind, in a placement, beside others."""
-
-    changes: dict[str, Any]
-    """The keys of the spec that say so, by dotted name, beside `placement.kind` and `placement.devices`."""
-    engine: str
-    """What draws the responses; runs do so with vLLM alone."""
-    quantization: str
-    """`generation.quantization`: `off`, `int8` or `fp8`."""
-    speculation: str
-    """`generation.speculation.method`."""
-    share_prefixes: bool
-    """`learner.share_prefixes`."""
-    prefill_actors: int
-    """`scaling.prefill.max_actors`: actors that compute prompts for the others."""
-    latency: str | None
-    """What the engine's seconds were taken from; null without a prediction."""
-    on_front: bool
-    """Whether no other one is both faster and cheaper."""
-    step_usd: float | None
-    usd_per_million_tokens: float | None
-    """Per million response tokens."""
-    energy_kwh: float | None
-    """Of a step, at most: busy devices at the power that they are built for."""
-    shares: dict[str, float]
-    """By function: the share of the time in which it works. The largest is the bottleneck."""
-
-
-class ChangedChoice(ApiObject):
-    """The choice among compared rows if one assumption were another."""
-
-    change: str
-    """The other prices, or the other response lengths."""
-    stays: bool
-    """Whether the fastest and the cheapest row are the same as without it."""
-    fastest: int
-    """Number of the fastest row then, from 1."""
-    cheapest: int
-    unknown: list[str]
-    """Kinds of devices that have no such price: their rows were left out."""
-
-
-class ComparisonObject(ApiObject):
-    """A run on kinds and numbers of devices, and in placements, side by side."""
-
-    object: Literal["comparison"] = "comparison"
-    steps: int
-    rows: list[ComparedDevices]
-    """The front first; then the others that fit, each by the contract, the best first; then what does not fit. With a
-    deadline, what keeps it comes before what does not."""
-    tried: int
-    """Number of choices that were tried: all of the named devices; without any, the best of the price book's."""
-    left_out: int
-    """Number of them that are beyond `limit`."""
-    sensitivity: list[ChangedChoice]
-    """At each source of prices of the bundled table, and at responses of 70 and 130 % of the length."""
-    lengths: str
-    """The source of the response lengths."""
 
 
 class UsageObject(ApiObject):

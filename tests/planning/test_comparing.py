@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlhfless.control.compute import comparing
-from rlhfless.control.compute.comparing import (
+from rlhfless.planning import compare
+from rlhfless.planning.compare import (
     TURNS,
     Choice,
     Tried,
@@ -24,7 +24,7 @@ from rlhfless.control.compute.comparing import (
     spec_of,
     try_choice,
 )
-from rlhfless.control.compute.dimensions import (
+from rlhfless.planning.dimensions import (
     CONNECTOR,
     PREFILL,
     QUANTIZATION,
@@ -33,11 +33,11 @@ from rlhfless.control.compute.dimensions import (
     Dimensions,
     Way,
 )
-from rlhfless.control.compute.planning import Planner, chosen_devices
-from rlhfless.control.compute.prediction import Predicted
-from rlhfless.control.compute.prefill import PlannedPrefill
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
-from rlhfless.control.objects.costs import PlannedCost
+from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
+from rlhfless.planning.objects import PlannedCost
+from rlhfless.planning.prediction import Predicted
+from rlhfless.planning.prefill import PlannedPrefill
+from rlhfless.planning.run_plan import Planner, chosen_devices
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import load_price_book
@@ -175,9 +175,7 @@ def test_prompts_are_computed_apart_where_the_break_even_says_that_it_pays(monke
         4: PlannedPrefill(4, 1, 9.0, 9.0, False, "nixl"),
     }
     monkeypatch.setattr(Planner, "prefill", lambda _, asked: answers[asked.count])
-    monkeypatch.setattr(
-        "rlhfless.control.compute.comparing.question_of", lambda spec, kind, count: SimpleNamespace(count=count)
-    )
+    monkeypatch.setattr("rlhfless.planning.compare.question_of", lambda spec, kind, count: SimpleNamespace(count=count))
     best = [tried(100.0, count=8), tried(200.0, count=4), tried(300.0, count=1)]
     turns = replace(best[0], choice=replace(best[0].choice, changes={**best[0].choice.changes, TURNS: True}))
     (found,) = apart_where_it_pays(planner, [*best, turns])
@@ -278,10 +276,10 @@ def searched(
         one = tried(wall_s, wall_s * price * choice.count / 3600, choice.count)
         return replace(one, choice=choice)
 
-    monkeypatch.setattr(comparing, "try_choice", found)
-    monkeypatch.setattr(comparing, "apart_where_it_pays", lambda *_: [])
+    monkeypatch.setattr(compare, "try_choice", found)
+    monkeypatch.setattr(compare, "apart_where_it_pays", lambda *_: [])
     spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | changes)
-    return comparing.compared(Planner(spec), [], present=present or {}), asked
+    return compare.compared(Planner(spec), [], present=present or {}), asked
 
 
 @pytest.mark.parametrize(("holds", "counts"), [(1, {1, 8}), (2, {8, 16}), (9, {16, 64}), (64, {64})])
@@ -341,7 +339,7 @@ def test_rows_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch, limi
 
 
 def test_a_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "SEARCH_S", -1.0)
+    monkeypatch.setattr(compare, "SEARCH_S", -1.0)
     found, asked = searched(monkeypatch, 1)
     assert {each.choice.count for each in found} == {1}, "the best kinds are not tried any further"
     assert len(asked) == len(found) + len(front(found))

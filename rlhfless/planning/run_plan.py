@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rlhfless.control.compute.dimensions import like
-from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
-from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
-from rlhfless.control.compute.prefill import PlannedPrefill, planned_prefill
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
-from rlhfless.control.compute.scatter import Scatter
-from rlhfless.control.compute.schedules import NO_SCHEDULES, Predict, schedules_of
-from rlhfless.control.compute.sensitivity import costs_usd
-from rlhfless.control.compute.written import written, written_lengths
-from rlhfless.prepare.memory.assumed import model_config, question_of
-from rlhfless.prepare.memory.changes import nearest_change
-from rlhfless.prepare.memory.question import Question
-from rlhfless.prepare.memory.settled import plan_problems
+from rlhfless.planning.dimensions import like
+from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
+from rlhfless.planning.inputs import model_config, question_of
+from rlhfless.planning.learner_sizes import NO_SIZES, sizes_of
+from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
+from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
+from rlhfless.planning.question import Question
+from rlhfless.planning.resolve import plan_problems
+from rlhfless.planning.scatter import Scatter
+from rlhfless.planning.schedules import NO_SCHEDULES, Predict, schedules_of
+from rlhfless.planning.sensitivity import costs_usd
+from rlhfless.planning.suggestions import nearest_change
+from rlhfless.planning.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.latency.shape import ModelShape

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median, stdev
 
-from rlhfless.control.objects.costs import PlannedCost
+from rlhfless.planning.objects import PlannedCost
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.measured import WALL, measured_s

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.functions.generation.kind import kv_bytes
-from rlhfless.prepare.memory.changes import nearest_change
-from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import device_problems, is_set, placed, settled, timed, unplanned
+from rlhfless.planning.question import Question, edited
+from rlhfless.planning.resolve import device_problems, is_set, placed, settled, timed, unplanned
+from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of, publisher_of

@@ -3,7 +3,7 @@
 The simulator runs the run's own policy under its own contract, with latencies by the devices' data sheets, or, on the
 devices of an earlier run of the same model, with latencies fitted to that run. The band is what half and twice the
 expected response lengths give where lengths are assumed, and the spread over seeds where they are known; of an earlier
-run on these devices it is that of its steps (rlhfless.control.compute.scatter).
+run on these devices it is that of its steps (rlhfless.planning.scatter).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.control.compute.drawn import Drawn, signal_of
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
-from rlhfless.control.objects.costs import PlannedCost
-from rlhfless.prepare.memory.question import Question
+from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
+from rlhfless.planning.objects import PlannedCost
+from rlhfless.planning.question import Question
+from rlhfless.planning.redraw_cost import Drawn, signal_of
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.capabilities import KV_BYTES_PER_S

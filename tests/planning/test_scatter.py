@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhfless.control.compute import planning
-from rlhfless.control.compute import scatter as scatter_of
-from rlhfless.control.compute.planning import Planner
-from rlhfless.control.compute.prediction import Predicted
-from rlhfless.control.compute.scatter import WIDEST, Scatter
-from rlhfless.control.objects.costs import PlannedCost
-from rlhfless.prepare.memory.changes import Question
+from rlhfless.planning import run_plan
+from rlhfless.planning import scatter as scatter_of
+from rlhfless.planning.objects import PlannedCost
+from rlhfless.planning.prediction import Predicted
+from rlhfless.planning.run_plan import Planner
+from rlhfless.planning.scatter import WIDEST, Scatter
+from rlhfless.planning.suggestions import Question
 from rlhfless.spec import RunSpec
 
 
@@ -163,7 +163,7 @@ def test_a_plan_corrects_what_the_earlier_runs_own_prediction_is_off_by(
         assert latency == "fitted"
         return Predicted(cost(10, 0.1 * question.spec.prompts_per_step), 1.0, 1.0, {})
 
-    monkeypatch.setattr(planning, "question_of", asked)
+    monkeypatch.setattr(run_plan, "question_of", asked)
     monkeypatch.setattr(Planner, "_latency_of", lambda *_: "fitted")
     monkeypatch.setattr(Planner, "config", {})
     monkeypatch.setattr(Planner, "_made", made)

@@ -17,16 +17,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhfless.control.compute import sensitivity
-from rlhfless.control.compute.dimensions import CONNECTOR, PREFILL, SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
-from rlhfless.control.compute.planning import Planner, planner_of
-from rlhfless.control.compute.prediction import Predicted
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
-from rlhfless.control.compute.schedules import limit_of_run
-from rlhfless.control.objects.costs import PlannedCost
-from rlhfless.prepare.memory.assumed import parsed_sides, question_of
-from rlhfless.prepare.memory.changes import nearest_change
-from rlhfless.prepare.memory.settled import plan_problems
+from rlhfless.planning import sensitivity
+from rlhfless.planning.dimensions import CONNECTOR, PREFILL, SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
+from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
+from rlhfless.planning.inputs import parsed_sides, question_of
+from rlhfless.planning.objects import PlannedCost
+from rlhfless.planning.prediction import Predicted
+from rlhfless.planning.resolve import plan_problems
+from rlhfless.planning.run_plan import Planner, planner_of
+from rlhfless.planning.schedules import limit_of_run
+from rlhfless.planning.suggestions import nearest_change
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.plan import order_of

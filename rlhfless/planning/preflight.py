@@ -12,23 +12,21 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
+from rlhfless.planning.resolve import is_set
 from rlhfless.prepare.attention import attention_warnings
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
 from rlhfless.prepare.checkpoint_trial import checkpoint_problems
 from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
-from rlhfless.prepare.examples import load_examples
-from rlhfless.prepare.faults import SkippedRows
-from rlhfless.prepare.memory.settled import is_set
-from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
+from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.model_weights import weight_problems
-from rlhfless.prepare.prompts import PromptSets, load_prompts
-from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings, trial_calls, unscorable
+from rlhfless.prepare.prepared import Prepared, load_sets
+from rlhfless.prepare.prompts import PromptSets
+from rlhfless.prepare.rewards import reward_problems, reward_warnings, trial_calls
 from rlhfless.records import Prompt
 from rlhfless.records.examples import Example
 from rlhfless.scaling.latency.shape import ModelShape
@@ -42,22 +40,6 @@ from rlhfless.telemetry.metrics import METRICS
 from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The checked inputs from which a run starts."""
-
-    tokenizer: TokenizerInfo
-    train: tuple[Prompt, ...]
-    held_out: tuple[Prompt, ...]
-    max_model_len: int
-    """Longest sequence the engine must hold, in tokens: at most the longest prompt + max_tokens."""
-    shape: ModelShape | None
-    """The policy's sizes, for a first estimate of its speed; None if its config does not have them."""
-    warnings: tuple[str, ...]
-    skipped: tuple[SkippedRows, ...] = ()
-    """See PromptSets."""
 
 
 def preflight(spec: RunSpec) -> Prepared:
@@ -148,23 +130,6 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
         return None
 
 
-def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
-    """The prompts or examples of a run, for training and held out. Raises InputError with the problems of all rows."""
-    if spec.supervised:
-        return load_examples(spec, policy)
-    return load_prompts(
-        spec.data,
-        policy.tokenizer,
-        max_context_tokens=policy.context_tokens,
-        seed=spec.seed,
-        sizes=spec.sizes,
-        read=columns_read(spec.rewards),
-        named_sets=spec.evaluation.sets,
-        finish=partial(unscorable, spec),
-        end_token_ids=policy.end_token_ids,
-    )
-
-
 def _price_problems(spec: RunSpec) -> list[Problem]:
     from rlhfless.scaling.latency.devices import load_devices
 
@@ -197,7 +162,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
 
 
 def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | None) -> list[Problem]:
-    from rlhfless.prepare.memory.assumed import host_memory_bytes, local_devices, memory_problems
+    from rlhfless.planning.inputs import host_memory_bytes, local_devices, memory_problems
 
     try:
         kind, count = local_devices(spec)
@@ -215,8 +180,8 @@ def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | No
 def _room_problems(
     spec: RunSpec, kind: str, count: int, sequence_tokens: int, shape: ModelShape | None
 ) -> list[Problem]:
-    from rlhfless.prepare.memory.assumed import loading_bytes
-    from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+    from rlhfless.planning.host_memory import Needed, room_at, room_problems, store_base
+    from rlhfless.planning.inputs import loading_bytes
     from rlhfless.scaling.memory import stored_versions, version_bytes
 
     if shape is None:
@@ -239,7 +204,7 @@ def _processor_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def _capacity_warnings(spec: RunSpec) -> Iterator[str]:
-    from rlhfless.prepare.memory.assumed import local_devices
+    from rlhfless.planning.inputs import local_devices
 
     yield from learning_rate_warnings(spec)
     if spec.placement.ray_address:
@@ -290,7 +255,7 @@ def _batch_problems(spec: RunSpec) -> list[Problem]:
 def _token_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     problems = []
     context, most = policy.context_tokens, spec.generation.max_tokens
-    # A default that the context does not hold ends responses earlier: see `_within_context` of memory/assumed.py.
+    # A default that the context does not hold ends responses earlier: see `_within_context` of planning/inputs.py.
     if context is not None and most > context - 1 and is_set(spec, "generation.max_tokens"):
         what = f"{most} leaves no room for a prompt in the context of {context} tokens"
         problems.append(Problem("generation.max_tokens", what, f"set it to at most {context - 1}"))

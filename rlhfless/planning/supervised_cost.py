@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlhfless.control.compute.prediction import (
+from rlhfless.planning.memory_plan import held_devices
+from rlhfless.planning.prediction import (
     MEASURED_FACTOR,
     PROMPT_TOKENS,
     Lengths,
@@ -27,9 +28,8 @@ from rlhfless.control.compute.prediction import (
     banded,
     sheet_factor,
 )
+from rlhfless.planning.question import Question
 from rlhfless.prepare.examples import example_lengths
-from rlhfless.prepare.memory.plan import held_devices
-from rlhfless.prepare.memory.question import Question
 from rlhfless.records import FunctionName
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.memory import without_head

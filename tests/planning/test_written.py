@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fakes.qwen import QWEN_05B
-from rlhfless.control.compute.comparing import choices_of, compared
-from rlhfless.control.compute.planning import Planner
-from rlhfless.control.compute.prediction import SHEET_FACTOR, Lengths
-from rlhfless.control.compute.schedules import schedules_of
-from rlhfless.control.compute.written import RESPONSE_TOKENS, Seconds, written, written_lengths
-from rlhfless.prepare.memory.assumed import question_of
-from rlhfless.prepare.memory.question import Question
+from rlhfless.planning.compare import choices_of, compared
+from rlhfless.planning.inputs import question_of
+from rlhfless.planning.prediction import SHEET_FACTOR, Lengths
+from rlhfless.planning.question import Question
+from rlhfless.planning.run_plan import Planner
+from rlhfless.planning.schedules import schedules_of
+from rlhfless.planning.supervised_cost import RESPONSE_TOKENS, Seconds, written, written_lengths
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.replay.calibrate import LearningFit
 from rlhfless.sim.replay.latency_file import LineFit

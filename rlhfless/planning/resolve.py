@@ -13,8 +13,8 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan, nodes_of
-from rlhfless.prepare.memory.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
+from rlhfless.planning.memory_plan import MemoryPlan, nodes_of
+from rlhfless.planning.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
 from rlhfless.scaling.memory import GIB, version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec

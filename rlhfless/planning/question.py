@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan, learner_sheet, memory_plan
+from rlhfless.planning.memory_plan import MemoryPlan, learner_sheet, memory_plan
 from rlhfless.scaling.function_kinds import Rewards
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape

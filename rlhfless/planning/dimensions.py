@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhfless.control.compute.rollouts import AS_IN_RUNS, Rollouts
+from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.scaling.latency.engines import EngineName
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec

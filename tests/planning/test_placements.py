@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhfless.prepare.memory.changes import nearest_change
-from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import BATCH_SEQUENCES, placed, settled
+from rlhfless.planning.question import Question, edited
+from rlhfless.planning.resolve import BATCH_SEQUENCES, placed, settled
+from rlhfless.planning.suggestions import nearest_change
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import GIB

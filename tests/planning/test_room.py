@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfless.prepare.memory.room import Needed, Room, chart_shared_memory, room_at, room_problems
+from rlhfless.planning.host_memory import Needed, Room, chart_shared_memory, room_at, room_problems
 from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, kept_versions, stored_versions
 from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhfless.control.compute.learner_sizes import NO_SIZES, sizes_of
-from rlhfless.control.compute.prediction import Predicted
-from rlhfless.control.objects.costs import PlannedCost, PlannedLearner
-from rlhfless.prepare.memory.question import Question, edited
+from rlhfless.planning.learner_sizes import NO_SIZES, sizes_of
+from rlhfless.planning.objects import PlannedCost, PlannedLearner
+from rlhfless.planning.prediction import Predicted
+from rlhfless.planning.question import Question, edited
 from rlhfless.spec import RunSpec
 
 

@@ -11,9 +11,9 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from rlhfless.planning.inputs import question_of, settled_on
+from rlhfless.planning.preflight import preflight
 from rlhfless.prepare import rewards as reward_checks
-from rlhfless.prepare.memory.assumed import question_of, settled_on
-from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
 from rlhfless.scaling.placement import Node
 from rlhfless.spec import RunSpec
@@ -473,7 +473,7 @@ def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, m
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.setattr("rlhfless.prepare.devices.local_node", lambda _: Node("", "this machine", 2, 2))
-    monkeypatch.setattr("rlhfless.prepare.memory.assumed.host_memory_bytes", lambda: 24 << 30)
+    monkeypatch.setattr("rlhfless.planning.inputs.host_memory_bytes", lambda: 24 << 30)
 
 
 def test_processes_that_memory_does_not_hold_are_refused(fault, two_cores):

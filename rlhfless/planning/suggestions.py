@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan
-from rlhfless.prepare.memory.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
-from rlhfless.prepare.memory.settled import FRACTION, TENSOR_PARALLEL, TURNS, is_set, may_take_turns, placed
+from rlhfless.planning.memory_plan import MemoryPlan
+from rlhfless.planning.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
+from rlhfless.planning.resolve import FRACTION, TENSOR_PARALLEL, TURNS, is_set, may_take_turns, placed
 from rlhfless.scaling.function_kinds import wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site

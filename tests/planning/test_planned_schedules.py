@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rlhfless.control.compute import prediction
-from rlhfless.control.compute.prediction import Lengths, Predicted, _schedule
-from rlhfless.control.compute.schedules import schedules_of
-from rlhfless.control.objects.costs import PlannedCost, PlannedSchedule
-from rlhfless.prepare.memory.question import Question
+from rlhfless.planning import prediction
+from rlhfless.planning.objects import PlannedCost, PlannedSchedule
+from rlhfless.planning.prediction import Lengths, Predicted, _schedule
+from rlhfless.planning.question import Question
+from rlhfless.planning.schedules import schedules_of
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, PartialSpec, RunSpec, SyncSpec
 
 VALUES: dict[str, Any] = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhfless.control.compute.prediction import Lengths, Predicted
-from rlhfless.control.compute.sensitivity import as_json, at_other_lengths, at_other_prices, costs_usd, tried_again
-from rlhfless.control.objects.costs import PlannedCost
+from rlhfless.planning.objects import PlannedCost
+from rlhfless.planning.prediction import Lengths, Predicted
+from rlhfless.planning.sensitivity import as_json, at_other_lengths, at_other_prices, costs_usd, tried_again
 from rlhfless.spec import RunSpec
 
 SPEC = RunSpec.model_validate(

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlhfless.control.compute.schedules import Predict, limit_of_run
-from rlhfless.prepare.memory.assumed import rank_counts
-from rlhfless.prepare.memory.question import Question, edited
+from rlhfless.planning.inputs import rank_counts
+from rlhfless.planning.question import Question, edited
+from rlhfless.planning.schedules import Predict, limit_of_run
 from rlhfless.scaling.learner_ranks import GroupSize
 from rlhfless.scaling.plan import best_of, contract_for_step
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, load_price_book

@@ -19,11 +19,11 @@ from fakes.qwen import QWEN_05B
 from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.prefix_attention import NAME, packed_row
+from rlhfless.planning.inputs import _problems_elsewhere
+from rlhfless.planning.question import Question, edited
+from rlhfless.planning.resolve import as_settled, device_problems, placed, settled, timed, unplanned
+from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prefixes.packing import SharingSequences
-from rlhfless.prepare.memory.assumed import _problems_elsewhere
-from rlhfless.prepare.memory.changes import nearest_change
-from rlhfless.prepare.memory.question import Question, edited
-from rlhfless.prepare.memory.settled import as_settled, device_problems, placed, settled, timed, unplanned
 from rlhfless.records import FunctionName
 from rlhfless.scaling.function_kinds import MemoryTerms
 from rlhfless.scaling.latency.devices import device_of
@@ -593,7 +593,7 @@ def test_devices_that_do_not_hold_the_learner_are_no_place_to_move_to(monkeypatc
     """Of a 7B learner two B200 hold all, and one L40S does not."""
     placement = {"mode": "disaggregated", "learner_elsewhere": {"l40s": 1, "b200": 2, "b300x": 1}}
     run = edited(spec(placement=placement, learner={"ranks": 1}), {"learner.dtype": "bfloat16"})
-    monkeypatch.setattr("rlhfless.prepare.memory.assumed._shape", lambda _: (ModelShape.of_config(QWEN_7B), None))
+    monkeypatch.setattr("rlhfless.planning.inputs._shape", lambda _: (ModelShape.of_config(QWEN_7B), None))
     small, unknown = _problems_elsewhere(run, 2048)
     assert small.where == "placement.learner_elsewhere.l40s"
     assert small.what == "a rank of 1 needs 185.7 GiB, and l40s has 44.7"

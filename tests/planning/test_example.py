@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from rlhfless.control.api.runs import EXAMPLE
-from rlhfless.control.compute.planning import Planner
-from rlhfless.prepare.memory import assumed
-from rlhfless.prepare.memory.assumed import model_config, question_of
+from rlhfless.planning import inputs
+from rlhfless.planning.inputs import model_config, question_of
+from rlhfless.planning.run_plan import Planner
 from rlhfless.scaling.latency.known_models import known_config
 from rlhfless.spec import RunSpec
 
-PAGE = Path(assumed.__file__).parents[2] / "control" / "page" / "new.js"
+PAGE = Path(inputs.__file__).parents[1] / "control" / "page" / "new.js"
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(model: str) -> Any:
         raise FileNotFoundError(f"no such folder, and the hub cannot be reached: {model}")
 
-    monkeypatch.setattr(assumed, "config_file", unreachable)
+    monkeypatch.setattr(inputs, "config_file", unreachable)
 
 
 def test_the_page_begins_with_the_example_of_the_api() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlhfless.control.compute.prediction import Predicted
-from rlhfless.prepare.memory.question import Question
+from rlhfless.planning.prediction import Predicted
+from rlhfless.planning.question import Question
 from rlhfless.records import FunctionName
 from rlhfless.scaling.plan import best_of, contract_for_step
 from rlhfless.spec import (
