@@ -54,8 +54,10 @@ def interface_environment(address: str) -> dict[str, str]:
     By default gloo binds to what the host's name resolves to: 127.0.1.1 on Debian and Ubuntu, or a pod's own address
     under `hostNetwork`, and other nodes cannot connect. NCCL takes the first interface it likes.
     """
+    on_loopback = is_loopback(address)  # every address of 127.0.0.0/8 is on the loopback interface
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == address for found in addresses):
+        found = [each.address.partition("%")[0] for each in addresses]
+        if address in found or (on_loopback and any(map(is_loopback, found))):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # "=": no prefix of other names
     return {}
 

@@ -15,3 +15,8 @@ def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
     options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
     task: Any = ray.remote(**options)(work)  # type: ignore[call-overload]  # Ray's types know no labels
     return task.remote(*arguments)
+
+
+def node_address() -> str:
+    """Return the address of this process's node, as Ray knows it."""
+    return ray.util.get_node_ip_address()

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfless.functions.loopback import free_port, interface_environment, set_default_environment
+from rlhfless.functions.on_node import node_address
 from rlhfless.selftest.check import CheckOutcome, Measured, NotHere, Wrong, outcome_of
 
 OnNodes = Callable[..., Mapping[str, Any]]
@@ -55,21 +56,23 @@ def is_there() -> bool:
 
 
 def port_on(address: str) -> int | None:
-    """A free port at `address`; None on nodes that do not have it."""
-    return free_port(address) if interface_environment(address) else None
+    """Return a free port at `address` on the node of that address; None on other nodes."""
+    return free_port(address) if node_address() == address else None
 
 
 def join(meeting: str, addresses: tuple[str, ...]) -> dict[str, Any]:
-    """Take this node's part in a broadcast among `addresses`, in a process of its own: its environment decides about
-    the interfaces, and it may hang. Returns what `take_part` measures, or `fault`."""
-    own = [address for address in addresses if interface_environment(address)]
-    if len(own) != 1:
-        return {"fault": f"its interfaces have {own or 'none'} of the nodes' addresses"}
-    return take_part(meeting, own[0], addresses.index(own[0]), len(addresses))
+    """Take this node's part in a broadcast among `addresses`. Returns what `take_part` measures, or `fault`."""
+    own = node_address()
+    if own not in addresses:
+        return {"fault": f"Ray says that its address is {own}, and the nodes are {', '.join(addresses)}"}
+    if not interface_environment(own):
+        return {"fault": f"none of its interfaces has its address {own}"}
+    return take_part(meeting, own, addresses.index(own), len(addresses))
 
 
 def take_part(meeting: str, address: str, rank: int, ranks: int) -> dict[str, Any]:
-    """Rank `rank` of the broadcast: interfaces, and GB/s by backend; `fault` if it fails."""
+    """Run rank `rank` of the broadcast in a new process, whose environment sets the interfaces and which may hang.
+    Returns interfaces, and GB/s by backend; `fault` if it fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, meeting, address, rank, ranks), daemon=True)

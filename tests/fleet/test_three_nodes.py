@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fakes.has_a_part import HasAPart
 from fakes.stand_in import stand_in_run
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.each_node import on_each_node
 from rlhfless.fleet.leave_node import INSTANCE
 from rlhfless.fleet.leaving import LeavingWatch, drain_nodes
 from rlhfless.fleet.replica import Replica
@@ -32,6 +34,7 @@ from rlhfless.functions.training.handing_over import PIECE_BYTES, bring, pull
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.selftest.between_nodes import MEET_S, between_nodes
 from rlhfless.spec import PlacementSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(180)]
@@ -250,6 +253,17 @@ async def test_the_parts_of_a_state_come_to_each_node_of_the_next_group(ray_node
             assert (Path(folder) / node / "state" / name).read_bytes() == expected
     group.end()
     ray_nodes.remove_node(spare)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_nodes")
+def test_the_self_test_broadcasts_between_the_nodes() -> None:
+    """Each node takes part with its own address, in processes that its Ray starts."""
+    outcome = between_nodes(partial(on_each_node, timeout_s=4 * MEET_S, with_cores=True))
+    assert outcome.state == "ok", outcome.why
+    assert outcome.measured.keys() >= {A, B}
+    for about in outcome.measured.values():
+        assert about["gloo_gb_per_s"] > 0
 
 
 def test_a_node_without_memory_for_a_state_keeps_nothing_of_it(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(
-    ("address", "name"), [("10.1.2.3", "eth0"), ("192.168.7.9", "ib0"), ("127.0.0.1", "lo"), ("fe80::1", "eth0")]
+    ("address", "name"), [("10.1.2.3", "eth0"), ("192.168.7.9", "ib0"), ("127.0.0.3", "lo"), ("fe80::1", "eth0")]
 )
 def test_groups_across_nodes_use_the_interface_of_the_nodes_address(
     monkeypatch: pytest.MonkeyPatch, address: str, name: str

@@ -57,9 +57,12 @@ def test_a_node_that_cannot_take_part_is_named_with_its_fault() -> None:
     assert silent.why == "10.0.0.1: no answer; 10.0.0.2: no answer"
 
 
-def test_a_node_takes_part_at_the_address_that_its_interfaces_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_takes_part_at_the_address_that_ray_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.2")
     monkeypatch.setattr(module, "interface_environment", lambda address: {"a": "b"} if address == "10.0.0.2" else {})
     monkeypatch.setattr(module, "take_part", lambda *arguments: {"part": arguments})
     assert join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.2")) == {"part": ("tcp://10.0.0.1:1", "10.0.0.2", 1, 2)}
-    assert "none" in join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.3"))["fault"]
+    assert "its address is 10.0.0.2" in join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.3"))["fault"]
     assert port_on("10.0.0.1") is None
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.1")
+    assert "none of its interfaces" in join("tcp://10.0.0.1:1", ("10.0.0.1", "10.0.0.2"))["fault"]
