@@ -49,11 +49,13 @@ PARTIAL = ".partial"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Savers:
     """The ranks, as they write checkpoints."""
 
     group: dist.ProcessGroup
+    phase: str = "nothing"
+    """What the ranks write, or wrote last."""
 
     @classmethod
     def of(cls, timeout_s: float) -> Savers:
@@ -72,8 +74,9 @@ class Savers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def together(self, action: Callable[[], T]) -> T:
+    def together(self, phase: str, action: Callable[[], T]) -> T:
         """`action` on every rank; if it fails on one it is an error on all. *Collective*."""
+        self.phase = phase
         value, failure, cause = None, None, None
         try:
             value = action()
@@ -99,8 +102,8 @@ class _Contents:
         """*Collective*."""
         together = self.savers.together
         _write_state(folder, self.state, self.savers)
-        together(lambda: self._write_weights(folder / WEIGHTS_FILE))
-        together(lambda: self._write_files(folder) if self.savers.first else None)
+        together(WEIGHTS_FILE, lambda: self._write_weights(folder / WEIGHTS_FILE))
+        together("the model's files", lambda: self._write_files(folder) if self.savers.first else None)
 
     def _write_weights(self, path: Path) -> None:
         if not self.savers.first:
@@ -130,7 +133,9 @@ def try_files(spec: ModelSpec, model: PreTrainedModel, savers: Savers) -> None:
     *Collective.*"""
     with tempfile.TemporaryDirectory(prefix="rlhfless-trial-") as folder:
         try:
-            savers.together(lambda: write_files(Path(folder), spec, model) if savers.first else None)
+            savers.together(
+                "the model's files", lambda: write_files(Path(folder), spec, model) if savers.first else None
+            )
         except _RankFailed as error:
             raise CheckpointError(f"no checkpoint of this run could be written ({error})") from error
 
@@ -165,8 +170,8 @@ def hand_over(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
     for the ranks that take over: any number of them, by `restore_checkpoint` from a folder with all parts. Returns
     False if there is no room. *Collective.*"""
     try:
-        savers.together(lambda: shutil.rmtree(folder, ignore_errors=True))
-        savers.together(lambda: folder.mkdir(parents=True, exist_ok=True))
+        savers.together("an empty folder", lambda: shutil.rmtree(folder, ignore_errors=True))
+        savers.together("an empty folder", lambda: folder.mkdir(parents=True, exist_ok=True))
         _write_state(folder, state, savers)
     except _RankFailed as error:
         log.warning("the learner's state could not be handed over through %s: %s", folder, error)
@@ -178,7 +183,7 @@ def hand_over(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
 def _write_state(folder: Path, state: dict[str, Any], savers: Savers) -> None:
     """Write each rank's part of a state. *Collective.*"""
     writer = dcp.FileSystemWriter(folder / STATE_FOLDER)
-    savers.together(lambda: dcp.save(state, storage_writer=writer, process_group=savers.group))
+    savers.together(STATE_FOLDER, lambda: dcp.save(state, storage_writer=writer, process_group=savers.group))
 
 
 def restore_checkpoint(location: str, state: dict[str, Any]) -> None:
@@ -224,9 +229,9 @@ def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> 
     fresh = folder.with_name(f".{folder.name}.{name}{PARTIAL}")
     previous = folder.with_name(f".{folder.name}.{name}.previous")
     try:
-        savers.together(lambda: _begin(fresh) if savers.first else None)
+        savers.together("an empty folder", lambda: _begin(fresh) if savers.first else None)
         write(fresh)
-        savers.together(lambda: _replace(folder, fresh, previous) if savers.first else None)
+        savers.together("sync and rename", lambda: _replace(folder, fresh, previous) if savers.first else None)
     finally:
         if savers.first:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -253,12 +258,14 @@ def _to_store(location: str, write: Callable[[Path], None], savers: Savers) -> N
     """Write to a folder of each rank's own node, and upload that; run.json comes last."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
         folder = Path(scratch) / location.rsplit("/", 1)[-1]
-        savers.together(folder.mkdir)
+        savers.together("an empty folder", folder.mkdir)
         write(folder)
         # An earlier attempt may have left a part of it.
-        savers.together(lambda: remove(location) if savers.first else None)
-        savers.together(lambda: _upload(folder, location, lambda name: name != NOTES_FILE))
-        savers.together(lambda: _upload(folder, location, lambda name: name == NOTES_FILE))
+        savers.together("the removal of an earlier attempt", lambda: remove(location) if savers.first else None)
+        savers.together("the upload", lambda: _upload(folder, location, lambda name: name != NOTES_FILE))
+        savers.together(
+            f"the upload of {NOTES_FILE}", lambda: _upload(folder, location, lambda name: name == NOTES_FILE)
+        )
 
 
 def _upload(folder: Path, location: str, chosen: Callable[[str], bool]) -> None:

@@ -91,7 +91,6 @@ class TrainingRank:
         self._optimizer = ShardedAdamW(self._model, optimizer)
         decay = training.average_decay
         self._average = None if decay is None else WeightAverage(self._model, decay)
-        self._timeout_s = timeout_s
         self._savers = Savers.of(timeout_s)
         try_files(model, self._model, self._savers)
         self._background = Background(self._savers, timeout_s, self._mesh)
@@ -160,14 +159,14 @@ class TrainingRank:
         weights = state.get("average", state["master_weights"])
         stream = published_stream(self._model, self._spec.dtype, device, tensors=weights)
         write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
-        self._background.begin(write)
+        self._background.begin(str(location), write)
         if not later:
             self.wait_written()
         return later
 
     def wait_written(self) -> None:
-        """Wait until the checkpoint that `save` began is complete. Raises CheckpointError, or TimeoutError."""
-        self._background.wait_written(self._timeout_s)
+        """Wait until the checkpoint that `save` began is complete. Raises CheckpointError."""
+        self._background.wait_written()
 
     def hand_over(self, folder: Path) -> bool:
         """Write this rank's part of the state to a folder in shared memory; ranks of another number `restore` it from a

@@ -3,12 +3,14 @@
 The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, 16 with an average of the
 weights, over all ranks), from a GPU by way of two pinned buffers: the run waits for that alone. A thread writes the
 copy, and gathers what it publishes from it, on a process group of its own. One
-checkpoint is written at a time, and none counts before it is whole (rlhfless.functions.training.checkpoint).
+checkpoint is written at a time, and none counts before it is whole (rlhfless.functions.training.checkpoint). Copy and
+write have a deadline each, below the one for the call of the rank, whose error could not say what hangs.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from rlhfless.functions.sharding import local, mesh_of
 from rlhfless.functions.training.checkpoint import Savers
+from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.util.free_memory import COPIES_SHARE, free_bytes
+
+DEADLINE_SHARE = 0.9
+"""Of `timeouts.call_s`, after which a copy or a write is given up."""
+
+_POLL_S = 1e-4
 
 PIECE_BYTES = 2**26
 """A pinned buffer: a power of two, because torch rounds such blocks up to one."""
@@ -31,16 +39,16 @@ class Background:
     """Writes one checkpoint at a time in a thread. All methods but `wait_written` are collective."""
 
     def __init__(self, savers: Savers, timeout_s: float, mesh: DeviceMesh) -> None:
-        """`timeout_s` bounds the wait for a checkpoint that is written when the next one begins. `mesh`: the ranks, as
-        a state is split over them."""
+        """`timeout_s` limits each call of a rank. `mesh`: the ranks, as a state is split over them."""
         self._savers = savers
-        self._timeout_s = timeout_s
+        self._limit_s = DEADLINE_SHARE * timeout_s
         self._mesh = (
             DeviceMesh.from_group(savers.group, "cpu")
             if mesh.ndim == 1
             else mesh_of(torch.device("cpu"), mesh.size(), mesh.size(1), timedelta(seconds=timeout_s), "gloo")
         )
-        self._writing: Future[None] | None = None
+        self._writing: tuple[str, float, Future[None]] | None = None
+        """Location, deadline (time.monotonic) and result."""
         self._buffers: list[torch.Tensor] = []
 
     def fits(self, state: Mapping[str, Any]) -> bool:
@@ -48,59 +56,84 @@ class Background:
         size = sum(local(tensor).nbytes for tensor in _tensors(state))
         return enough(self._savers.all((socket.gethostname(), size, free_bytes())))
 
-    def copied(self, value: Any) -> Any:
-        """A state with copies of its tensors in the host's memory, split as they are."""
+    def copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy a state to the host's memory, split as it is. Raises CheckpointError if the device does not answer."""
+        deadline_s = time.monotonic() + self._limit_s
+        try:
+            return {key: self._copy(part, deadline_s) for key, part in state.items()}
+        except TimeoutError:
+            raise CheckpointError(
+                f"the copy of the learner's state from {torch.cuda.get_device_name()} for a checkpoint did not end "
+                f"within {self._limit_s:.0f} s ({DEADLINE_SHARE:g} of timeouts.call_s); check that GPU, and resume "
+                "the run"
+            ) from None
+
+    def _copy(self, value: Any, deadline_s: float) -> Any:
         if isinstance(value, Mapping):
-            return {key: self.copied(part) for key, part in value.items()}
+            return {key: self._copy(part, deadline_s) for key, part in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
-        copy = self._on_host(local(value.detach()))
+        copy = self._on_host(local(value.detach()), deadline_s)
         if not isinstance(value, DTensor):
             return copy
         return DTensor.from_local(
             copy, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
-    def _on_host(self, part: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, part: torch.Tensor, deadline_s: float) -> torch.Tensor:
         """A copy in pageable memory. A plain one runs at 3 to 5 GB/s where eight GPUs copy at once."""
         if part.device.type != "cuda":
             return part.to("cpu", copy=True)
         if not self._buffers:
             self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         copy = torch.empty(part.shape, dtype=part.dtype)
-        copy_in_pieces(part, copy, self._buffers, lambda: torch.cuda.current_stream().record_event())
+        copy_in_pieces(part, copy, self._buffers, lambda: torch.cuda.current_stream().record_event(), deadline_s)
         return copy
 
-    def begin(self, write: Callable[[], None]) -> None:
-        """Call `write` in a thread. Raises what the one before it raised."""
-        self.wait_written(self._timeout_s)
+    def begin(self, location: str, write: Callable[[], None]) -> None:
+        """Call `write`, which writes the checkpoint at `location`, in a thread. Raises as `wait_written`, of the
+        checkpoint before."""
+        self.wait_written()
         threads = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = threads.submit(write)
+        self._writing = (location, time.monotonic() + self._limit_s, threads.submit(write))
         threads.shutdown(wait=False)
 
-    def wait_written(self, timeout_s: float) -> None:
-        """Wait for the checkpoint that was begun. Raises what writing it raised, or TimeoutError."""
-        writing = self._writing
-        if writing is None:
+    def wait_written(self) -> None:
+        """Wait for the checkpoint that was begun. Raises CheckpointError, also if it is not written by its deadline,
+        and what else writing it raised."""
+        if self._writing is None:
             return
-        wait([writing], timeout_s)
+        location, deadline_s, writing = self._writing
+        wait([writing], max(0.0, deadline_s - time.monotonic()))
         if not writing.done():
-            raise TimeoutError(f"a checkpoint was not written within {timeout_s:.0f} s")
+            raise CheckpointError(
+                f"the checkpoint {location} was not written within {self._limit_s:.0f} s ({DEADLINE_SHARE:g} of "
+                f"timeouts.call_s): it stopped at {self._savers.phase}. Earlier checkpoints are untouched: check that "
+                "storage, or raise timeouts.call_s, and resume the run"
+            )
         self._writing = None
         writing.result()
 
 
 def copy_in_pieces(
-    source: torch.Tensor, target: torch.Tensor, buffers: Sequence[torch.Tensor], recorded: Callable[[], Any]
+    source: torch.Tensor,
+    target: torch.Tensor,
+    buffers: Sequence[torch.Tensor],
+    recorded: Callable[[], Any],
+    deadline_s: float,
 ) -> None:
     """Copy a tensor to a contiguous one in the host's memory by way of pinned buffers of equal size: each piece is
-    copied on while the device fills the next buffer. `recorded` gives an event after the device's work so far."""
+    copied on while the device fills the next buffer. `recorded` gives an event after the device's work so far. Raises
+    TimeoutError at `deadline_s` (time.monotonic)."""
     flat = (each.reshape(-1).view(torch.uint8) for each in (source.contiguous(), target))
     filling: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
 
     def copy_on() -> None:
         filled, buffer, place = filling.popleft()
-        filled.synchronize()
+        while not filled.query():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
+            time.sleep(_POLL_S)
         place.copy_(buffer)
 
     pieces = zip(*(torch.split(each, len(buffers[0])) for each in flat), strict=True)

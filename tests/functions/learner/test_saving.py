@@ -1,10 +1,14 @@
-"""Whether copies of the learner's state fit into the memory of its nodes."""
+"""Whether copies of the learner's state fit into the memory of its nodes, and the deadline of their writing."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from rlhfless.functions.training import checkpoint
 from rlhfless.functions.training.saving import enough
+from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.util.free_memory import free_bytes
 
 
@@ -26,3 +30,22 @@ def test_copies_take_half_of_what_is_free_on_each_node(ranks: list[tuple[str, in
 
 def test_some_memory_is_free() -> None:
     assert free_bytes() > 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_writer_that_hangs_is_given_up_with_its_place(learner, tmp_path, monkeypatch, background: bool) -> None:
+    freed = threading.Event()
+    monkeypatch.setattr(checkpoint, "write_file", lambda *_: freed.wait(60))
+    location = str(tmp_path / "step-1")
+    expected = rf"{location} was not written within 1 s \(0.9 of timeouts.call_s\): it stopped at model.safetensors"
+    with learner() as rank:
+        rank._background._limit_s = 1.0
+        try:
+            if background:
+                assert rank.save(location, background=True)
+            with pytest.raises(CheckpointError, match=expected):
+                rank.wait_written() if background else rank.save(location)
+            with pytest.raises(CheckpointError, match=expected):
+                rank.save(location, background=background)
+        finally:
+            freed.set()

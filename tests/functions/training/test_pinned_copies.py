@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from rlhfless.functions.training.saving import copy_in_pieces
 
 PIECE = 64
+LATE_S = time.monotonic() + 3600
 
 
 class Device:
@@ -22,13 +25,14 @@ class Device:
 
     def recorded(self) -> Any:
         self.most = max(self.most, len(self.asked))
-        work = self.asked[-1]
-        return type("Event", (), {"synchronize": staticmethod(lambda: self.done(work))})
+        work, looks = self.asked[-1], iter((False, True))
+        return type("Event", (), {"query": staticmethod(lambda: next(looks) and self.done(work))})
 
-    def done(self, work: Any) -> None:
+    def done(self, work: Any) -> bool:
         buffer, values = work
         buffer.copy_(values)
         self.asked.remove(work)
+        return True
 
 
 class LateBuffer:
@@ -73,7 +77,7 @@ def test_pieces_arrive_and_no_buffer_is_filled_before_it_was_read(elements: int,
     device = Device(buffers)
     source = torch.randn(elements, 1) if elements != 100 else torch.randn(20, 5).T  # not contiguous
     target = torch.empty(source.shape)
-    copy_in_pieces(source, target, device.buffers, device.recorded)  # type: ignore[arg-type]
+    copy_in_pieces(source, target, device.buffers, device.recorded, LATE_S)  # type: ignore[arg-type]
     torch.testing.assert_close(target, source, atol=0, rtol=0)
     assert device.most == min(buffers, max(1, -(-elements // 16))), "the device fills one buffer while another is read"
 
@@ -81,5 +85,12 @@ def test_pieces_arrive_and_no_buffer_is_filled_before_it_was_read(elements: int,
 def test_scalars_and_other_formats() -> None:
     for source in (torch.tensor(3.0), torch.arange(99, dtype=torch.int8), torch.randn(7, 9).bfloat16()):
         device, target = Device(2), torch.empty(source.shape, dtype=source.dtype)
-        copy_in_pieces(source, target, device.buffers, device.recorded)  # type: ignore[arg-type]
+        copy_in_pieces(source, target, device.buffers, device.recorded, LATE_S)  # type: ignore[arg-type]
         assert torch.equal(target, source)
+
+
+def test_a_copy_that_does_not_end_is_given_up() -> None:
+    hangs = SimpleNamespace(query=lambda: False)
+    buffers = [torch.empty(PIECE, dtype=torch.uint8)]
+    with pytest.raises(TimeoutError):
+        copy_in_pieces(torch.ones(4), torch.empty(4), buffers, lambda: hangs, time.monotonic() + 0.05)
