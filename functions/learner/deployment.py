@@ -137,13 +137,13 @@ class LearnerFunction(TrainedFunction):
         learning = self._learning is not None and not self._learning[1].done()
         return version.step == self._step and not learning
 
-    async def feed(self, call: Call, version: WeightVersion, workers: Sequence[int]) -> Reply[int]:
-        """See LearnerActor.feed; how many workers have taken the version, on all GPUs: none if it is not offered any
-        more."""
+    async def feed(self, call: Call, version: WeightVersion, workers: Sequence[int]) -> Reply[tuple[int, ...]]:
+        """See LearnerActor.feed. Returns how many workers have taken the version on each GPU; nothing if it is not
+        offered any more."""
         self.admit(call)
         start_s = time.time()
         taken: list[int] = await self._group.all("feed", version, tuple(workers)) if self._offers(version) else []
-        return self.reply(sum(taken), start_s)
+        return self.reply(tuple(taken), start_s)
 
     async def _wait_learned(self, step: int) -> None:
         """Wait until the weights have taken a step."""

@@ -1,19 +1,21 @@
 """Loads that the learner takes part in: with `weights.transport: cuda_ipc` its ranks give a version to the engines on
-their GPUs while these load it (rlhfless.weights.buckets). Loads that begin together share a feed."""
+their GPUs while these load it (rlhfless.weights.buckets). Loads that begin together share a feed; workers that come
+after it get another one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.records import WeightVersion
-from rlhfless.util.tasks import gather_or_cancel
+from rlhfless.scaling.placement import Device
+from rlhfless.util.tasks import beside
 
 TOGETHER_S = 0.05
 """Loads that begin within this time share a feed: those of a sync begin at once."""
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class LearnerLost(ReplicaLost):
-    """The learner was lost while it gave weights to engines."""
+    """The learner was lost, or began another step, while it gave weights to engines."""
 
 
 class Feeding:
@@ -37,6 +39,8 @@ class Feeding:
         self._timeout_s = timeout_s
         self._waiting: list[Replica] = []
         """The actors of the next feed."""
+        self._loading: list[Replica] = []
+        """The actors whose loads are under way."""
         self._next: asyncio.Task[None] | None = None
         self._feeding = asyncio.Lock()
 
@@ -49,12 +53,17 @@ class Feeding:
             await asyncio.sleep(OFFER_POLL_S)
 
     async def during(self, load: Coroutine[Any, Any, T], actor: Replica, version: WeightVersion, call: Call) -> T:
-        """The result of an actor's load, in which the learner takes part. Raises what the load raises, or
-        LearnerLost."""
+        """Return the result of an actor's load, in which the learner takes part. Raises what the load raises, which
+        has a time limit of its own, or LearnerLost."""
         self._waiting.append(actor)
+        self._loading.append(actor)
         if self._next is None:
             self._next = asyncio.create_task(self._feed(version, call))
-        return (await gather_or_cancel(load, self._shared(self._next)))[0]  # type: ignore[no-any-return]
+            self._next.add_done_callback(lambda feed: feed.cancelled() or feed.exception())  # its loads may have ended
+        try:
+            return await beside(load, self._shared(self._next))
+        finally:
+            self._loading.remove(actor)
 
     @staticmethod
     async def _shared(feed: asyncio.Task[None]) -> None:
@@ -62,22 +71,34 @@ class Feeding:
         await asyncio.shield(feed)
 
     async def _feed(self, version: WeightVersion, call: Call) -> None:
+        """Feed the actors that wait, and again those workers that came too late, until no load of theirs is left."""
         await asyncio.sleep(TOGETHER_S)
         async with self._feeding:
             actors, self._waiting, self._next = self._waiting, [], None
-            on = Counter(device for actor in actors for device in actor.allocation.devices)
             (allocation,) = self._learner.allocations
-            taken = await self._ask("feed", call, version, [on[device] for device in allocation.devices])
-            if taken != sum(on.values()):
-                log.warning("%s: %d of %d workers have taken the weights", version.label, taken, sum(on.values()))
+            missing = self._loading_workers(actors, allocation.devices)
+            while any(missing):
+                taken = await self._ask("feed", call, version, missing)
+                if not taken:
+                    raise LearnerLost(f"{version.label}: the learner has begun another step, and gives it no more")
+                loading = self._loading_workers(actors, allocation.devices)
+                missing = [min(late - came, left) for late, came, left in zip(missing, taken, loading, strict=True)]
+                if any(missing):
+                    log.warning(
+                        "%s: %d workers did not take the weights in time; fed again", version.label, sum(missing)
+                    )
 
-    async def _ask(self, method: str, call: Call, *arguments: object) -> int:
+    def _loading_workers(self, actors: Sequence[Replica], devices: Sequence[Device]) -> list[int]:
+        """The workers on each device of those actors that are still loading."""
+        on = Counter(device for actor in actors if actor in self._loading for device in actor.allocation.devices)
+        return [on[device] for device in devices]
+
+    async def _ask(self, method: str, call: Call, *arguments: object) -> Any:
         what = "the learner's part in a load of weights"
         try:
             learner = next(iter(self._learner.replicas()), None)
             if learner is None:
                 raise LearnerLost(f"{what}: there is no learner")
-            answer: int = await learner.call(method, call, *arguments, timeout_s=self._timeout_s, waiting_for=what)
+            return await learner.call(method, call, *arguments, timeout_s=self._timeout_s, waiting_for=what)
         except (ReplicaLost, CallTimeout) as error:
             raise LearnerLost(str(error)) from error
-        return answer

@@ -45,6 +45,10 @@ PROBE_PROMPTS = 8
 """The probe is made of the ends of this many prompts, or of all if there are fewer: prompts differ most at their
 end."""
 
+READER_SHARE = 0.9
+"""Of `timeouts.sync_s`, after which an engine gives up a learner that does not feed it: its error says why, and the
+driver's would not."""
+
 TOKEN_FILE = "store.token"
 
 
@@ -64,7 +68,13 @@ def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: s
         store_folder=home,
         store_token=token,
         # Actors on other nodes reach the store by a cache of theirs beside it.
-        store=StoreAddress(transport, str(cache if token else home), token, str(home) if token else ""),
+        store=StoreAddress(
+            transport,
+            str(cache if token else home),
+            token,
+            str(home) if token else "",
+            READER_SHARE * spec.timeouts.sync_s,
+        ),
         planned_bytes=lambda kind, ranks: planned(with_ranks(spec, ranks), shape, kind, tokens),
         kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
     )

@@ -35,6 +35,8 @@ class StoreAddress:
     """Bearer token of an HTTP store; the location of each version is a full URL."""
     home: str = ""
     """The folder that an HTTP store serves: engines on its own node read there, and need no cache."""
+    wait_s: float | None = None
+    """The longest wait of a reader for a learner that takes part in loads (cuda_ipc)."""
 
     def mark(self) -> None:
         """Mark the folder as the learner's: from then on `require_shared` passes on all nodes that share it."""
@@ -60,6 +62,6 @@ class StoreAddress:
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
-            return BucketReader(self.folder) if self.transport == "cuda_ipc" else FolderStore(self.folder)
+            return BucketReader(self.folder, self.wait_s) if self.transport == "cuda_ipc" else FolderStore(self.folder)
         pulled = HttpStore(self.token, self.folder, self.home, piece_hash_of(self.transport))
         return BroadcastReader(pulled) if self.transport == "nccl" else pulled

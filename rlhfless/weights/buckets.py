@@ -42,9 +42,6 @@ ARRIVE_S = 60.0
 STALL_S = 60.0
 """The longest silence of the other side in a feed."""
 
-_ASK_S = 300.0
-"""How long a worker waits for its feed to begin: the learner may be at work."""
-
 _ALIGNMENT_BYTES = 256
 
 Piece = tuple[str, str, list[int], int, int, int]
@@ -114,10 +111,11 @@ class BucketStore:
         while len(arrived) < workers and (left_s := deadline_s - time.monotonic()) > 0:
             self._listener.settimeout(left_s)
             try:
-                connection = _Connection(self._listener.accept()[0], STALL_S)
+                connection = _Connection(self._listener.accept()[0], left_s)
             except TimeoutError:
                 break
             asked = connection.receive()
+            connection.end.settimeout(STALL_S)
             if asked is None or connection.is_closed:  # of an engine that has ended since
                 connection.close()
             elif asked["version"] != label:
@@ -131,7 +129,7 @@ class BucketStore:
 class _Connection:
     """One end of a socket, for JSON objects in lines; a context manager."""
 
-    def __init__(self, end: socket.socket, silence_s: float) -> None:
+    def __init__(self, end: socket.socket, silence_s: float | None) -> None:
         end.settimeout(silence_s)
         self.end = end
         self._lines = end.makefile("rb")
@@ -239,7 +237,9 @@ class _Bucket:
 class BucketReader:
     """A `WeightReader` of a `BucketStore`, for a worker on the same GPU as one of the learner's ranks."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, wait_s: float | None) -> None:
+        """`wait_s`: the longest wait for a feed to begin; the learner may be at work."""
+        self._wait_s = wait_s
         self._files = FolderStore(folder, device_piece_hash)
         self.of_piece = device_piece_hash
         """See `WeightReader.of_piece`: what is on the GPU is hashed there."""
@@ -261,9 +261,14 @@ class BucketReader:
             end.connect(str(_socket_path(self._files.folder)))
         except OSError as error:
             raise WeightFileError(f"{what}: no rank of it is there ({error}); set weights.transport to auto") from error
-        with _Connection(end, _ASK_S) as connection:
+        with _Connection(end, self._wait_s) as connection:
             connection.send({"version": version.label})
-            yield from _received(connection, what)
+            asked_s = time.monotonic()
+            first = connection.receive()
+            if first is None:
+                waited = f"the learner did not begin to give them within {time.monotonic() - asked_s:.0f} s, or ended"
+                raise WeightFileError(f"{what}: {waited}; it works, or waits for other engines")
+            yield from _received(connection, first, what)
 
     def hashes(self, location: str) -> Mapping[str, bytes]:
         """See `WeightReader.hashes`: of what is on the GPU none is known."""
@@ -273,16 +278,17 @@ class BucketReader:
         """See `WeightReader.release`: the tensors are this process's own."""
 
 
-def _received(connection: _Connection, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _received(connection: _Connection, first: dict[str, Any], what: str) -> Iterator[tuple[str, torch.Tensor]]:
     memory: torch.Tensor | None = None
     tensor = torch.empty(0)
+    connection.end.settimeout(STALL_S)
+    said: dict[str, Any] | None = first
     while True:
-        said = connection.receive()
-        connection.end.settimeout(STALL_S)
         if said is None or "error" in said:
             raise WeightFileError(f"{what}: {said['error'] if said else 'it ended, or fell silent, on the way'}")
         if "bucket" in said:
             memory = _mapped(said["bucket"])
+            said = connection.receive()
             continue
         if not said["pieces"]:
             memory = None  # the learner frees it when all have given it back
@@ -299,6 +305,7 @@ def _received(connection: _Connection, what: str) -> Iterator[tuple[str, torch.T
         _synchronize(memory)
         connection.send({})  # the bucket may be written over
         yield from whole
+        said = connection.receive()
 
 
 def _synchronize(memory: torch.Tensor) -> None:

@@ -35,24 +35,48 @@ class Learner:
         """The step whose weights it has."""
         self.fault: Exception | None = None
         self.gone = False
+        self.late: list[int] = []
+        """The workers on each device that come too late for the next feed."""
+        self.fed = lambda: None
+        """Called with each feed."""
 
     def replicas(self) -> tuple[Learner, ...]:
         return () if self.gone else (self,)
 
-    async def call(self, method: str, _: Any, version: WeightVersion, *given: Any, **__: Any) -> int:
+    async def call(self, method: str, _: Any, version: WeightVersion, *given: Any, **__: Any) -> Any:
         if self.fault is not None:
             raise self.fault
         if method == "offers":
             return version.step == self.offered
         self.asked.append((version.step, *given))
-        return sum(given[0])
+        late, self.late = self.late or [0] * len(GPUS), []
+        self.fed()
+        await asyncio.sleep(0.01)
+        return () if version.step < self.offered else tuple(map(int.__sub__, given[0], late))
+
+
+class FedLoads(dict[str, "asyncio.Future[None]"]):
+    """Loads that end with the next feed."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> asyncio.Future[None]:
+        self[name] = asyncio.get_running_loop().create_future()
+        return self[name]
+
+    def end(self) -> None:
+        for load in self.values():
+            load.set_result(None)
+        self.clear()
 
 
 class Scene:
     """Actors of two GPUs each."""
 
     def __init__(self, *names: str) -> None:
-        self.learner, self.cluster = Learner(), FakeCluster()
+        self.learner, self.cluster, loads = Learner(), FakeCluster(), FedLoads()
+        self.cluster.loads, self.learner.fed = loads, loads.end
         given = [Allocation.of(GPUS[:2]), Allocation.of(GPUS[2:])]
         self.pool = pool_of(self.cluster, *names, bounds=Bounds(1, "min_actors"), given=given)
         feeding = Feeding(self.learner, 1.0)  # type: ignore[arg-type]
@@ -96,6 +120,32 @@ async def test_an_actor_that_is_lost_in_a_feed_ends_no_other_load() -> None:
     await syncing
     assert scene.pool.state(1) is ReplicaState.SERVING
     await scene.pool.close()
+
+
+async def test_workers_that_come_too_late_are_fed_again_and_those_of_a_lost_actor_are_not(caplog: Any) -> None:
+    scene = Scene("a", "b")
+    futures = {name: asyncio.get_running_loop().create_future() for name in ("a", "b")}
+    scene.cluster.loads, scene.learner.late = dict(futures), [0, 1, 1, 1]
+
+    def fed() -> None:
+        if len(scene.learner.asked) == 1:
+            scene.pool["b"].give_up("it died")
+        else:
+            futures["a"].set_result(None)
+
+    scene.learner.fed = fed
+    await scene.weights.sync(weights_of(2), CALL)
+    assert scene.learner.asked == [(2, [1, 1, 1, 1]), (2, [0, 1, 0, 0])]
+    assert "did not take the weights in time; fed again" in caplog.text
+    assert scene.pool.state(0) is ReplicaState.SERVING
+    await scene.pool.close()
+
+
+async def test_a_learner_that_has_begun_another_step_ends_the_load_at_once() -> None:
+    scene = Scene("a")
+    scene.cluster.loads = {"a": asyncio.get_running_loop().create_future()}
+    with pytest.raises(LearnerLost, match=r"run/1/1/.*: the learner has begun another step"):
+        await scene.weights.sync(weights_of(1), CALL)
 
 
 @pytest.mark.parametrize("fault", [ReplicaLost("killed"), CallTimeout("silent"), None])

@@ -41,8 +41,8 @@ def store(tmp_path: Path) -> Iterator[BucketStore]:
     store._listener.close()
 
 
-def reader(folder: Path) -> BucketReader:
-    made = StoreAddress("cuda_ipc", str(folder)).connect()
+def reader(folder: Path, wait_s: float | None = None) -> BucketReader:
+    made = StoreAddress("cuda_ipc", str(folder), wait_s=wait_s).connect()
     assert isinstance(made, BucketReader)
     return made
 
@@ -137,6 +137,21 @@ def test_a_worker_that_does_not_come_is_not_waited_for_long(store: BucketStore, 
         assert store.feed(stored.version, 2, stream(1.0)) == 1
         assert taking.result()[0] == stored.version.digest
     assert store.feed(stored.version, 1, stream(1.0)) == 0
+
+
+def test_a_worker_that_came_too_late_is_in_the_next_feed(store: BucketStore, tmp_path: Path) -> None:
+    stored = store.put("run", 1, 1, stream(1.0))
+    assert store.feed(stored.version, 1, stream(1.0)) == 0
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(received, tmp_path, stored)
+        assert store.feed(stored.version, 1, stream(1.0)) == 1
+        assert late.result()[0] == stored.version.digest
+
+
+def test_a_feed_that_does_not_begin_is_waited_for_no_longer_than_a_sync(store: BucketStore, tmp_path: Path) -> None:
+    stored = store.put("run", 1, 1, stream(1.0))
+    with pytest.raises(WeightFileError, match="the learner did not begin to give them within 0 s"):
+        next(reader(tmp_path, wait_s=0.2).read(stored.location))
 
 
 def test_a_worker_that_is_lost_on_the_way_is_left_out(store: BucketStore, tmp_path: Path) -> None:
