@@ -1,4 +1,4 @@
-"""Runs that share devices in turns of whole phases. Pure; `SeatTurns` decides whose turn it is, here as in live runs.
+"""Runs that share devices in turns of whole phases. Pure; `TurnScheduler` orders the turns, as in live runs.
 
 A phase is a function's work of one step on its devices. A run keeps its turn there until another run waits and its
 phase is over; then its function falls asleep, and the other run's wakes. A phase is never interrupted, and takes as
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
 
-from rlhfless.scaling.seats import SeatTurns
+from rlhfless.scaling.turn_scheduler import TurnScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _SharedRuns:
 
     def __init__(self, runs: Sequence[Sequence[SeatWork]]) -> None:
         self._runs = runs
-        self._turns = SeatTurns()
+        self._turns = TurnScheduler()
         self._next = [0] * len(runs)
         self._awake: dict[str, tuple[int, SeatWork]] = {}
         """By seat: the run whose function is awake there, and that function's last phase."""

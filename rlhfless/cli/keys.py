@@ -17,7 +17,7 @@ from rlhfless.util.folders import OTHERS
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from rlhfless.control.security.keys import Scope
+    from rlhfless.control.keys import Scope
 
 LEAST_CHARACTERS = 32
 """Fewest characters of a secret: only an unsalted hash is stored, so the secret must be impossible to guess."""
@@ -40,7 +40,7 @@ def create(
     database: Database = None,
 ) -> None:
     """Make a key; it is printed this once. A service that runs knows it within seconds."""
-    from rlhfless.control.security.keys import make_key
+    from rlhfless.control.keys import make_key
 
     chosen = _scope(scope)
     with _session(data, database) as session:
@@ -57,7 +57,7 @@ def put(
     database: Database = None,
 ) -> None:
     """Make a secret that you have already the key of this name; another one of the name is revoked. Idempotent."""
-    from rlhfless.control.security.keys import put_key
+    from rlhfless.control.keys import put_key
 
     chosen = _scope(scope)
     try:
@@ -122,7 +122,7 @@ def revoke(
 
 
 def _scope(text: str) -> Scope:
-    from rlhfless.control.security.keys import SCOPES
+    from rlhfless.control.keys import SCOPES
 
     chosen = next((known for known in SCOPES if known == text), None)
     if chosen is None:

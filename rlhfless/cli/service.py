@@ -121,7 +121,7 @@ def up(
     if detach:
         _detached(settings)
         return
-    from rlhfless.control.promptness import raise_priority
+    from rlhfless.control.thread_priority import raise_priority
 
     raise_priority()  # the imports below take a second, and much longer while a run uses the cores
     from rlhfless.control.serve import serve

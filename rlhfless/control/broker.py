@@ -9,7 +9,7 @@ Waiting runs have an order: priority, which grows while a run waits (so nothing 
 holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
 all is served before any run behind it: smaller runs cannot overtake it for ever. For it, runs give back the devices
 above their minimum, the last in order first; and if these are too few, runs of a lower priority give way as a whole.
-Runs that share devices (`tenants` above 1) may be put on the same ones, where they take turns (rlhfless.scaling.seats):
+Runs that share devices (`tenants` above 1) may get the same ones in turns (rlhfless.scaling.turn_scheduler):
 each of them may have the devices that other runs leave, as long as no device has more runs than any run on it allows.
 Together they may use as many devices as were granted to them in all, so a run that does not share waits for the rest.
 
@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhfless.scaling.seats import aged_priority
+from rlhfless.scaling.turn_scheduler import aged_priority
 
 
 @dataclass(frozen=True, slots=True)

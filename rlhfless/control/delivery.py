@@ -16,7 +16,7 @@ from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
 from rlhfless.spec.errors import Problem
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages between driver and service. An upgrade replaces one before the other, so both ignore fields
 that they do not know; a new field has a default, and an item of a new kind may be lost. A change that the other side
 cannot ignore takes another number, and driver and service then refuse each other."""
@@ -60,7 +60,7 @@ class Item(_Message):
     data: dict[str, Any]
 
 
-class DeliveryEnding(_Message):
+class DriverExit(_Message):
     """How a driver has ended: the data of an item of kind `ended`."""
 
     status: Status
@@ -128,7 +128,7 @@ class PushAnswer(_Message):
 
     pushed: int
     """Number of the last item that the service has: the next push begins with the following item."""
-    wish: Literal["run", "pause", "cancel", "yield"]
+    desired_state: Literal["run", "pause", "cancel", "yield"]
     """`yield`: stop after the step, as for a pause; the run goes on when its turn comes again."""
     granted: int
     """Devices that the run may hold; 0 while it waits for its lease."""

@@ -14,7 +14,7 @@ from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, R
 from rlhfless.control.delivery import (
     OUT_OF_MEMORY,
     PROTOCOL,
-    DeliveryEnding,
+    DriverExit,
     DriverState,
     Item,
     LeaseWanted,
@@ -77,9 +77,9 @@ def _at_rest(run: RunRow) -> Status:
 
 
 def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, message: str) -> None:
-    status = Status.CANCELLED if run.wish == DesiredState.CANCEL else status
+    status = Status.CANCELLED if run.desired_state == DesiredState.CANCEL else status
     store.release(session, run)
-    end(session, run, DeliveryEnding(status=status, reason=message, error=failure(code, message)))
+    end(session, run, DriverExit(status=status, reason=message, error=failure(code, message)))
 
 
 def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
@@ -126,7 +126,7 @@ def _take_status(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt != run.attempt:
         return  # the item's driver has died meanwhile
     wanted = Status(item.data["status"])
-    if run.wish == DesiredState.PAUSE and wanted is Status.RUNNING:
+    if run.desired_state == DesiredState.PAUSE and wanted is Status.RUNNING:
         wanted = Status.PAUSING
     if wanted is Status.RUNNING and run.started_at is None:
         run.started_at = item.at
@@ -219,25 +219,25 @@ def _keep_samples(session: Session, run: RunRow, item: Item, first: int) -> None
 def _take_ended(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt == run.attempt:
         store.release(session, run)
-        end(session, run, DeliveryEnding.model_validate(item.data))
+        end(session, run, DriverExit.model_validate(item.data))
 
 
-def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
+def end(session: Session, run: RunRow, ending: DriverExit) -> None:
     """End the attempt of a driver: the run gets the status that its user has requested, or waits for its next
     driver."""
     status, reason = ending.status, ending.reason
     if ending.retry:
         run.deaths += 1
-        if run.wish == DesiredState.RUN and run.deaths > MOST_DEATHS:
+        if run.desired_state == DesiredState.RUN and run.deaths > MOST_DEATHS:
             status, reason = Status.FAILED, f"{reason}, as did {MOST_DEATHS} before it; see the run's logs"
         else:
             reason = f"{reason}; another driver goes on"
-    if status in (Status.QUEUED, Status.PAUSED) and run.wish == DesiredState.CANCEL:
+    if status in (Status.QUEUED, Status.PAUSED) and run.desired_state == DesiredState.CANCEL:
         status, reason = Status.CANCELLED, "cancelled"
-    elif status is Status.QUEUED and run.wish == DesiredState.PAUSE:
+    elif status is Status.QUEUED and run.desired_state == DesiredState.PAUSE:
         status, reason = Status.PAUSED, f"paused: {ending.reason}"
     if status is Status.PAUSED:
-        run.wish = DesiredState.PAUSE
+        run.desired_state = DesiredState.PAUSE
     if status in FOLLOWING[Status(run.status)]:
         run.driver = None
         store.set_status(session, run, status, reason)

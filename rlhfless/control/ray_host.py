@@ -95,7 +95,7 @@ def read_fault(folder: Path) -> str:
         return ""
 
 
-class HostKeeper(PeriodicTask):
+class RayHostSupervisor(PeriodicTask):
     """Keeps a host of a data folder alive within its block, and leaves it as it is at the block's end."""
 
     def __init__(self, folder: Path, ray_address: str | None) -> None:

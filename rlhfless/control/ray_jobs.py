@@ -164,7 +164,7 @@ def _host_name() -> str:
     return f"rlhfless-host-{secrets.token_hex(4)}"
 
 
-class JobHost(PeriodicTask):
+class RayJobHostSupervisor(PeriodicTask):
     """Keeps a host alive in the cluster within its block. The host reports every second what devices the cluster
     has."""
 

@@ -21,12 +21,12 @@ import uvicorn
 from rlhfless.control import store
 from rlhfless.control.api.app import make_app
 from rlhfless.control.drivers import Drivers, LocalDrivers
-from rlhfless.control.promptness import raise_priority, service_threads
-from rlhfless.control.ray_host import HostKeeper, stop_host
-from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
-from rlhfless.control.security.keys import require_safe
+from rlhfless.control.keys import require_safe
+from rlhfless.control.ray_host import RayHostSupervisor, stop_host
+from rlhfless.control.ray_jobs import JobDrivers, RayJobHostSupervisor, RayJobs
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import ServiceSettings, read_announcement
+from rlhfless.control.thread_priority import raise_priority, service_threads
 from rlhfless.spec.errors import InputError, Problem
 
 log = logging.getLogger(__name__)
@@ -81,10 +81,12 @@ async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]
     settings = service.settings
     if settings.elsewhere:
         jobs = RayJobs(settings.ray_address or "")
-        async with JobHost(jobs, service.url, service.host_token, lambda: service.ray() is not None) as host:
+        async with RayJobHostSupervisor(
+            jobs, service.url, service.host_token, lambda: service.ray() is not None
+        ) as host:
             yield host.end
     else:
-        async with HostKeeper(settings.folder, settings.ray_address) as keeper:
+        async with RayHostSupervisor(settings.folder, settings.ray_address) as keeper:
             yield lambda: keeper.end(HOST_S)
 
 

@@ -1,4 +1,4 @@
-"""A service: its database, its bus, its periodic tasks, and the state of its Ray."""
+"""A service: its database, the events of its runs, its periodic tasks, and the state of its Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import IO
 
 from rlhfless.control import store
-from rlhfless.control.bus import Bus
 from rlhfless.control.compute.forecasts import Forecasts, Simulations
 from rlhfless.control.compute.runner import Runner
 from rlhfless.control.database.access import Database, database_of
@@ -21,11 +20,12 @@ from rlhfless.control.database.migrate import migrate
 from rlhfless.control.database.tables import RunRow
 from rlhfless.control.device_history import DeviceHistory
 from rlhfless.control.drivers import Drivers
+from rlhfless.control.keys import Keys
 from rlhfless.control.objects.fleet import ReplicaNow
 from rlhfless.control.pods import PodWatch, pod_lister
 from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayReport, read_fault, read_ray
 from rlhfless.control.retention import RetentionSweep
-from rlhfless.control.security.keys import Keys
+from rlhfless.control.run_events import RunEvents
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings, open_data
 from rlhfless.control.supervisor import Supervisor
 from rlhfless.functions.loopback import is_loopback
@@ -47,7 +47,7 @@ class Service:
         self.settings = settings
         self.database = database
         self.address = address
-        self.bus = Bus(asyncio.get_running_loop())
+        self.run_events = RunEvents(asyncio.get_running_loop())
         self.keys = Keys(database, required=not is_loopback(settings.host))
         self.supervisor = Supervisor(
             database, settings, drivers, self.url, self.ray_address, self.ray_wait, self.device_counts
@@ -62,7 +62,7 @@ class Service:
         """The secret of the host in a cluster elsewhere. A later service has another secret, and this host ends."""
         self._ray_report: RayReport | None = None
         self.pods = PodWatch(pod_lister(settings.ray_cluster, settings.watch_nodes)) if settings.ray_cluster else None
-        database.on_commit = self.bus.publish
+        database.on_commit = self.run_events.publish
 
     @property
     def url(self) -> str:

@@ -182,7 +182,7 @@ def count_driven(session: Session) -> int:
 def queue(session: Session) -> list[RunRow]:
     """The runs that wait for their turn, in order. Only the columns that the supervisor needs are read: it reads the
     queue every second, and the queue may be long."""
-    waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.wish == DesiredState.RUN)
+    waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.desired_state == DesiredState.RUN)
     columns = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
     return list(
         session.scalars(waiting.options(columns).order_by(RunRow.priority.desc(), RunRow.created_at, RunRow.id))

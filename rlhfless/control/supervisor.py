@@ -20,12 +20,12 @@ from rlhfless.control import store
 from rlhfless.control.broker import DevicesRequest, decide
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
-from rlhfless.control.delivery import DeliveryEnding, DriverOrder, failure
+from rlhfless.control.delivery import DriverExit, DriverOrder, failure
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
 from rlhfless.control.ingest import end, refuse_folder, stop_out_of_memory, take_items
 from rlhfless.control.lifecycle import DRIVEN, DesiredState, Status
-from rlhfless.control.memory import says_out_of_memory
+from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.spec import TimeoutsSpec
@@ -86,7 +86,7 @@ class Supervisor(PeriodicTask):
         handle = run.driver
         if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
             await self._settle_dead(run)
-        elif run.wish == DesiredState.CANCEL and time.time() - run.wished_at > _stop_s(run) + KILL_AFTER_S:
+        elif run.desired_state == DesiredState.CANCEL and time.time() - run.desired_at > _stop_s(run) + KILL_AFTER_S:
             log.warning("%s: the driver does not end; it is killed", run.id)
             await asyncio.to_thread(self._drivers.kill, handle)
 
@@ -111,7 +111,7 @@ class Supervisor(PeriodicTask):
                 stop_out_of_memory(session, row)
             elif row.status in DRIVEN:
                 error = failure("driver_died", why)
-                end(session, row, DeliveryEnding(status=Status.QUEUED, reason=why, error=error, retry=True))
+                end(session, row, DriverExit(status=Status.QUEUED, reason=why, error=error, retry=True))
 
         await self._database.write(settle)
 
@@ -165,7 +165,7 @@ class Supervisor(PeriodicTask):
 
         def begin(session: Session) -> RunRow | None:
             row = store.run_of(session, run.id)
-            if row.status != Status.QUEUED or row.wish != DesiredState.RUN or row.attempt != run.attempt:
+            if row.status != Status.QUEUED or row.desired_state != DesiredState.RUN or row.attempt != run.attempt:
                 return None
             row.attempt += 1
             row.driver_token = hashlib.sha256(token.encode()).hexdigest()

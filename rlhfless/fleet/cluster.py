@@ -2,7 +2,7 @@
 
 Serve picks its own victim when a deployment shrinks, so an elastic function is not one deployment with n
 replicas but n applications with one replica each (`route_prefix=None`: no HTTP), which the fleet creates and
-deletes by name. A replica asks Ray for no device: the run's holders have them (rlhfless.fleet.holders), and the
+deletes by name. A replica asks Ray for no device: the run's holders have them (rlhfless.fleet.reservations), and the
 replica is put on their node.
 """
 

@@ -23,8 +23,17 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rlhfless.fleet.cluster import Cluster, FleetError
-from rlhfless.fleet.holders import DIED, SHARED_KEEPER, Demand, Held, StaleHolder, Tenant, keeper_left, keeper_of
 from rlhfless.fleet.nodes import selector, shortage
+from rlhfless.fleet.reservations import (
+    DIED,
+    SHARED_MANAGER,
+    Demand,
+    Held,
+    StaleReservation,
+    Tenant,
+    existing_manager,
+    reservation_manager,
+)
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.acquisition import Acquired, fitting
@@ -298,7 +307,7 @@ class RunDevices:
     async def adopt(self) -> None:
         """Take over the devices that an earlier driver of the run holds; `settle` gives back those without a
         replica."""
-        self._keeper = await asyncio.to_thread(keeper_left, self._keeper_name)
+        self._keeper = await asyncio.to_thread(existing_manager, self._keeper_name)
         if self._keeper is None:
             return
         try:
@@ -339,7 +348,7 @@ class RunDevices:
 
     @property
     def _keeper_name(self) -> str:
-        return SHARED_KEEPER if self.shared else self._call.run_id
+        return SHARED_MANAGER if self.shared else self._call.run_id
 
     @property
     def _keeps_s(self) -> float:
@@ -351,12 +360,12 @@ class RunDevices:
         """Call the keeper. Raises StaleCall, or FleetError if it does not answer or is lost, with all that it held."""
         try:
             if self._keeper is None:
-                self._keeper = keeper_of(self._keeper_name, self._keeps_s)
+                self._keeper = reservation_manager(self._keeper_name, self._keeps_s)
             run_id, attempt = self._call.run_id, self._call.attempt
             tenant = Tenant(run_id, attempt, self._keeps_s, self._tenants, self._priority, self.left_s())
             return await asyncio.wait_for(getattr(self._keeper, method).remote(tenant, *arguments), CALL_S)
         except RayTaskError as error:
-            if isinstance(error.cause, StaleHolder):
+            if isinstance(error.cause, StaleReservation):
                 raise StaleCall(f"devices of run {self._call.run_id}: {error.cause}") from error
             raise
         except TimeoutError:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.each_node import on_each_node
-from rlhfless.fleet.lending import LentDevices
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.fleet.shared_devices import SharedDevices
 from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
@@ -92,7 +92,7 @@ def pools_of(
         pools[kind.name] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, recorder)
     if not spec.placement.in_turns:
         return pools, []
-    return pools, take_turns(pools.values(), partial(LentDevices, devices) if devices.shared else None)
+    return pools, take_turns(pools.values(), partial(SharedDevices, devices) if devices.shared else None)
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:

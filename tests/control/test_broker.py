@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.control.broker import DevicesRequest, decide
-from rlhfless.scaling.seats import AGING_S
+from rlhfless.scaling.turn_scheduler import AGING_S
 
 KIND = "h100"
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fakes.standing import NoDrivers, served, there_is_ray
 from rlhfless.cli.main import app
-from rlhfless.control.security import keys as keys_module
+from rlhfless.control import keys as keys_module
 from rlhfless.control.settings import ServiceSettings
 
 

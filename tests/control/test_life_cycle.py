@@ -17,7 +17,7 @@ from rlhfless.control.lifecycle import (
 
 
 @pytest.mark.parametrize(
-    ("status", "wanted", "wish", "expected"),
+    ("status", "wanted", "desired_state", "expected"),
     [
         ("queued", "run", "pause", ("paused", "pause")),
         ("queued", "run", "cancel", ("cancelled", "cancel")),
@@ -34,12 +34,12 @@ from rlhfless.control.lifecycle import (
         ("cancelled", "cancel", "cancel", ("cancelled", "cancel")),
     ],
 )
-def test_what_is_asked_for(status: str, wanted: str, wish: str, expected: tuple[str, str]) -> None:
-    assert apply_request(Status(status), DesiredState(wanted), DesiredState(wish)) == expected
+def test_what_is_asked_for(status: str, wanted: str, desired_state: str, expected: tuple[str, str]) -> None:
+    assert apply_request(Status(status), DesiredState(wanted), DesiredState(desired_state)) == expected
 
 
 @pytest.mark.parametrize(
-    ("status", "wanted", "wish", "message"),
+    ("status", "wanted", "desired_state", "message"),
     [
         ("succeeded", "run", "cancel", "has succeeded"),
         ("failed", "run", "pause", "has failed"),
@@ -47,9 +47,9 @@ def test_what_is_asked_for(status: str, wanted: str, wish: str, expected: tuple[
         ("cancelling", "cancel", "pause", "is cancelled"),
     ],
 )
-def test_what_is_not_possible(status: str, wanted: str, wish: str, message: str) -> None:
+def test_what_is_not_possible(status: str, wanted: str, desired_state: str, message: str) -> None:
     with pytest.raises(NotPossible, match=message):
-        apply_request(Status(status), DesiredState(wanted), DesiredState(wish))
+        apply_request(Status(status), DesiredState(wanted), DesiredState(desired_state))
 
 
 def test_every_status_has_followers_and_ends_have_none() -> None:
@@ -57,9 +57,9 @@ def test_every_status_has_followers_and_ends_have_none() -> None:
     assert {status for status, following in FOLLOWING.items() if not following} == ENDED
     for status in Status:
         for wanted in DesiredState:
-            for wish in DesiredState:
+            for desired_state in DesiredState:
                 try:
-                    following, _ = apply_request(status, wanted, wish)
+                    following, _ = apply_request(status, wanted, desired_state)
                 except NotPossible:
                     continue
                 assert following == status or following in FOLLOWING[status]

@@ -22,7 +22,7 @@ import pytest
 from fakes.places import ROOT, TESTS
 from fakes.standing import RUN, served
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
+from rlhfless.control.ray_jobs import JobDrivers, RayJobHostSupervisor, RayJobs
 from rlhfless.control.settings import ServiceSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -90,7 +90,9 @@ def test_a_cluster_elsewhere(head: str, tmp_path: Path) -> None:
         assert client.get("/readyz").json()["waiting_for"] == [f"waiting for the Ray cluster at {head}"]
 
         async def keep() -> None:
-            async with JobHost(jobs, service.url, service.host_token, lambda: service.ray() is not None) as host:
+            async with RayJobHostSupervisor(
+                jobs, service.url, service.host_token, lambda: service.ray() is not None
+            ) as host:
                 while not done.is_set():
                     await asyncio.sleep(0.1)
                 await host.end()

@@ -93,7 +93,7 @@ def test_lists_go_page_by_page_newest_first_and_are_filtered(client: httpx.Clien
 def test_a_run_from_post_to_success(client: httpx.Client, drivers: NoDrivers) -> None:
     run, push = begun_run(client, drivers)
     answer = push(("status", {"status": "validating", "reason": "checking"}))
-    assert answer.json() == {"pushed": 1, "wish": "run", "granted": 0, "lease_reason": ""}
+    assert answer.json() == {"pushed": 1, "desired_state": "run", "granted": 0, "lease_reason": ""}
     lease = {"kind": "cpu-core", "minimum": 2, "maximum": 2, "unit": 1, "held": 0}
     push(("status", {"status": "provisioning", "reason": "asking"}), lease=lease)
     assert until(lambda: push(lease=lease).json()["granted"]) == 2
@@ -121,9 +121,9 @@ def test_pause_resume_and_cancel_are_idempotent_and_reach_the_driver(client: htt
     run, push = begun_run(client, drivers)
     push(("status", {"status": "running", "reason": ""}))
     assert [client.post(f"/v1/runs/{run}/pause").json()["status"] for _ in range(2)] == ["pausing", "pausing"]
-    assert push().json()["wish"] == "pause"
+    assert push().json()["desired_state"] == "pause"
     assert client.post(f"/v1/runs/{run}/resume").json()["status"] == "running"
-    assert push().json()["wish"] == "run"
+    assert push().json()["desired_state"] == "run"
     client.post(f"/v1/runs/{run}/pause")
     push(("ended", {"status": "paused", "reason": "paused: stopped after step 3", "error": None, "retry": False}))
     assert client.get(f"/v1/runs/{run}").json()["status"] == "paused"
@@ -136,7 +136,7 @@ def test_pause_resume_and_cancel_are_idempotent_and_reach_the_driver(client: htt
     second = Pushes(client, drivers.orders[1])
     second.seq = push.seq
     assert [client.post(f"/v1/runs/{run}/cancel").json()["status"] for _ in range(2)] == ["cancelling"] * 2
-    assert second(("status", {"status": "running", "reason": ""}), reason="step 1").json()["wish"] == "cancel"
+    assert second(("status", {"status": "running", "reason": ""}), reason="step 1").json()["desired_state"] == "cancel"
     told = client.get(f"/v1/runs/{run}").json()
     assert (told["status"], told["status_reason"].partition(";")[0]) == ("cancelling", "cancelled")
     assert client.post(f"/v1/runs/{run}/pause").status_code == 409

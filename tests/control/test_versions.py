@@ -18,7 +18,6 @@ from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import ORDER_FILE, read_order, write_order
-from rlhfless.control.objects.common import ErrorObject
 from rlhfless.control.ray_host import RAY_FILE, read_ray
 from rlhfless.fleet.ray_session import NoCluster
 
@@ -101,7 +100,7 @@ def test_a_driver_of_another_protocol_that_is_cancelled(client: httpx.Client, dr
 def test_a_newer_service_tells_what_the_driver_does_not_know(tmp_path: Path) -> None:
     (tmp_path / ORDER_FILE).write_text(json.dumps(order_of(**NEW)))
     assert read_order(tmp_path).run_id == "run-1"
-    answer = {"pushed": 3, "wish": "run", "granted": 2, "lease_reason": "", **NEW}
+    answer = {"pushed": 3, "desired_state": "run", "granted": 2, "lease_reason": "", **NEW}
     assert PushAnswer.model_validate(answer).granted == 2
 
 
@@ -159,9 +158,3 @@ def test_the_host_of_a_newer_version_is_read(tmp_path: Path) -> None:
     found = read_ray(tmp_path / RAY_FILE)
     assert found is not None
     assert found.devices == devices
-
-
-def test_an_error_that_an_earlier_version_stored_can_be_read() -> None:
-    problem = {"param": "steps", "message": "steps is 0", "mend": "write 1 or more"}
-    error = ErrorObject.model_validate({"code": "invalid_request", "message": "steps is 0", "problems": [problem]})
-    assert error.problems[0].hint == "write 1 or more"

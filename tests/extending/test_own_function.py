@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlhfless.control.security.named import code_problems
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.spec_paths import code_problems
 from rlhfless.fleet.user_code import targets
 from rlhfless.planning.memory_plan import memory_plan
 from rlhfless.records import FunctionName

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
-from rlhfless.control.driver.link import Link
 from rlhfless.control.driver.outbox import Outbox
+from rlhfless.control.driver.service_client import Link
 from rlhfless.control.drivers import read_order
 
 STEP_S = 0.03
@@ -60,8 +60,8 @@ def main(folder: Path) -> None:
         new = folder / "progress.new"
         new.write_text(json.dumps(step))
         new.replace(progress)
-        wish = answers[0].wish if answers else "run"
-        if wish == "cancel":
+        desired_state = answers[0].desired_state if answers else "run"
+        if desired_state == "cancel":
             tell("ended", status="cancelled", reason="cancelled", error=None, retry=False)
             break
     else:

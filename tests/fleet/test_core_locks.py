@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless.fleet.holders import core_folder, lock_cores
+from rlhfless.fleet.reservations import core_folder, lock_cores
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.util.folders import NotPrivate
 
@@ -27,7 +27,7 @@ def test_holders_get_different_cores(tmp_path: Path) -> None:
 
 def test_a_holder_that_is_killed_has_no_cores(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from rlhfless.fleet.holders import lock_cores; "
+        "import sys, time; from pathlib import Path; from rlhfless.fleet.reservations import lock_cores; "
         "held = lock_cores(1, {0}, Path(sys.argv[1])); print(held[0][0], flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

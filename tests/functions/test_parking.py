@@ -105,7 +105,7 @@ def test_a_learner_keeps_weights_and_both_moments_on_its_device(learner) -> None
         assert Parking(rank.kept_on_device()).size_bytes < 0.01 * weights
 
 
-class Keeper(RankActor):
+class ReservationManager(RankActor):
     """A rank that keeps one tensor, and adds it up."""
 
     named = "keeper"
@@ -123,7 +123,7 @@ class Keeper(RankActor):
 
 
 def test_a_sleeping_rank_refuses_work_and_says_what_it_gave_back() -> None:
-    rank = Keeper()
+    rank = ReservationManager()
     rank.wake()  # it is awake
     slept = rank.sleep()
     assert slept.freed_bytes >= 0.9 * 32 * MIB

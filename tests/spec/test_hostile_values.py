@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from rlhfless.control.errors import ApiError
-from rlhfless.control.posted import posted_spec
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.spec_admission import posted_spec
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.spec import HttpSpec, RunSpec
 from rlhfless.spec.explain import explain, models, tag_of

@@ -18,8 +18,8 @@ from rlhfless.control.api import compute, downloads, drivers, events, health, pa
 from rlhfless.control.api.routes import ERRORS, known_query
 from rlhfless.control.database import Unavailable
 from rlhfless.control.errors import ApiError, invalid_request
-from rlhfless.control.security.gate import Gate
-from rlhfless.control.security.keys import requires
+from rlhfless.control.gate import Gate
+from rlhfless.control.keys import requires
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import PROBLEMS_ERROR, shown

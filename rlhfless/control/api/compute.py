@@ -21,10 +21,10 @@ from rlhfless.control.errors import ApiError, not_found, refused
 from rlhfless.control.objects.common import ListObject
 from rlhfless.control.objects.costs import RewardTrialObject, SimulationObject
 from rlhfless.control.objects.fleet import TimelineObject
-from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
-from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service
+from rlhfless.control.spec_admission import accepted_spec, unstorable
+from rlhfless.control.spec_paths import simulation_problems
 from rlhfless.planning.dimensions import Dimensions
 from rlhfless.planning.inputs import parsed_sides
 from rlhfless.planning.objects import ComparisonObject, PlanObject

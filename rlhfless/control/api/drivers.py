@@ -18,10 +18,10 @@ from rlhfless.control.api.routes import OfService
 from rlhfless.control.database.tables import LeaseRow, RunRow
 from rlhfless.control.delivery import PROTOCOL, HostAnswer, Introduction, Push, PushAnswer
 from rlhfless.control.errors import ApiError
+from rlhfless.control.keys import hashed
 from rlhfless.control.lifecycle import ENDED, DesiredState, Status
 from rlhfless.control.ray_host import RayReport
 from rlhfless.control.run_files import finds_mark, not_shared
-from rlhfless.control.security.keys import hashed
 from rlhfless.control.service import Service
 from rlhfless.telemetry.progress import FOR_DEVICES
 
@@ -62,13 +62,12 @@ async def deliver(
             push.now.reason += f"; {pods}"
         pushed = ingest.take(session, run, push)
         lease = session.get(LeaseRow, run_id)
-        wish = "run" if run.wish == DesiredState.RUN else run.wish
-        if wish == "run" and run_id in service.supervisor.yields:
-            wish = "yield"
-        if run.status in ENDED and wish == "run":
-            wish = "cancel"
+        desired: Any = run.desired_state
+        if desired == DesiredState.RUN:
+            desired = "cancel" if run.status in ENDED else "yield" if run_id in service.supervisor.yields else "run"
         reason = service.supervisor.lease_reasons.get(run_id, "")
-        return PushAnswer(pushed=pushed, wish=wish, granted=lease.granted if lease else 0, lease_reason=reason)  # type: ignore[arg-type]
+        granted = lease.granted if lease else 0
+        return PushAnswer(pushed=pushed, desired_state=desired, granted=granted, lease_reason=reason)
 
     answer = await service.database.write(take)
     service.device_history.add(run_id, push.now.worked, time.time())

@@ -60,7 +60,7 @@ async def list_events(
 async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[bytes]:
     read = service.database.read
     while run.status not in ENDED or after < run.last_event:
-        recent = service.bus.recent(run.id, after)
+        recent = service.run_events.recent(run.id, after)
         events: Sequence[EventRow] = recent or ()
         if recent is None:
             events, _ = await read(functools.partial(store.events, run_id=run.id, after=after, limit=PER_READ))
@@ -69,7 +69,7 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
             after = event.seq
             if event.type == "status" and event.data.get("status") in ENDED:
                 return  # it is the run's last event
-        if events or await service.bus.more(run.id, after, KEEP_ALIVE_S):
+        if events or await service.run_events.more(run.id, after, KEEP_ALIVE_S):
             continue
         run = await read(functools.partial(store.run_of, run_id=run.id))
         yield b": still here\n\n"
@@ -86,7 +86,7 @@ async def watch_runs(service: OfService) -> StreamingResponse:
 
 
 async def _changes(service: Service) -> AsyncIterator[bytes]:
-    watcher = service.bus.watch()
+    watcher = service.run_events.watch()
     try:
         yield b": watching\n\n"
         while True:

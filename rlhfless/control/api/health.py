@@ -19,8 +19,8 @@ from rlhfless.control import store
 from rlhfless.control.api.routes import OfService, answers
 from rlhfless.control.database import Unavailable
 from rlhfless.control.database.tables import LeaseRow, RunRow
+from rlhfless.control.keys import requires
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.security.keys import requires
 from rlhfless.control.service import Service
 from rlhfless.telemetry.metrics import Kind, Metric, UndeclaredMetric, resolve
 

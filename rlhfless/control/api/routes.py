@@ -10,8 +10,8 @@ from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.routing import APIRoute
 
 from rlhfless.control.errors import invalid_request
+from rlhfless.control.keys import Caller, requires
 from rlhfless.control.objects.common import ErrorBody
-from rlhfless.control.security.keys import Caller, requires
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import nearest

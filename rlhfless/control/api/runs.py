@@ -19,15 +19,15 @@ from rlhfless.control.api.routes import DEEP, OfService, Runs
 from rlhfless.control.api.views import run_object
 from rlhfless.control.database.tables import IdempotencyRow, RunRow
 from rlhfless.control.errors import ApiError
+from rlhfless.control.keys import Caller
 from rlhfless.control.lifecycle import ENDED, DesiredState, NotPossible, Status, apply_request
 from rlhfless.control.objects.common import ListObject
 from rlhfless.control.objects.runs import RunObject
-from rlhfless.control.posted import accepted_spec, posted_spec
 from rlhfless.control.retention import remove_folder
 from rlhfless.control.run_files import allow_changed
 from rlhfless.control.run_order import RunOrder, ordered_runs
-from rlhfless.control.security.keys import Caller
 from rlhfless.control.service import Service
+from rlhfless.control.spec_admission import accepted_spec, posted_spec
 from rlhfless.loop.limits import Spent, reached
 from rlhfless.prepare.inputs import KINDS
 from rlhfless.spec import LimitsSpec, RunSpec
@@ -110,8 +110,8 @@ def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec)
         status=Status.QUEUED,
         status_reason="waiting for its turn",
         status_since=now,
-        wish=DesiredState.RUN,
-        wished_at=now,
+        desired_state=DesiredState.RUN,
+        desired_at=now,
         priority=spec.priority,
         spec=posted,
         run_metadata=dict(spec.metadata),
@@ -163,7 +163,7 @@ async def get_run(service: OfService, run_id: str) -> Response:
         run = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
         return run.model_dump_json().encode()
 
-    return Response(await service.bus.json_of(run_id, read), media_type="application/json")
+    return Response(await service.run_events.json_of(run_id, read), media_type="application/json")
 
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")
@@ -269,13 +269,13 @@ async def _request_state(
         row = store.run_of(session, run_id)
         require_own(caller, row)
         try:
-            status, wanted = apply_request(Status(row.status), DesiredState(row.wish), desired)
+            status, wanted = apply_request(Status(row.status), DesiredState(row.desired_state), desired)
         except NotPossible as error:
             raise ApiError(409, "not_possible", f"run {run_id}: {error}") from error
         if change is not None:
             change(session)
-        if row.wish != wanted:
-            row.wish, row.wished_at = wanted, time.time()
+        if row.desired_state != wanted:
+            row.desired_state, row.desired_at = wanted, time.time()
         if status != row.status:
             reason = {
                 Status.PAUSING: "pausing after this step",
@@ -307,5 +307,5 @@ async def delete_run(service: OfService, caller: Runs, run_id: str) -> None:
         return row.folder
 
     folder = await service.database.write(forget)
-    service.bus.forget(run_id)
+    service.run_events.forget(run_id)
     await asyncio.to_thread(remove_folder, Path(folder), service.settings)

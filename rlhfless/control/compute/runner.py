@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfless.control.errors import ApiError, refused
-from rlhfless.control.memory import limit_memory
+from rlhfless.control.memory_limits import limit_memory
 from rlhfless.spec.errors import InputError, Problem, SpecError
 from rlhfless.util.errors import UserError
 

@@ -21,8 +21,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rlhfless.control.database import Unavailable
-from rlhfless.control.promptness import raise_priority
 from rlhfless.control.settings import DATABASE_FILE, ServiceSettings, open_data
+from rlhfless.control.thread_priority import raise_priority
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.util.errors import UserError
 

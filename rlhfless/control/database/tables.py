@@ -43,9 +43,9 @@ class RunRow(Base):
     status: Mapped[str] = mapped_column(String(16))
     status_reason: Mapped[str]
     status_since: Mapped[float]
-    wish: Mapped[str] = mapped_column(String(8))
+    desired_state: Mapped[str] = mapped_column(String(8))
     """The state that the user has requested (lifecycle.DesiredState)."""
-    wished_at: Mapped[float]
+    desired_at: Mapped[float]
     priority: Mapped[int]
     spec: Mapped[Json]
     """The spec as it was POSTed."""

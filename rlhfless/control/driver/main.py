@@ -15,16 +15,16 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlhfless import __version__
-from rlhfless.control.delivery import OUT_OF_MEMORY, DeliveryEnding, DriverOrder, OtherProtocol, failure
-from rlhfless.control.driver.link import Link
+from rlhfless.control.delivery import OUT_OF_MEMORY, DriverExit, DriverOrder, OtherProtocol, failure
 from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
+from rlhfless.control.driver.service_client import Link
 from rlhfless.control.drivers import read_order
+from rlhfless.control.keys import hashed
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.memory import use_reserve
+from rlhfless.control.memory_limits import use_reserve
 from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
-from rlhfless.control.security.keys import hashed
-from rlhfless.control.security.named import location_problems
+from rlhfless.control.spec_paths import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.loop.driver import execute
@@ -97,7 +97,7 @@ def _unknown_spec(outbox: Outbox, error: Exception) -> int:
 
 def _pause(outbox: Outbox, code: str, text: str) -> int:
     """Report that the run is paused before it has begun; returns the exit code."""
-    ended = DeliveryEnding(status=Status.PAUSED, reason=text, error=failure(code, text))
+    ended = DriverExit(status=Status.PAUSED, reason=text, error=failure(code, text))
     outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
 
@@ -125,7 +125,7 @@ class _Attempt:
         self._loop, self._task = asyncio.get_running_loop(), work
         reporter.wake, reporter.cancel = link.wake, self._call_off
         link.start()
-        ended = DeliveryEnding(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
+        ended = DriverExit(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
         try:
             ended = await work
         except asyncio.CancelledError:
@@ -175,7 +175,7 @@ class _Attempt:
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)
 
-    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> DeliveryEnding:
+    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> DriverExit:
         """Raises StaleOutbox, or CancelledError."""
         reporter.status(Status.VALIDATING, "checking model, prompts and rewards")
         sinks = None
@@ -209,9 +209,9 @@ class _Attempt:
                 sinks.close()
             console.close()
         reason = f"all {outcome.steps} steps are done; the model is in {outcome.checkpoint}"
-        return DeliveryEnding(status=Status.SUCCEEDED, reason=reason)
+        return DriverExit(status=Status.SUCCEEDED, reason=reason)
 
-    def _ended_by(self, error: Exception, spec: RunSpec) -> DeliveryEnding:
+    def _ended_by(self, error: Exception, spec: RunSpec) -> DriverExit:
         if isinstance(error, MemoryError):
             use_reserve(error)
         text = RAY_AWAY if isinstance(error, NoCluster) else user_message(error, self._folder, IN_LOGS)
@@ -221,11 +221,11 @@ class _Attempt:
         code = OUT_OF_MEMORY if isinstance(error, MemoryError | OutOfMemory) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text, param, named)
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
-            return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
+            return DriverExit(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_begun(spec, self._folder):
             kept = "what was drawn and learned is kept; once that is corrected, resume"
-            return DeliveryEnding(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
-        return DeliveryEnding(status=Status.FAILED, reason=text, error=what)
+            return DriverExit(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
+        return DriverExit(status=Status.FAILED, reason=text, error=what)
 
 
 IN_LOGS = "The traceback is in the run's logs."
@@ -242,20 +242,20 @@ CODES = {
 """Codes of errors, by the exit code of the run's ending."""
 
 
-def _called_off(cause: StopCause | None) -> DeliveryEnding:
+def _called_off(cause: StopCause | None) -> DriverExit:
     if cause is None:
-        return DeliveryEnding(status=Status.CANCELLED, reason="cancelled")
+        return DriverExit(status=Status.CANCELLED, reason="cancelled")
     if cause is StopCause.PAUSE:
-        return DeliveryEnding(status=Status.PAUSED, reason="paused before its first step")
-    return DeliveryEnding(status=Status.QUEUED, reason="gave way to a run of higher priority")
+        return DriverExit(status=Status.PAUSED, reason="paused before its first step")
+    return DriverExit(status=Status.QUEUED, reason="gave way to a run of higher priority")
 
 
-def _paused(error: RunPaused, spec: RunSpec) -> DeliveryEnding:
+def _paused(error: RunPaused, spec: RunSpec) -> DriverExit:
     if error.cause is StopCause.PAUSE:
-        return DeliveryEnding(status=Status.PAUSED, reason=f"paused: {error}")
+        return DriverExit(status=Status.PAUSED, reason=f"paused: {error}")
     if error.cause is StopCause.YIELD:
-        return DeliveryEnding(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
+        return DriverExit(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
     what = failure("limit_reached", str(error), "limits")
     if spec.limits.then == "stop":
-        return DeliveryEnding(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)
-    return DeliveryEnding(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=what)
+        return DriverExit(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)
+    return DriverExit(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=what)

@@ -119,10 +119,10 @@ class Reporter(Host):
     def _apply_answer(self, answer: PushAnswer) -> None:
         self._answer = answer
         self._answered.set()
-        if answer.wish == "cancel":
+        if answer.desired_state == "cancel":
             self.cancel(None)
-        elif answer.wish != "run" and not self._done and self._status is not Status.RUNNING:
-            self.cancel(StopCause.PAUSE if answer.wish == "pause" else StopCause.YIELD)
+        elif answer.desired_state != "run" and not self._done and self._status is not Status.RUNNING:
+            self.cancel(StopCause.PAUSE if answer.desired_state == "pause" else StopCause.YIELD)
 
     async def devices(self, wanted: DevicesWanted) -> None:
         """Wait for the lease of the service."""
@@ -168,8 +168,8 @@ class Reporter(Host):
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
             self._usage.report_if_due(run.pools.values())
-        wish = self._answer.wish if self._answer else "run"
-        stop = {"pause": StopCause.PAUSE, "yield": StopCause.YIELD}.get(wish)
+        desired_state = self._answer.desired_state if self._answer else "run"
+        stop = {"pause": StopCause.PAUSE, "yield": StopCause.YIELD}.get(desired_state)
         return Verdict(stop, self._actors())
 
     def saved(self, checkpoints: Checkpoints) -> None:

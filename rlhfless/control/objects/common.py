@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhfless.planning.objects import ApiObject
 
@@ -21,14 +21,6 @@ class ProblemObject(ApiObject):
     param: str | None
     message: str
     hint: str | None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, values: Any) -> Any:
-        """Accept stored errors, and errors of older drivers, whose hint is named `mend`."""
-        if isinstance(values, dict) and "mend" in values:
-            values = {key: value for key, value in values.items() if key != "mend"} | {"hint": values["mend"]}
-        return values
 
 
 class ErrorObject(ApiObject):

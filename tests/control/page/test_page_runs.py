@@ -92,7 +92,7 @@ def test_runs_are_compared_by_settings_time_and_cost(opened, site: tuple[str, Se
         run.spec = {**run.spec, "name": "other", "seed": 7, "optimizer": {"learning_rate": 3e-6}, "rewards": rewards}
         store.touch(session, run)
 
-    asyncio.run_coroutine_threadsafe(service.database.write(change), service.bus.loop).result(20)
+    asyncio.run_coroutine_threadsafe(service.database.write(change), service.run_events.loop).result(20)
     page: Page = opened(f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}")
     table = page.get_by_role("table", name="Settings that differ")
     expect(table).to_be_visible()

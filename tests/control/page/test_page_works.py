@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 from fakes import filled
 from rlhfless.control import store
 from rlhfless.control.database.tables import MetricsRow
+from rlhfless.control.keys import make_key
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.security.keys import make_key
 from rlhfless.control.service import Service
 
 RUN = f"#/runs/{filled.RUN_ID}"
@@ -22,7 +22,7 @@ RUN = f"#/runs/{filled.RUN_ID}"
 
 def write(service: Service, change) -> None:  # type: ignore[no-untyped-def]
     """Change the database as the service does, which tells those that watch."""
-    asyncio.run_coroutine_threadsafe(service.database.write(change), service.bus.loop).result(20)
+    asyncio.run_coroutine_threadsafe(service.database.write(change), service.run_events.loop).result(20)
 
 
 def live(page: Page) -> Page:

@@ -13,10 +13,10 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
+from rlhfless.control import keys as keys_module
 from rlhfless.control.database.tables import KeyRow, RunRow
+from rlhfless.control.keys import NotSafe, make_key, require_safe
 from rlhfless.control.retention import sweep
-from rlhfless.control.security import keys as keys_module
-from rlhfless.control.security.keys import NotSafe, make_key, require_safe
 from rlhfless.control.service import Service, open_database
 from rlhfless.control.settings import LimitsOfRequests, Retention, ServiceSettings
 
@@ -236,8 +236,15 @@ async def test_retention_removes_what_is_over_for_long_enough(tmp_path: Path) ->
 def new_run_row(name: str, status: str, folder: Path) -> RunRow:
     texts = dict.fromkeys(("status_reason", "driver_token"), "")
     zeros = dict.fromkeys(
-        ("created_at", "status_since", "wished_at", "priority", "steps", "step", "cost_usd", "device_s", "attempt",
+        ("created_at", "status_since", "desired_at", "priority", "steps", "step", "cost_usd", "device_s", "attempt",
          "deaths", "simulated_step", "pushed", "last_event"), 0)  # fmt: skip
     empty = {"spec": {}, "run_metadata": {}, "latest": {}, "checkpoints": []}
-    where = {"id": name, "name": name, "owner": "local", "status": status, "wish": "run", "folder": str(folder)}
+    where = {
+        "id": name,
+        "name": name,
+        "owner": "local",
+        "status": status,
+        "desired_state": "run",
+        "folder": str(folder),
+    }
     return RunRow(**where, **texts, **zeros, **empty)

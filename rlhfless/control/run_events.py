@@ -21,8 +21,8 @@ MOST_SHOWN = 2_000
 """Runs whose JSON and newest events are kept in memory: some KiB each."""
 
 
-class Bus:
-    """The bus belongs to the event loop; only `publish` may be called from any thread."""
+class RunEvents:
+    """Belongs to the event loop; only `publish` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

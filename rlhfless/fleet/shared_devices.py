@@ -1,6 +1,6 @@
 """Devices that a run lends to other runs while its functions there sleep, and gets back for its next phase.
 
-The keeper of all runs that share devices (rlhfless.fleet.holders) says whose turn it is. A run keeps its turn until
+The manager of all runs that share devices (rlhfless.fleet.reservations) says whose turn it is. A run keeps it until
 another run waits for it and its own phase on the devices is over: then its replicas fall asleep and it passes the turn
 on. So a run that is alone on its devices never sleeps for nothing.
 """
@@ -24,7 +24,7 @@ AGAIN_S = 1.0
 """Between two questions to a keeper that cannot be reached."""
 
 
-class LentDevices:
+class SharedDevices:
     """The devices of functions that take turns; of these the ones that the run holds."""
 
     def __init__(self, devices: RunDevices, allocations: Sequence[Allocation]) -> None:

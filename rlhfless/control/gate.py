@@ -16,7 +16,7 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhfless.control.errors import ApiError
-from rlhfless.control.security.keys import hashed
+from rlhfless.control.keys import hashed
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.loopback import is_loopback
 

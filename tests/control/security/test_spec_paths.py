@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlhfless.control.errors import ApiError
-from rlhfless.control.posted import posted_spec
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.spec_admission import posted_spec
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import models
 from rlhfless.spec.locations import locations

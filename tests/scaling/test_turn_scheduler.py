@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.scaling.seats import AGING_S, SeatTurns
+from rlhfless.scaling.turn_scheduler import AGING_S, TurnScheduler
 
 
 def test_a_turn_passes_to_the_run_that_asked_first() -> None:
-    turns = SeatTurns()
+    turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 1.0)
     assert not turns.ask("b", ["0"], 0, 2.0)
     assert not turns.ask("c", ["0"], 0, 3.0)
@@ -23,7 +23,7 @@ def test_a_turn_passes_to_the_run_that_asked_first() -> None:
 
 
 def test_a_run_that_asks_again_keeps_its_place() -> None:
-    turns = SeatTurns()
+    turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 0.0)
     assert not turns.ask("b", ["0"], 0, 1.0)
     assert not turns.ask("c", ["0"], 0, 2.0)
@@ -33,7 +33,7 @@ def test_a_run_that_asks_again_keeps_its_place() -> None:
 
 
 def test_seats_come_together_and_are_kept_from_those_behind() -> None:
-    turns = SeatTurns()
+    turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 0.0)
     assert not turns.ask("b", ["0", "1"], 0, 1.0)
     assert not turns.ask("c", ["1"], 0, 2.0), "b waits for it since before"
@@ -42,7 +42,7 @@ def test_seats_come_together_and_are_kept_from_those_behind() -> None:
 
 
 def test_priority_goes_first_and_grows_with_the_wait() -> None:
-    turns = SeatTurns()
+    turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 0.0)
     assert not turns.ask("low", ["0"], 0, 1.0)
     assert not turns.ask("high", ["0"], 1, 2.0)
@@ -54,7 +54,7 @@ def test_priority_goes_first_and_grows_with_the_wait() -> None:
 
 
 def test_of_equal_priority_the_step_that_is_due_first_goes_first() -> None:
-    turns = SeatTurns()
+    turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 0.0)
     assert not turns.ask("no deadline", ["0"], 0, 1.0)
     assert not turns.ask("later", ["0"], 0, 2.0, due_s=100.0)
@@ -67,7 +67,7 @@ def test_of_equal_priority_the_step_that_is_due_first_goes_first() -> None:
 
 
 def test_a_run_that_has_gone_leaves_nothing() -> None:
-    turns = SeatTurns()
+    turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 0.0)
     assert not turns.ask("b", ["0"], 0, 1.0)
     assert not turns.ask("c", ["0"], 0, 2.0)
@@ -82,7 +82,7 @@ RUNS, SEATS = st.sampled_from("abcd"), st.sets(st.sampled_from("0123"), min_size
 @given(st.lists(st.tuples(RUNS, SEATS, st.booleans()), max_size=60))
 def test_each_seat_has_one_owner_and_everyone_comes_to_it(events: list[tuple[str, set[str], bool]]) -> None:
     """A run asks for all seats of a phase while it owns none, as the fleet does."""
-    turns, owned, waiting = SeatTurns(), dict[str, set[str]](), dict[str, set[str]]()
+    turns, owned, waiting = TurnScheduler(), dict[str, set[str]](), dict[str, set[str]]()
     for now_s, (run, seats, asks) in enumerate(events):
         if asks and run not in waiting and run not in owned:
             waiting[run] = seats

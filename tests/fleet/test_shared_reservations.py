@@ -1,4 +1,4 @@
-"""The keeper of runs that share devices, without Ray: holders are ours, and have what the test says."""
+"""The manager of runs that share devices, without Ray: reservations are fakes, and have what the test says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhfless.fleet import holders
-from rlhfless.fleet.holders import Demand, Held, Keeper, StaleHolder, Tenant
+from rlhfless.fleet import reservations
+from rlhfless.fleet.reservations import Demand, Held, ReservationManager, StaleReservation, Tenant
 
 CORE = Demand("cpu-core", 1, gpu=False)
 SOON_S = 0.05
@@ -42,10 +42,10 @@ class Holders:
 def two(monkeypatch: pytest.MonkeyPatch) -> Holders:
     """Two devices."""
     made = Holders(2)
-    monkeypatch.setattr(holders.ray, "remote", made.made)
-    monkeypatch.setattr(holders.ray, "kill", made.killed.append)
-    # A keeper ends its process when its lease does, and this one's process is the test's.
-    monkeypatch.setattr(holders, "Lease", lambda *_, **__: SimpleNamespace(renew=lambda *_: None))
+    monkeypatch.setattr(reservations.ray, "remote", made.made)
+    monkeypatch.setattr(reservations.ray, "kill", made.killed.append)
+    # A manager ends its process when its lease does, and this one's process is the test's.
+    monkeypatch.setattr(reservations, "Lease", lambda *_, **__: SimpleNamespace(renew=lambda *_: None))
     return made
 
 
@@ -53,12 +53,12 @@ def tenant(run: str, attempt: int = 1, lease_s: float = 60.0, most: int = 2) -> 
     return Tenant(run, attempt, lease_s, most)
 
 
-async def device_of(keeper: Keeper, of: Tenant, group: str, *, room: bool) -> str | None:
+async def device_of(keeper: ReservationManager, of: Tenant, group: str, *, room: bool) -> str | None:
     held = await keeper.hold(of, group, CORE, SOON_S, room)
     return None if held is None else held.local_ids[0]
 
 
-async def seated(keeper: Keeper, *runs: str) -> None:
+async def seated(keeper: ReservationManager, *runs: str) -> None:
     """Each of the runs has generation and learner on the two devices."""
     for run in runs:
         for group in ("generation-0", "learner-0"):
@@ -66,7 +66,7 @@ async def seated(keeper: Keeper, *runs: str) -> None:
 
 
 async def test_free_devices_first_then_those_with_the_fewest_runs_and_other_functions(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     assert await device_of(keeper, tenant("a"), "generation-0", room=True) == "0"
     assert await device_of(keeper, tenant("a"), "learner-0", room=True) == "1"
     assert await device_of(keeper, tenant("b"), "learner-0", room=False) == "0", "where the other run generates"
@@ -76,7 +76,7 @@ async def test_free_devices_first_then_those_with_the_fewest_runs_and_other_func
 
 
 async def test_a_holder_that_pends_gives_way_to_devices_that_another_run_has_got(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     await seated(keeper, "a")
     assert await device_of(keeper, tenant("b"), "generation-0", room=True) is None, "its node said that there is room"
     assert await device_of(keeper, tenant("b"), "generation-0", room=False) == "1"
@@ -84,7 +84,7 @@ async def test_a_holder_that_pends_gives_way_to_devices_that_another_run_has_got
 
 
 async def test_devices_are_given_back_when_the_last_run_leaves_them(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     await seated(keeper, "a", "b")
     await keeper.leave(tenant("a"))
     assert two.killed == []
@@ -93,7 +93,7 @@ async def test_devices_are_given_back_when_the_last_run_leaves_them(two: Holders
 
 
 async def test_a_turn_passes_on_and_the_owner_is_told_that_it_is_wanted(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     await seated(keeper, "a", "b")
     assert await keeper.turn(tenant("a"), ["generation-0"], 0) == []
     assert not await keeper.wanted(tenant("a"), ["generation-0"], SOON_S)
@@ -106,7 +106,7 @@ async def test_a_turn_passes_on_and_the_owner_is_told_that_it_is_wanted(two: Hol
 
 
 async def test_a_turn_goes_to_the_run_whose_step_is_due_first(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     three = [dataclasses.replace(tenant(run), most=3, left_s=left_s) for run, left_s in (("a", 1), ("b", 90), ("c", 9))]
     for each in three:
         assert await device_of(keeper, each, "generation-0", room=each is three[0]) == "0"
@@ -118,20 +118,20 @@ async def test_a_turn_goes_to_the_run_whose_step_is_due_first(two: Holders) -> N
 
 
 async def test_a_run_that_has_left_takes_no_turn_any_more(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     await seated(keeper, "a", "b")
     assert await keeper.turn(tenant("a"), ["generation-0"], 0) == []
     waits = asyncio.create_task(keeper.turn(tenant("b"), ["learner-0"], 10))
     await asyncio.sleep(0)
     await keeper.leave(tenant("b"))
-    with pytest.raises(StaleHolder, match="has ended"):
+    with pytest.raises(StaleReservation, match="has ended"):
         await waits
     await keeper.pass_on(tenant("a"), ["generation-0"])
     assert await keeper.turn(tenant("a"), ["generation-0"], 0) == []
 
 
 async def test_a_run_whose_driver_died_keeps_its_turn_until_its_lease_ends(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     await seated(keeper, "a", "b")
     assert await keeper.turn(tenant("a", lease_s=0.2), ["generation-0"], 0) == []
     assert await keeper.turn(tenant("b"), ["learner-0"], 0) == ["a"]
@@ -140,9 +140,9 @@ async def test_a_run_whose_driver_died_keeps_its_turn_until_its_lease_ends(two: 
 
 
 async def test_a_new_driver_has_the_turn_of_the_one_before_which_is_refused(two: Holders) -> None:
-    keeper = Keeper(60)
+    keeper = ReservationManager(60)
     await seated(keeper, "a", "b")
     assert await keeper.turn(tenant("a"), ["generation-0"], 0) == []
     assert await keeper.turn(tenant("a", attempt=2), ["generation-0"], 0) == []
-    with pytest.raises(StaleHolder, match="attempt 2 has taken over"):
+    with pytest.raises(StaleReservation, match="attempt 2 has taken over"):
         await keeper.pass_on(tenant("a"), ["generation-0"])

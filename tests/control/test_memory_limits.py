@@ -16,13 +16,13 @@ from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import LOG_FILE, write_order
-from rlhfless.control.memory import says_out_of_memory
+from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.functions.out_of_memory import OutOfMemory
 
 FILLS = """
 import resource
-from rlhfless.control.memory import limit_driver, use_reserve
+from rlhfless.control.memory_limits import limit_driver, use_reserve
 limit_driver(0.25)
 try:
     filled = [{number} for number in range(2**31)]

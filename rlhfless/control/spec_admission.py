@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from rlhfless.control.errors import refused
 from rlhfless.control.objects.common import MOST_INTEGER
-from rlhfless.control.security.named import code_problems, file_problems, values_at
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.spec_paths import code_problems, file_problems, values_at
 from rlhfless.spec import RunSpec
 from rlhfless.spec.document import MOST_DEPTH
 from rlhfless.spec.errors import Problem

@@ -34,7 +34,7 @@ class _Request:
     asked_s: float
 
 
-class SeatTurns:
+class TurnScheduler:
     """The owners of seats, and the runs that wait for them."""
 
     def __init__(self) -> None:

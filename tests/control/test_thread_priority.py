@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from rlhfless.control.promptness import raise_priority, service_threads
+from rlhfless.control.thread_priority import raise_priority, service_threads
 
 
 def test_a_thread_comes_first_and_what_it_starts_does_not() -> None:

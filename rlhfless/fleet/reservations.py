@@ -9,7 +9,7 @@ the devices still held, and ends by itself when its lease does; the holders, als
 attempt number fences off a driver that was believed dead.
 
 Runs that share devices (`placement.tenants`) have one keeper together. It puts a run on devices of its own while there
-are free ones, and else on the devices with the fewest runs; and it says whose turn it is there (`SeatTurns`).
+are free ones, and else on the devices with the fewest runs; and it says whose turn it is there (`TurnScheduler`).
 A run whose driver has died keeps its turn until its lease ends, which is after its replicas have.
 
 CPU cores: Ray counts them, and does not say which. A holder locks a file per core, so that the runs of one user on one
@@ -36,7 +36,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
 from rlhfless.functions.lease import Lease, LeaseTerms
-from rlhfless.scaling.seats import SeatTurns
+from rlhfless.scaling.turn_scheduler import TurnScheduler
 from rlhfless.util.folders import private
 
 NAMESPACE = "rlhfless"
@@ -53,7 +53,7 @@ LOOK_S = 5.0
 """How often a keeper looks whether its lease has ended."""
 
 
-class StaleHolder(RuntimeError):
+class StaleReservation(RuntimeError):
     """The caller is a driver of an older attempt."""
 
 
@@ -98,7 +98,7 @@ class Held:
     """Numbers of cores; or entries of CUDA_VISIBLE_DEVICES, composed with the mask that was already on the node."""
 
 
-class Holder:
+class DeviceReservation:
     """Holds devices by being there."""
 
     def __init__(self, demand: Demand) -> None:
@@ -179,16 +179,16 @@ class _Seat:
         return room and self.held is not None and demand.is_met_by(self.demand)
 
 
-class Keeper:
+class ReservationManager:
     """Owns the holders of a run, or of all runs that share devices. All methods are idempotent, renew the run's lease,
-    and raise StaleHolder for an older attempt of it."""
+    and raise StaleReservation for an older attempt of it."""
 
     def __init__(self, lease_s: float) -> None:
         self._attempts: dict[str, int] = {}
         self._ends_s: dict[str, float] = {}
         self._seats: dict[str, _Seat] = {}
         self._made = count()
-        self._turns = SeatTurns()
+        self._turns = TurnScheduler()
         self._changes = asyncio.Condition()
         # An actor that ends by itself: Ray ends what it owns.
         self._lease = Lease(LeaseTerms(first_s=lease_s, renewed_s=LOOK_S), lambda: os._exit(0))
@@ -196,7 +196,7 @@ class Keeper:
     async def _admit(self, tenant: Tenant) -> None:
         newest = self._attempts.setdefault(tenant.run_id, tenant.attempt)
         if tenant.attempt < newest:
-            raise StaleHolder(f"attempt {tenant.attempt} asks, but attempt {newest} has taken over")
+            raise StaleReservation(f"attempt {tenant.attempt} asks, but attempt {newest} has taken over")
         now_s = time.monotonic()
         self._attempts[tenant.run_id], self._ends_s[tenant.run_id] = tenant.attempt, now_s + tenant.lease_s
         for run_id, end_s in list(self._ends_s.items()):
@@ -208,7 +208,7 @@ class Keeper:
         """Drop a run that has left, or whose driver has died and its replicas with it."""
         for name, seat in list(self._seats.items()):
             if run_id in seat.groups:
-                self._stand_up(name, run_id)
+                self._leave_group(name, run_id)
         self._ends_s.pop(run_id, None)
         self._turns.leave(run_id, time.monotonic())
         await self._notify_change()
@@ -221,13 +221,13 @@ class Keeper:
         await self._admit(tenant)
         name = self._seat_of(tenant.run_id, group)
         if name is not None and not demand.is_met_by(self._seats[name].demand):
-            self._stand_up(name, tenant.run_id)
+            self._leave_group(name, tenant.run_id)
             name = None
         if name is None or self._seats[name].held is None:
             # What pends since another run was first is shared with it, too.
             shared = self._shared(tenant, group, demand) if name is not None or not room else None
             if name is not None and shared is not None:
-                self._stand_up(name, tenant.run_id)
+                self._leave_group(name, tenant.run_id)
             name = shared or name or self._new(tenant, group, demand)
         seat = self._seats[name]
         try:
@@ -262,7 +262,7 @@ class Keeper:
     def _new(self, tenant: Tenant, group: str, demand: Demand) -> str:
         make: Any = ray.remote(**demand.options())  # type: ignore[call-overload]  # Ray's types know no labels
         name = f"{next(self._made):06d}"
-        self._seats[name] = _Seat(demand, make(Holder).remote(demand), {tenant.run_id: group}, tenant.most)
+        self._seats[name] = _Seat(demand, make(DeviceReservation).remote(demand), {tenant.run_id: group}, tenant.most)
         return name
 
     async def held(self, tenant: Tenant, wait_s: float) -> dict[str, tuple[Demand, Held]]:
@@ -304,7 +304,7 @@ class Keeper:
         await self.pass_on(tenant, groups)
         for group in groups:
             if (name := self._seat_of(tenant.run_id, group)) is not None:
-                self._stand_up(name, tenant.run_id)
+                self._leave_group(name, tenant.run_id)
 
     async def leave(self, tenant: Tenant) -> None:
         """Drop a run that has ended."""
@@ -313,7 +313,7 @@ class Keeper:
         if not self._ends_s:
             self._lease.renew()  # the next run may come at once
 
-    def _stand_up(self, name: str, run_id: str) -> None:
+    def _leave_group(self, name: str, run_id: str) -> None:
         seat = self._seats[name]
         seat.groups.pop(run_id, None)
         if not seat.groups:
@@ -336,7 +336,7 @@ class Keeper:
 
         def is_mine() -> bool:
             if self._attempts[tenant.run_id] != tenant.attempt or tenant.run_id not in self._ends_s:
-                raise StaleHolder(f"attempt {tenant.attempt} waits for its turn, but has ended")
+                raise StaleReservation(f"attempt {tenant.attempt} waits for its turn, but has ended")
             seats = self._names(tenant.run_id, groups)
             now_s = time.monotonic()
             return self._turns.ask(tenant.run_id, seats, tenant.priority, now_s, asked_s + tenant.left_s)
@@ -373,11 +373,11 @@ class Keeper:
             self._changes.notify_all()
 
 
-SHARED_KEEPER = "shared-devices"
+SHARED_MANAGER = "shared-devices"
 """Name of the one keeper of all runs that share devices."""
 
 
-def keeper_of(name: str, lease_s: float) -> Any:
+def reservation_manager(name: str, lease_s: float) -> Any:
     """The keeper of this name, made if need be. Returns its handle at once."""
     make: Any = ray.remote(  # type: ignore[call-overload]  # Ray's types do not know every option
         name=name,
@@ -388,10 +388,10 @@ def keeper_of(name: str, lease_s: float) -> Any:
         num_cpus=0,
         resources={HEAD_RESOURCE: 0.0001},
     )
-    return make(Keeper).remote(lease_s)
+    return make(ReservationManager).remote(lease_s)
 
 
-def keeper_left(name: str) -> Any | None:
+def existing_manager(name: str) -> Any | None:
     """The keeper of this name, if it lives: an earlier driver of a run has left it, or other runs use it."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
