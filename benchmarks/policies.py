@@ -5,7 +5,7 @@
     python benchmarks/policies.py --drafts [--seeds 4] [--jobs 2] [SCENARIO ...]
 
 Every result is printed, good and bad; `--markdown` writes the same for the documentation. `--quick` takes four of the
-scenarios, two seeds and two epochs. Ends with 1 if a run is below its lower bound (`step_bound.py`). `--drafts` prints
+scenarios, two seeds and two epochs. `--drafts` prints
 what the choice of actors, drafts and both bring (docs/speculation.md), and nothing else.
 """
 
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from against_bound import RunBounds
 from smoke import parsed
 from where import machine
 
@@ -75,9 +74,6 @@ def main() -> None:
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text, "utf-8")
-    if beaten := [each for one in measured for each in one.beaten]:
-        print("below the lower bound, so the bound or the simulator is wrong:", *beaten, sep="\n", file=sys.stderr)
-        sys.exit(1)
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,10 @@ class Measured:
     scenario: Scenario
     one: PolicyComparison
     """Nodes are rented whole, or owned."""
-    bound: float
-    """How much faster than static the lower bound of the same fleet is."""
     single: PolicyComparison
     """Single devices are rented, and given back."""
     several: dict[int, list[Arrangement]]
     """By number of runs; empty for a cluster of several kinds."""
-    beaten: tuple[str, ...]
 
     def speed_up(self, label: str) -> Interval:
         return next(row.speed_up for row in self.one.rows("all") if row.label == label)
@@ -113,13 +106,9 @@ def run(name: str, seeds: int, jobs: int, quick: bool, smoke: bool) -> Measured:
         PolicyEntry(name=each, settings=SETTINGS.get(each, {})) for each in (STATIC, *BESIDE, OURS, EVERY_LENGTH)
     )
     one = compare(scenario.model_copy(update={"policies": entries}), jobs=jobs)
-    bounds = RunBounds(one.scenario)
-    least_s = [sum(b.least_s for b in bounds.steps(static.fleet, static.seed)) for static in one.results[STATIC]]
-    ratios = [static.time_s / least for static, least in zip(one.results[STATIC], least_s, strict=True)]
-    beaten = tuple(text for runs in one.results.values() for text in bounds.beaten(runs))
     alone = len(scenario.cluster.machines) == 1
     several = arrangements(scenario, RUNS) if alone else {}
-    made = Measured(scenario, one, statistics.geometric_mean(ratios), single_devices(scenario, jobs), several, beaten)
+    made = Measured(scenario, one, single_devices(scenario, jobs), several)
     print(f"{name}: {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
     return made
 
@@ -192,7 +181,6 @@ def one_run(measured: Sequence[Measured]) -> list[str]:
     labels = (*BESIDE, OURS, EVERY_LENGTH)
     medians = {label: statistics.median(each.speed_up(label).mean for each in measured) for label in labels}
     worst, best = (pick(each.speed_up(OURS).mean for each in measured) for pick in (min, max))
-    bound = statistics.median(each.bound for each in measured)
     slower = [each.scenario.name for each in measured if each.speed_up(OURS).mean < 0.995]
     lines = [
         "## One run on its own cluster",
@@ -200,23 +188,23 @@ def one_run(measured: Sequence[Measured]) -> list[str]:
         "Nodes are rented whole, or owned: a device that a run gives back for part of a step is paid for all the same, "
         "so cost is time, and every policy is judged by it. All functions are on all devices and take turns. "
         f"Speed-up against `{STATIC}`, which deals prompts by the lengths of their last visit, with 95 % confidence "
-        "intervals; the bound is of the same fleet, and no policy can be beyond it.",
+        "intervals.",
         "",
         f"`{OURS}` is {medians[OURS]:.3f}x as fast at the median ({worst:.3f} to {best:.3f}), with every length known "
-        f"{medians[EVERY_LENGTH]:.3f}x; the bound is {bound:.2f}x. "
+        f"{medians[EVERY_LENGTH]:.3f}x. "
         + (
             f"Slower than static by more than 0.5 %: {', '.join(slower)}."
             if slower
             else "It is never slower than static."
         ),
         "",
-        row(["scenario", *labels, "the bound"]),
-        row(["---"] * (len(labels) + 2)),
+        row(["scenario", *labels]),
+        row(["---"] * (len(labels) + 1)),
     ]
     for each in measured:
         cells = [interval(each.speed_up(label)) for label in labels]
-        lines.append(row([each.scenario.name, *cells, f"{each.bound:.2f}"]))
-    return [*lines, row(["median", *(f"{medians[label]:.3f}" for label in labels), f"{bound:.2f}"]), ""]
+        lines.append(row([each.scenario.name, *cells]))
+    return [*lines, row(["median", *(f"{medians[label]:.3f}" for label in labels)]), ""]
 
 
 def apart(measured: Sequence[Measured]) -> list[str]:

@@ -259,7 +259,7 @@ def _checkpoint(_: Iterable[str]) -> str:
 
 
 def _of_conversion(error: RuntimeError) -> bool:
-    """Whether this is transformers' own error (utils/loading_report.py); running out of memory raises the same type."""
+    """Whether this is the error of transformers/utils/loading_report.py; running out of memory raises the same type."""
     return "automatic conversion of the weights" in str(error)
 
 

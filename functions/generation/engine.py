@@ -1,8 +1,8 @@
 """An engine as the runtime sees it: its requests, its answers, and the promises that an implementation keeps.
 
 An implementation is one folder beside `vllm/`, or a class of the user's own that the spec names
-(`generation.engine.type`). tests/vllm/test_engine_real.py has the contract as tests; vLLM and a plain loop over
-transformers pass them.
+(`generation.engine.type`). tests/functions/generation/vllm/test_engine_real.py has the contract as tests; vLLM and a
+plain loop over transformers pass them.
 Nothing of an engine is imported here, so importing this costs callers neither its time nor its memory.
 """
 

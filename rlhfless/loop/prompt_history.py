@@ -5,7 +5,8 @@
 - Whether the prompt's samples differed in their rewards, by step, without those whose reward failed: `prompts` draws a
   prompt less often that was without signal. A step's own filter of such groups needs no record (rlhfless.loop.redraws).
 - The newest responses: drafts for an engine, which gets those of a prompt with the first request of it and indexes them
-  beside what it is drawing (vllm/drafter.py). They change no sample, so they may be lost: of each prompt the newest are
+  beside what it is drawing (functions/generation/vllm/drafter.py).
+  They change no sample, so they may be lost: of each prompt the newest are
   kept, so that older weights fade, and of all prompts those that were drawn last, up to a number of tokens.
 
 A resumed run reads all of it from the trace, which has the rollouts of each step once, and at a checkpoint those of all

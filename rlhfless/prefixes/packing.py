@@ -26,9 +26,8 @@ from rlhfless.prefixes.trie import NONE, lineage, shared_prefixes
 from rlhfless.records import IntArray
 
 PAYS_BELOW = 0.7
-"""On a CPU sequences are packed where that computes less than this part of the tokens of the padded pass. On one core,
-with a model of 0.8 M parameters and short prompts, its gathers and its calls per prefix made a token cost a third more
-(benchmarks/prefixes.py --always), which pays below 0.75; in larger models they weigh less."""
+"""Pack sequences on a CPU where that computes less than this part of the padded pass's tokens. Measured on one core
+with 0.8 M parameters: gathers and calls per prefix make a token a third more expensive, so packing pays below 0.75."""
 
 JOIN_KEYS = 875
 """What joining a prefix to the attention of a token behind it costs on a GPU, as attention to so many keys (computed).

@@ -269,8 +269,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
 
     One rank alone has b P gathered in all of them, and its last moment costs r h V + 4 R: a copy of R's gradients.
     publish holds no gradients, and the probe's exact weights: 4 (R + G + h V). restore holds no gradients.
-    Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare and
-    benchmarks/memory_plan.py.
+    Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare.
     """
     states = () if how.offload else learner_states_bytes(shape, how.ranks, how.moment_bits, averaged=how.averaged)
     resting = tuple(part for part in states if part.name != "gradients")

@@ -16,16 +16,14 @@ import numpy as np
 import pytest
 from where import machine
 
-from fakes.recorded_run import record
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 
-HERE = Path(__file__).parent
-BENCHMARKS = HERE.parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 800
-MODEL, RUNS, RECORDED, STEPS = "model", "measured_runs", "recorded", "published_steps"
+MODEL, RUNS, STEPS = "model", "measured_runs", "published_steps"
 """Fixtures with what a command line must name."""
 
 
@@ -57,11 +55,7 @@ PURE = (
         ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}'),
         long=True,
     ),
-    Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
-    Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
     Smoke("overlap", (rf"Staleness 1: where the plan decides {NUMBER}x", r"\| gsm8k-3b-h100 \| one_step_off \|")),
-    Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s"), alone=True, long=True),
-    Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(
         "policies",
         (
@@ -69,12 +63,6 @@ PURE = (
             rf"The best arrangement at the median: 2 runs {NUMBER}x, 4 runs {NUMBER}x, 8 runs {NUMBER}x",
             r"\| gsm8k-3b-h100 \|",
         ),
-        long=True,
-    ),
-    Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
-    Smoke(
-        "ranks",
-        (r'"learner, 2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'),
         long=True,
     ),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
@@ -86,19 +74,9 @@ PURE = (
             r"pairs that differ in the kind: \d+ of",
         ),
     ),
-    Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL, alone=True, long=True),
-    Smoke(
-        "prefixes",
-        (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x"),
-        long=True,
-    ),
-    Smoke("prefill_sweep", (rf"8 +128 x 8 +256 +256 +{NUMBER} s +{NUMBER} +\d +{NUMBER}",)),
-    Smoke("prefix_ablation", (r"few-shot-7b-h100 +engine", rf"plan and learner +{NUMBER} +{NUMBER}x")),
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),
-    Smoke("step_computed", (rf"\| step \| {NUMBER} \| {NUMBER} \|",)),
-    Smoke("weights_computed", (rf"\| `nccl` \| {NUMBER} \| {NUMBER} \|",)),
 )
 LIVE = (
     Smoke(
@@ -106,42 +84,14 @@ LIVE = (
     ),
     Smoke("chaos", (r"token-identical samples +\d+ of \d+", rf"kills +1\n.* -> .*: {NUMBER}x"), MODEL),
     Smoke("controls", (rf"shuffled +0 +{NUMBER} +{NUMBER} +[+-]{NUMBER}",), MODEL),
-    Smoke("shapes", (rf"core apart / one process: step {NUMBER}; samples with the same tokens 4 of 4",), MODEL),
     Smoke(
         "prefix_steps",
         (rf"long +step_s +off +{NUMBER} s +on +{NUMBER} s", rf"an actor that joins in mid-step {NUMBER}"),
     ),
-    Smoke("hostile_api", (r"answers of 5xx +0 ", r"processes left +0 ", r"files left +0 ", "0 did not hold"), MODEL),
-    Smoke("demo_api", (rf"command to exit +service / run {NUMBER}", rf"steps alone +service / run {NUMBER}"), MODEL),
-    Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
     Smoke(
         "schedules", tuple(rf"{name} +{NUMBER} .*\) +{NUMBER} +{NUMBER}" for name in ("sync", "one_step_off", "async"))
     ),
     Smoke("runs_together", (r"duty \d+%", "last weights equal", rf"throughput +together .* {NUMBER}x"), MODEL),
-    Smoke("logprobs", tuple(rf"8 +{row}( +{NUMBER}){{4}}" for row in ("vLLM's", "ours", "neither"))),
-    Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),
-    Smoke(
-        "prefill",
-        tuple(
-            rf"{ratio}, .*: one / apart {NUMBER}; plan {NUMBER} .* {NUMBER} by .*; identical 1\.000000 of \d+ tokens"
-            for ratio in ("8 : 1", "1 : 8")
-        ),
-    ),
-    Smoke("turns", (rf"on the core \d+ MiB, plan \d+, ratio {NUMBER}", rf"step / functions at work {NUMBER}")),
-    Smoke("sleep", (rf"learner: given back {NUMBER}", rf"actor: given back {NUMBER}", rf"wake / start {NUMBER}")),
-    Smoke(
-        "weights",
-        tuple(rf"{row} .* ratio {NUMBER}" for row in ("store: publish", "two: http", "two: nccl", "tiny: load")),
-    ),
-)
-SHARING = (
-    Smoke(
-        "generation",
-        (
-            rf"one actor / bare AsyncLLM on the same core +{NUMBER}",
-            rf"two actors / one default vLLM over both cores +{NUMBER}",
-        ),
-    ),
     Smoke(
         "step",
         (
@@ -149,6 +99,11 @@ SHARING = (
             rf"our step / bare parts, one default engine +{NUMBER}",
             rf"TRL / our step +{NUMBER}",
         ),
+    ),
+    Smoke("speculation", (rf"misses +4 sequences: off / on {NUMBER}; identical 1\.000000 of \d+ tokens",)),
+    Smoke(
+        "weights",
+        tuple(rf"{row} .* ratio {NUMBER}" for row in ("store: publish", "two: http", "two: nccl", "tiny: load")),
     ),
 )
 
@@ -179,15 +134,6 @@ def measured_runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ]
         (folder / name / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [str(folder)]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Runs that `replay` has recorded already; it starts them as `controls` does."""
-    folder = tmp_path_factory.mktemp("recorded")
-    for actors, kind in ((1, "one-actor"), (2, "two-actors")):
-        record(folder / f"{kind}-1" / "run" / "trace", actors)
-    return ["no model", "--kinds", "two actors", "--keep", str(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +190,6 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("smoke", [smoke.case for smoke in PURE])
 def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest, printed: Printed) -> None:
-    if smoke.name == "page" and not Path("/usr/bin/chromium").exists():
-        pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not timed")
     arguments = [*needed(smoke, request), "--smoke"]
     apart = smoke.alone or smoke.long
     check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *arguments]) if apart else printed(smoke.name, *arguments))
@@ -272,31 +216,18 @@ def test_with_an_own_fleet(smoke: Smoke, request: pytest.FixtureRequest) -> None
     check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
 
 
-@pytest.mark.engine
-@pytest.mark.long
-def test_beside_bare_engines() -> None:
-    """Their main module holds numba, beside which vLLM cannot start: the bare engines must not import it again."""
-    _, *parts = re.split(r"^== (\w+)$", output([HERE / "sharing.py"]), flags=re.MULTILINE)
-    printed = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert set(printed) == {smoke.name for smoke in SHARING}
-    for smoke in SHARING:
-        check(smoke, printed[smoke.name])
-
-
 def test_the_tables_are_complete() -> None:
     """A new benchmark runs here, too; what has no option `--smoke` is a part of another one."""
     found = {file.stem for file in BENCHMARKS.glob("*.py") if "import parsed" in file.read_text()}
-    assert found == {smoke.name for smoke in (*PURE, *LIVE, *SHARING)}
+    assert found == {smoke.name for smoke in (*PURE, *LIVE)}
     found.add("hostile_weights")  # by tests/vllm/test_hostile_weights.py
     parts = {
-        "against_bound",
         "bare",
         "controls_rewards",
         "demo_run",
         "engine_fit",
         "setting",
         "smoke",
-        "step_bound",
         "trl_step",
         "where",
     }

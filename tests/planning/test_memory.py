@@ -165,7 +165,7 @@ CASES = [
     (8, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, head_dtype="float32"), 2),
     (32, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, shard_ranks=8), 2),
     *(
-        pytest.param(*case, marks=pytest.mark.long)  # seconds each; benchmarks/memory_plan.py has more
+        pytest.param(*case, marks=pytest.mark.long)  # seconds each
         for case in (
             (1, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
             (4, LearnerSpec(), 2),

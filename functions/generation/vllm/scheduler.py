@@ -1,8 +1,8 @@
 """vLLM's schedulers, which send tokens and logprobs to the front end every `EVERY` iterations instead of in each.
 
 A sample is returned whole, so nothing is lost by waiting. vLLM makes three numpy arrays for each request and iteration
-out of the logprobs, encodes them, decodes them in the front end and walks them there: ten times the cost of the token
-(figures: benchmarks/logprobs.py). Here the logprobs of an iteration become one list, requests keep theirs in the core,
+out of the logprobs, encodes them, decodes them in the front end and walks them there: ten times the cost of the token.
+Here the logprobs of an iteration become one list, requests keep theirs in the core,
 and each message to the front end has one array.
 
 Everything kept is sent when a request ends or is aborted, and before a pause for a weight load is complete, so tokens

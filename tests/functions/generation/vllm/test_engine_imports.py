@@ -50,7 +50,6 @@ def test_the_list_is_complete() -> None:
     }
     assert found == {f"functions/generation/vllm/{module}.py" for module in INSIDE} | {
         "benchmarks/bare.py",
-        "benchmarks/logprobs.py",  # a scheduler without an engine
     }
 
 
