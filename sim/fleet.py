@@ -141,19 +141,6 @@ class SimulatedFleet:
             self._end(slot, max(at_s, replica.busy_s))
         self.pass_turns(at_s)
 
-    def change(self, slot: int, setup: Setup, at_s: float) -> float:
-        """Ends the replica at a slot, and starts one on the devices that it has there in `setup`, which differs in
-        nothing else but the way of the weights. Returns when the replica is up, as far as its devices are free."""
-        self._end(slot, max(at_s, self.replicas[slot].busy_s))
-        moved = setup.transport.home != self.setup.transport.home
-        self.setup, self.slot_setups = setup, setup.slot_setups
-        self._devices.change(slot, self.slot_setups[slot])
-        self.start(slot, at_s)
-        up_s = max(at_s, self._up_s[slot])
-        if moved:  # what other nodes pull is there when the replica is
-            self._given_s = max(self._given_s, up_s)
-        return up_s
-
     def require_weights(self, step: int, at_s: float) -> None:
         """From `at_s` on, actors need the weights after `step` training steps: actors with other weights are STALE."""
         self._expect(step)

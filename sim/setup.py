@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, FunctionRole, Work
@@ -241,14 +241,6 @@ class Setup:
         services = (service.role for service in self.services)
         engines = (FunctionRole.PREFILLS if actor.prefills else FunctionRole.SAMPLES for actor in self.actors)
         return (*engines, *services, FunctionRole.UPDATES)
-
-    def with_learner(self, learner: LearnerShape) -> Setup:
-        """The setup after a change of the learner. The weights come from the node of its first device, if other nodes
-        pull them."""
-        transport, first = self.transport, learner.slot_setup.allocation.devices[0]
-        if transport.home is not None:
-            transport = replace(transport, home=first.node)
-        return replace(self, learner=learner, transport=transport)
 
     def _takes_turns(self) -> bool:
         """Whether the learner shares a device with an actor that it may not be awake beside."""

@@ -40,10 +40,9 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.events import PromptsComputed, SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation, SharedEngines
-from rlhfless.sim.learner_size import ChoosesSize
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import LearnerShape, Setup
+from rlhfless.sim.setup import Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
 from rlhfless.sim.work import StepUnderWay, learn, take, update
 
@@ -60,12 +59,8 @@ but no more often than an engine ends an iteration."""
 class Simulation:
     """A run on the virtual clock, which starts at 0 without any replica."""
 
-    def __init__(
-        self, setup: Setup, policy: Policy, prices: PriceBook, learner_size: ChoosesSize | None = None
-    ) -> None:
-        """`learner_size`: of a learner whose devices change."""
+    def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
         self.setup = setup
-        self._learner_size = learner_size
         self.ledger = SimulatedLedger()
         self.fleet = SimulatedFleet(setup, self.ledger, self._idle)
         self.now_s = 0.0
@@ -268,10 +263,6 @@ class Simulation:
         self._steps.remove(under_way)
         under_way.generation.give_back()
         self._learned = under_way.number
-        if self._learner_size is not None:
-            shape = self._learner_size.choose(self.fleet, self.ledger, self.now_s)
-            if shape is not None:
-                self._change_learner(shape)
         if self.setup.in_flight and self._drawn:
             self.fleet.load_in_flight(self._learned, self.now_s, self._reload)
             self.fleet.sync(self.now_s)
@@ -279,14 +270,6 @@ class Simulation:
     def _reload(self, slot: int, at_s: float, load_s: float) -> float:
         """The actor at a slot loads weights in the midst of its samples, of all steps; returns when it begins."""
         return max(step.generation.reload(slot, at_s, load_s) for step in self._drawn)
-
-    def _change_learner(self, shape: LearnerShape) -> None:
-        """The learner ends, and starts on other devices. A step that waits for the weights begins when it is up."""
-        self.setup = self.setup.with_learner(shape)
-        self._fleet_view = fleet_view(self.setup, self._prices)
-        up_s = self.fleet.change(self._learner, self.setup, self.now_s)
-        if not self._steps:
-            self.now_s = up_s
 
     def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
         replica = self.fleet.replicas.get(event.slot)

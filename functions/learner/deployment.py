@@ -18,18 +18,13 @@ from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome, SupervisedActor
 from rlhfless.functions.training.deployment import TrainedFunction
-from rlhfless.functions.training.handing_over import bring
 from rlhfless.records import FloatArray, PublishedWeights, WeightVersion
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
 
-HANDED_OVER = "handed-over"
-"""The folder of a state that passes from one group of ranks to the next, below that of the weights."""
-
-BRING_SHARE = 0.5
-"""Of the time that a call may take, for the way to other nodes: the driver gives a learner up whose answer, that the
-state did not come, is later than that."""
+EXPORTED = "exported-state"
+"""Folder of a state that passes from one group of ranks to the next, inside that of the weights."""
 
 OWNER = ".owner"
 """In the store: the incarnation of the learner that was called last."""
@@ -79,29 +74,25 @@ class LearnerFunction(TrainedFunction):
             planned=launch.planned(kind, allocation),
         )
 
-    async def hand_over(self, call: Call, nodes: Sequence[str]) -> Reply[bool]:
-        """Write the ranks' state beside the weights, in shared memory, and bring it to each of `nodes` (Ray's ids), for
-        a group of ranks there. Returns False if there is no memory for it."""
+    async def export_state(self, call: Call) -> Reply[bool]:
+        """Write the ranks' state beside the weights, in shared memory. Returns False if there is no room for it."""
         self.admit(call)
-        start_s, folder = time.time(), self._handed_over
-        home = [binding.node for binding in self._settings.rank_bindings]
-        written: list[bool] = await self._group.all("hand_over", folder)
-        limit_s = BRING_SHARE * self._settings.call_timeout_s
-        there = all(written) and await bring(self._group, folder, home, nodes, limit_s)
-        await self._group.all("drop_handed_over", folder, nodes if there else ())
-        return self.reply(there, start_s)
+        start_s = time.time()
+        written: list[bool] = await self._group.all("export_state", self._exported)
+        return self.reply(all(written), start_s)
 
-    async def take_over(self, call: Call) -> Reply[None]:
-        """Go on from the state that the group before this one has handed over, as if `call`'s step were the last that
-        was learned. The state is gone after that. Idempotent."""
+    async def import_state(self, call: Call) -> Reply[None]:
+        """Continue from the state that the previous group exported after `call`'s step, and delete it. Idempotent."""
         if self._step == call.step:
             self.admit(call)
             return self.reply(None, time.time())
-        return await self._take_state(call, "take_over", self._handed_over)
+        reply = await self._take_state(call, "restore", self._exported)
+        shutil.rmtree(self._exported, ignore_errors=True)
+        return reply
 
     @property
-    def _handed_over(self) -> str:
-        return str(Path(self._settings.store.folder) / HANDED_OVER)
+    def _exported(self) -> str:
+        return str(Path(self._settings.store.folder) / EXPORTED)
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Logprobs `[tokens]` of the current policy: before the first update of a step they are the old ones. Of a

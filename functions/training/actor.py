@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.training.handing_over import files_at, piece_at
 from rlhfless.functions.training.settings import TrainedSettings
 
 if TYPE_CHECKING:
@@ -70,33 +66,10 @@ class TrainingActor(RankActor[S]):
         """See TrainingRank.wait_written."""
         self._rank.wait_written()
 
-    def hand_over(self, folder: str) -> bool:
-        """See TrainingRank.hand_over; to this node's part of `folder`. *Collective.*"""
+    def export_state(self, folder: str) -> bool:
+        """See TrainingRank.export_state. *Collective.*"""
         with self._at_work("checkpoint"):
-            return self._rank.hand_over(self._part_of(folder))
-
-    def handed_over(self, folder: str) -> Mapping[str, int]:
-        """The files that ranks of this node have handed over, with their bytes."""
-        return files_at(self._part_of(folder))
-
-    @ray.method(concurrency_group="waits")
-    def give(self, folder: str, name: str, start: int) -> npt.NDArray[np.uint8]:
-        """A piece of one of these files, from its byte `start` on."""
-        return piece_at(self._part_of(folder) / name, start)
-
-    def take_over(self, folder: str) -> None:
-        """Go on from what was handed over to this node; it is gone after that. *Collective.*"""
-        with self._at_work("restore"):
-            self._rank.restore(self._part_of(folder))
-        self.drop_handed_over(folder, ())
-
-    def drop_handed_over(self, folder: str, kept: Sequence[str]) -> None:
-        """Remove what was handed over, but on the nodes `kept`."""
-        if self._node_id not in kept:
-            shutil.rmtree(self._part_of(folder), ignore_errors=True)
-
-    def _part_of(self, folder: str) -> Path:
-        return Path(folder) / self._node_id
+            return self._rank.export_state(Path(folder))
 
     def restore(self, location: str) -> None:
         """See TrainingRank.restore. *Collective.*"""

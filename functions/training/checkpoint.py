@@ -165,16 +165,15 @@ def save_checkpoint(
         ) from error
 
 
-def hand_over(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
-    """Write each rank's part of `state` alone to a folder in its node's shared memory, which ranks of one node share,
-    for the ranks that take over: any number of them, by `restore_checkpoint` from a folder with all parts. Returns
-    False if there is no room. *Collective.*"""
+def export_state(folder: Path, state: dict[str, Any], savers: Savers) -> bool:
+    """Write `state` alone to a folder in shared memory, for `restore_checkpoint` on any number of ranks. Returns False
+    if there is no room. *Collective.*"""
     try:
         savers.together("an empty folder", lambda: shutil.rmtree(folder, ignore_errors=True))
         savers.together("an empty folder", lambda: folder.mkdir(parents=True, exist_ok=True))
         _write_state(folder, state, savers)
     except _RankFailed as error:
-        log.warning("the learner's state could not be handed over through %s: %s", folder, error)
+        log.warning("learner state not exported to %s: %s", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return False
     return True

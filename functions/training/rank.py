@@ -40,7 +40,7 @@ from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
 from rlhfless.functions.training.average import WeightAverage
 from rlhfless.functions.training.checkpoint import (
     Savers,
-    hand_over,
+    export_state,
     restore_checkpoint,
     save_checkpoint,
     try_files,
@@ -168,12 +168,12 @@ class TrainingRank:
         """Wait until the checkpoint that `save` began is complete. Raises CheckpointError."""
         self._background.wait_written()
 
-    def hand_over(self, folder: Path) -> bool:
-        """Write this rank's part of the state to a folder in shared memory; ranks of another number `restore` it from a
-        folder with all parts. Returns False where there is no memory for a copy. *Collective.*"""
+    def export_state(self, folder: Path) -> bool:
+        """Write the state to a folder in shared memory, which any number of ranks can `restore`. Returns False if
+        there is no memory for a copy. *Collective.*"""
         self.wait_written()
         state = self._state()
-        return self._background.fits(state) and hand_over(folder, state, self._savers)
+        return self._background.fits(state) and export_state(folder, state, self._savers)
 
     def restore(self, location: str | Path) -> None:
         """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.

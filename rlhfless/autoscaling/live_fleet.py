@@ -22,7 +22,6 @@ from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.startup import START_S
-from rlhfless.scaling.learner_ranks import saved_usd_per_s
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prefill_pool import PrefillPool
@@ -205,7 +204,9 @@ class LiveFleet:
                 kind=allocation.devices[0].kind,
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
-                usd_per_s=0.0 if self._is_kept(pool) else saved_usd_per_s(self._ledger.prices, allocation),
+                usd_per_s=0.0
+                if self._is_kept(pool)
+                else self._ledger.prices.usd_per_s(allocation.shared, "saved_usd_per_hour"),
                 start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
                 engine=engines.get(allocation.devices[0].kind),
                 usable=not samples or number not in self._unusable,

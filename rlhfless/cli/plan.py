@@ -269,8 +269,8 @@ def _show_verdict(row: Mapping[str, Any], schedules: Mapping[str, Any]) -> None:
 
 def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hint: str) -> None:
     """Time and cost, as the service's plan has them."""
-    from rlhfless.cli.runs_tables import devices_lines, schedules_lines, sizes_lines
-    from rlhfless.planning.objects import PlannedDevices, PlannedLearner, PlannedSchedule
+    from rlhfless.cli.runs_tables import devices_lines, schedules_lines
+    from rlhfless.planning.objects import PlannedDevices, PlannedSchedule
     from rlhfless.telemetry.numbers import money
     from rlhfless.telemetry.terminal import Prose, Terminal, whole
     from rlhfless.util.text import legible
@@ -281,9 +281,6 @@ def _show_cost(row: dict[str, Any], schedules: dict[str, Any], lengths: str, hin
     if rows := [PlannedSchedule.model_validate(each) for each in schedules["schedules"]]:
         console.print()
         console.print(schedules_lines(rows, schedules["schedule_reason"]))
-    if sizes := [PlannedLearner.model_validate(each) for each in schedules["learner_sizes"]]:
-        console.print()
-        console.print(sizes_lines(sizes, schedules["learner_reason"]))
     for source, usd in row["costs_usd"].items():
         text = "no price was read" if usd is None else money(usd)
         console.print(Prose(f"the run at the price of the table, {source}: {text}"))

@@ -12,7 +12,7 @@ from rich.text import Text
 from rlhfless.cli.tables import functions_table, table
 from rlhfless.control.objects.costs import UsageObject
 from rlhfless.control.objects.runs import CheckpointObject, RunObject
-from rlhfless.planning.objects import PlannedDevices, PlannedLearner, PlannedSchedule, PlanObject
+from rlhfless.planning.objects import PlannedDevices, PlannedSchedule, PlanObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.terminal import Prose, whole
 from rlhfless.util.text import legible
@@ -77,7 +77,6 @@ def plan_lines(plan: PlanObject) -> RenderableType:
     """The plan for the run's own devices, and the missing inputs of a better answer."""
     parts: list[RenderableType] = [devices_lines([plan.chosen])]
     parts += [Text(""), schedules_lines(plan.schedules, plan.schedule_reason)] if plan.schedules else []
-    parts += [Text(""), sizes_lines(plan.learner_sizes, plan.learner_reason)] if plan.learner_sizes else []
     parts += ["", whole(f"response lengths: {legible(plan.lengths)}")]
     return Group(*parts, *(Prose(f"missing: {text}") for text in plan.missing))
 
@@ -97,16 +96,6 @@ def schedules_lines(rows: Sequence[PlannedSchedule], reason: str | None) -> Rend
             refused.setdefault(row.refused, []).append(row.schedule)
     notes = [f"refused: {' and '.join(names)}: {why}" for why, names in refused.items()]
     return Group(made, *map(Prose, [*notes, *([reason] if reason else [])]))
-
-
-def sizes_lines(rows: Sequence[PlannedLearner], reason: str | None) -> RenderableType:
-    """Time and cost with each size of the learner, and which is chosen."""
-    made = table("learner", "step", "cost", "run", "cost", texts=1)
-    made.add_column("")
-    for row in rows:
-        cells = [f"{decimal(row.step_s, 2)} s", money(row.step_usd), clock(row.wall_s), money(row.cost_usd)]
-        made.add_row(f"{count(row.ranks)} x {row.kind}", *cells, "chosen" if row.chosen else "")
-    return Group(made, *([Prose(reason)] if reason else []))
 
 
 def devices_lines(rows: Sequence[PlannedDevices]) -> RenderableType:

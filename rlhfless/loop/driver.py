@@ -161,12 +161,12 @@ class RunSteps:
         self._run.clock.resume()
 
     async def _resize(self, size: ElasticLearner, step: int) -> None:
-        """Let the learner have another size from the next step on, if that is better."""
-        change = await size.choose(step)
-        if change is not None:
-            await self._wait_for_checkpoint()  # the ranks that write it are to end
-            with self._session.console.waiting(f"moving the learner's state to {change.choice.size}"):
-                await size.change(step, change, save=lambda: self._save(step, whole=True))
+        """Give a learner that has lost ranks more of them, if devices are free."""
+        allocation = await size.larger()
+        if allocation is not None:
+            await self._wait_for_checkpoint()  # the ranks that write it will stop
+            with self._session.console.waiting("restarting the learner with more ranks"):
+                await size.change(step, allocation, save=lambda: self._save(step, whole=True))
 
     async def _obey(self, step: int, *, saved: bool) -> None:
         """Do what the host asks for after a step, and keep the limits of the spec. Raises RunPaused."""

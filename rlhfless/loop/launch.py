@@ -32,7 +32,7 @@ from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import FunctionRole, Prompt
 from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
-from rlhfless.scaling.placement import DeviceGroup, Node, Placement
+from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.imports import load_target
@@ -137,7 +137,7 @@ def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
     fewest = {each.name: each.bounds(spec).fewest for each in kinds_of(spec) if each.role in engines}
     allocations = [each for name, of in placement.allocations.items() for each in of[: fewest.get(name)]]
     needed = {group.name for allocation in allocations for group in placement.groups_of(allocation)}
-    groups = [group for group in _begun_with(placement) if group.kind == kind]
+    groups = [group for group in placement.groups if group.kind == kind]
     return DevicesWanted(
         kind,
         minimum=sum(len(group.devices) for group in groups if group.name in needed),
@@ -196,10 +196,4 @@ def _kind_of(spec: RunSpec, placement: Placement) -> str:
 
 
 def _devices(placement: Placement, kind: str) -> set[str]:
-    return {device.name for group in _begun_with(placement) if group.kind == kind for device in group.devices}
-
-
-def _begun_with(placement: Placement) -> list[DeviceGroup]:
-    """The groups without those that the learner may move to."""
-    later = {group.name for each in placement.elsewhere for group in placement.groups_of(each)}
-    return [group for group in placement.groups if group.name not in later]
+    return {device.name for group in placement.groups if group.kind == kind for device in group.devices}

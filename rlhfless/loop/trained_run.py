@@ -20,6 +20,7 @@ from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import Decision, FunctionRole, Prompt, StepRecord, Work
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
+from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 
@@ -35,9 +36,9 @@ class ElasticLearner(Protocol):
 
     async def after_fault(self, step: int) -> None: ...
 
-    async def choose(self, step: int) -> Any: ...
+    async def larger(self) -> Allocation | None: ...
 
-    async def change(self, step: int, change: Any, save: Callable[[], Awaitable[None]]) -> None: ...
+    async def change(self, step: int, allocation: Allocation, save: Callable[[], Awaitable[None]]) -> None: ...
 
 
 @dataclass(kw_only=True)

@@ -16,12 +16,11 @@ from rlhfless.planning.resolve import device_problems, is_set, placed, settled, 
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
-from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of, publisher_of
+from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.known_models import known_config
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec
@@ -159,7 +158,7 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
 
     Nothing is refused on CPU cores, whose memory other programs share, nor if sizes are not known.
     """
-    problems = [*device_problems(spec, kind), *_problems_elsewhere(spec, sequence_tokens)]
+    problems = device_problems(spec, kind)
     if _on_cores(spec, kind):
         return problems
     try:
@@ -173,36 +172,6 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
         devices = " and ".join(f"{number} x {of}" for of, number in asked.devices.items())
         problems.append(Problem("placement", f"{devices} do not hold the run: {'; '.join(plan.problems)}", hint))
     return problems
-
-
-def _problems_elsewhere(spec: RunSpec, sequence_tokens: int) -> list[Problem]:
-    """Why the learner cannot work on devices that it may move to."""
-    problems = []
-    for kind, count in spec.placement.learner_elsewhere.items():
-        where = f"placement.learner_elsewhere.{kind}"
-        try:
-            sheet = device_of(kind)
-        except UnknownDevice as error:
-            problems.append(Problem(where, str(error)))
-            continue
-        if kind != CPU_KIND:
-            if spec.learner.dtype == "float32" and not spec.placement.float32_on_gpus:
-                problems.append(Problem(where, "learner.dtype is float32", "set placement.float32_on_gpus: true"))
-            needed = _learner_bytes(with_ranks(spec, count), kind, sequence_tokens)
-            memory = int(sheet.memory_bytes.value)
-            if needed > memory:
-                what = f"a rank of {count} needs {needed / GIB:.1f} GiB, and {kind} has {memory / GIB:.1f}"
-                problems.append(Problem(where, what, "give it more devices of the kind"))
-    return problems
-
-
-def _learner_bytes(spec: RunSpec, kind: str, sequence_tokens: int) -> int:
-    """The most bytes of one of the learner's ranks on a device of a kind; 0 if sizes are not known."""
-    try:
-        bytes_of = planned(spec, _shape(spec)[0], kind, sequence_tokens)
-    except (InputError, UnknownDevice):  # reported elsewhere, or not known
-        return 0
-    return max(bytes_of.get(publisher_of(spec), {}).values(), default=0)
 
 
 def with_ranks(spec: RunSpec, ranks: int | None) -> RunSpec:

@@ -238,7 +238,7 @@ def nodes_of(spec: RunSpec, function: str, kind: str, count: int) -> tuple[int, 
 
 
 def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
-    asked = spec.placement.model_copy(update={"kind": kind, "devices": count, "learner_elsewhere": {}})
+    asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
     nodes = _nodes(kind, count)
     if asked.learner_kind is not None:
         nodes += _nodes(asked.learner_kind, asked.learner_devices, first=len(nodes))

@@ -66,21 +66,6 @@ class PlannedSchedule(ApiObject):
     """Whether it meets the contract best, of those whose samples are no older than the spec's schedule lets them."""
 
 
-class PlannedLearner(ApiObject):
-    """A size of a learner that may change it, from the first step on, at the expected lengths."""
-
-    ranks: int
-    kind: str
-    """Of their devices."""
-    step_s: float
-    step_usd: float
-    wall_s: float
-    """Of the run."""
-    cost_usd: float
-    chosen: bool
-    """Whether it meets the contract best."""
-
-
 class PlanObject(ApiObject):
     """The memory, time and cost of a run, before it is started."""
 
@@ -98,11 +83,6 @@ class PlanObject(ApiObject):
     """The schedules side by side on the chosen devices; empty if the run does not fit."""
     schedule_reason: str | None
     """Why one of them is chosen, and which overlap is refused; null if none is predicted."""
-    learner_sizes: list[PlannedLearner]
-    """The sizes side by side; empty for a learner that keeps its own (`learner.min_ranks`,
-    `placement.learner_elsewhere`)."""
-    learner_reason: str | None
-    """Why one of them is chosen."""
     lengths: str
     """The source of the response lengths."""
     missing: list[str]

@@ -308,9 +308,6 @@ def _scenario(
             "epochs": spec.epochs,
             "old_logprobs": spec.algorithm.needs.old_logprobs,
             "learned_share": drawn.learned_share,
-            # `placement.learner_elsewhere` is left out: its devices are none of those that are asked for, and in so few
-            # steps no move would pay. The learner's sizes stand side by side in a plan.
-            "min_devices": spec.learner.min_ranks if spec.placement.mode == "disaggregated" else None,
             "state_bytes_per_parameter": _state_bytes(asked),
             "micro_batch_tokens": spec.learner.pass_tokens,
             "gradient_checkpointing": spec.learner.recomputes,

@@ -12,7 +12,6 @@ from typing import Any
 from rlhfless.planning.dimensions import like
 from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.planning.inputs import model_config, question_of
-from rlhfless.planning.learner_sizes import NO_SIZES, sizes_of
 from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
 from rlhfless.planning.question import Question
@@ -25,7 +24,6 @@ from rlhfless.planning.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.learner_ranks import GroupSize
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
 from rlhfless.sim.replay.latency_file import LatencyFile
@@ -152,11 +150,10 @@ class Planner:
         }
 
     def schedules(self, asked: Question, row: Mapping[str, Any]) -> dict[str, Any]:
-        """`schedules`, `learner_sizes` and the reasons of both of PlanObject. `row`: the run's own PlannedDevices."""
+        """`schedules` and `schedule_reason` of PlanObject. `row`: the run's own PlannedDevices."""
         if not row["fits"]:
-            return NO_SCHEDULES | NO_SIZES
-        predict = self._beside(asked, row["predicted"])
-        return schedules_of(asked, predict) | sizes_of(asked, predict)
+            return NO_SCHEDULES
+        return schedules_of(asked, self._beside(asked, row["predicted"]))
 
     def _beside(self, asked: Question, planned: Mapping[str, Any] | None) -> Predict:
         """Quick predictions, scaled so that the run's own is the one that was `planned` with more work: a plan must not
@@ -187,8 +184,7 @@ class Planner:
         trace = self.trace
         if trace is None or not self._recorded_on(trace, asked):
             return None
-        size = GroupSize(asked.spec.learner.world_size, asked.learner_sheet.kind)
-        return with_learner(trace, calibrate([trace]), size)
+        return with_learner(trace, calibrate([trace]), asked.spec.learner.world_size, asked.learner_sheet.kind)
 
     def _learning_of(self, asked: Question) -> LearningFit | None:
         """As `_latency_of`, of a run that draws nothing, if its learner had as many ranks."""

@@ -127,8 +127,6 @@ class Placement:
 
     allocations: Mapping[str, tuple[Allocation, ...]]
     groups: tuple[DeviceGroup, ...]
-    elsewhere: tuple[Allocation, ...] = ()
-    """Where the learner may move to; the groups of these are among `groups`."""
 
     def allocation(self, function: str, index: int) -> Allocation:
         """The allocation of a function's replica number `index`."""
@@ -195,7 +193,7 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
     """
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     if spec.kind is None:
-        others = [kind for kind in kinds if kind not in {spec.learner_kind, *spec.learner_elsewhere}]
+        others = [kind for kind in kinds if kind != spec.learner_kind]
         if len(others) > 1:
             raise PlacementError(f"the cluster has devices of kinds {', '.join(others)}; name one with placement.kind")
         if kinds and not others:
@@ -214,18 +212,6 @@ def learner_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
     kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
     _require_known("placement.learner_kind", spec.learner_kind, kinds, may_come=bool(spec.ray_address))
     return spec.learner_kind
-
-
-def require_elsewhere(spec: PlacementSpec, nodes: Sequence[Node], own: str) -> None:
-    """Raises PlacementError as `device_kind` does, for `learner_elsewhere`. `own`: the kind that the learner has."""
-    kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
-    if own in spec.learner_elsewhere:
-        raise PlacementError(
-            f"placement.learner_elsewhere names {own}, which the learner has already; leave it out, and let the number "
-            "of its ranks change with learner.min_ranks"
-        )
-    for kind in spec.learner_elsewhere:
-        _require_known("a kind of placement.learner_elsewhere", kind, kinds, may_come=bool(spec.ray_address))
 
 
 def _require_known(key: str, kind: str, kinds: Sequence[str], *, may_come: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from rlhfless.scaling.placement import (
@@ -24,7 +24,6 @@ from rlhfless.scaling.placement import (
     Wanted,
     device_kind,
     learner_kind,
-    require_elsewhere,
 )
 from rlhfless.spec import PlacementSpec
 
@@ -71,40 +70,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
     ]
     if spec.tenants > 1:
         return Placement({w.function: tuple(_whole(w, chosen[w.function], kind)) for w in functions}, tuple(groups))
-    require_elsewhere(spec, nodes, of_learner)
-    elsewhere = _elsewhere(spec, nodes, groups)
-    groups += [group for others in elsewhere for group in others]
-    return Placement(_with_shares(chosen), tuple(groups), tuple(map(_allocation_of, elsewhere)))
-
-
-def _elsewhere(
-    spec: PlacementSpec, nodes: Sequence[Node], groups: Sequence[DeviceGroup]
-) -> list[tuple[DeviceGroup, ...]]:
-    """Groups of the devices that the learner may move to, of each kind, beside those of `groups`."""
-    taken = [(group.node, device) for group in groups for device in group.devices]
-    first, found = 1 + max(device.index for _, device in taken), []
-    for kind, count in spec.learner_elsewhere.items():
-        here = Counter(name for name, device in taken if device.kind == kind)
-        others = [_without(node, kind, here[node.name]) for node in nodes]
-        devices = _learner_nodes(spec, others, kind, count, first, "placement.learner_elsewhere")
-        found.append(tuple(DeviceGroup(f"learner-{kind}-{i}", of.devices, of.name) for i, of in enumerate(devices)))
-        first += count
-    return found
-
-
-def _allocation_of(groups: Sequence[DeviceGroup]) -> Allocation:
-    """A rank on each device of these groups, and nothing else."""
-    devices = [device for group in groups for device in group.devices]
-    return replace(Allocation.of(devices), ranks=len(devices))
-
-
-def _without(node: Node, kind: str, count: int) -> Node:
-    """A node without devices that are planned already."""
-    if kind == CPU_KIND:
-        return replace(node, cores=max(node.cores - count, 0), free_cores=max(node.free_cores - count, 0))
-    if kind != node.gpu_kind:
-        return node
-    return replace(node, gpus=max(node.gpus - count, 0), free_gpus=max(node.free_gpus - count, 0))
+    return Placement(_with_shares(chosen), tuple(groups))
 
 
 def _one_by_one(nodes: Sequence[_NodeDevices]) -> list[_NodeDevices]:

@@ -54,11 +54,6 @@ class PlacementSpec(SpecModel):
     """Kind of the devices of the learner side, where it is not that of generation. `kind` and `devices` are
     generation's then. Needs `disaggregated`."""
 
-    learner_elsewhere: dict[Annotated[str, Field(min_length=1)], Processes] = Field(default_factory=dict)
-    """Kinds of devices, with how many of each, to which the learner alone may move, with a rank on each device: between
-    two steps, where they are free and suit the contract better, and after a fault, where its own are not there. Needs
-    `disaggregated`."""
-
     ray_address: str | None = None
     """Address of a running Ray cluster. By default a private Ray is started, which only this machine can reach."""
 
@@ -68,28 +63,22 @@ class PlacementSpec(SpecModel):
 
     @model_validator(mode="after")
     def _another_kind_is_apart(self) -> PlacementSpec:
-        for key in ("learner_kind", "learner_elsewhere"):
-            value = getattr(self, key)
-            if value and self.mode != "disaggregated":
-                raise ValueError(
-                    f"{key} is {value}, but mode is {self.mode}, in which the learner may be on generation's devices; "
-                    f"set mode to disaggregated, or leave {key} out"
-                )
-            if value and self.tenants > 1:
-                raise ValueError(
-                    f"{key} is {value}, but tenants is {self.tenants}: runs that share devices take turns on devices "
-                    f"of one kind; leave {key} out, or set tenants to 1"
-                )
-        if self.learner_kind is not None and self.learner_kind == self.kind:
+        kind = self.learner_kind
+        if kind is None:
+            return self
+        if self.mode != "disaggregated":
             raise ValueError(
-                f"learner_kind is {self.learner_kind}, and so is kind: leave learner_kind out, and count its devices "
-                "in devices"
+                f"learner_kind is {kind}, but mode is {self.mode}, in which the learner may be on generation's "
+                "devices; set mode to disaggregated, or leave learner_kind out"
             )
-        own = self.learner_kind or self.kind
-        if own in self.learner_elsewhere:
+        if self.tenants > 1:
             raise ValueError(
-                f"learner_elsewhere is {self.learner_elsewhere}, but {own} is the learner's own kind; leave it out, "
-                "and let the number of its ranks change with learner.min_ranks"
+                f"learner_kind is {kind}, but tenants is {self.tenants}: runs that share devices take turns on devices "
+                "of one kind; leave learner_kind out, or set tenants to 1"
+            )
+        if kind == self.kind:
+            raise ValueError(
+                f"learner_kind is {kind}, and so is kind: leave learner_kind out, and count its devices in devices"
             )
         return self
 

@@ -128,9 +128,9 @@ class LearnerSpec(TrainingSpec):
     """The learner function. The reference computes as the learner does."""
 
     min_ranks: Processes | None = None
-    """The group may have fewer ranks than `ranks`, and no fewer than these: after a fault it goes on with the ranks
-    whose devices are there, and between two steps it grows and shrinks as the contract has it. By default it keeps its
-    size. The loss is the same with any number, up to the order of sums."""
+    """Fewest ranks that the learner may run with: after a fault it continues with the most ranks whose devices are
+    there, and after a later step it grows to `ranks` again when devices are free. By default it waits for the devices
+    of all ranks. The loss is the same with any number of ranks, up to the order of sums."""
 
     logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
     """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds

@@ -29,6 +29,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "scaling.policy.type=queue_reactive_keda": _SIMULATED,
         "scaling.policy.type=rlhfuse_tail": _SIMULATED,
         "scaling.policy.type=rlhfless_published": _SIMULATED,
+        "placement.learner_elsewhere": (
+            "Give the learner one kind of device with `placement.learner_kind` and `placement.learner_devices`; pause "
+            "and resume the run to change them"
+        ),
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (
@@ -37,7 +41,15 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""By spelling, the way out."""
+"""Removed from a run's spec: by spelling, the way out."""
+
+REMOVED_FROM_SCENARIOS: Mapping[str, str] = MappingProxyType(
+    {key: hint for key, hint in REMOVED.items() if key.startswith(("schedule.", "placement."))}
+    | {
+        "policies.*.placement.learner_elsewhere": REMOVED["placement.learner_elsewhere"],
+        "learner.min_devices": "Leave it out: a simulated learner keeps its devices",
+    }
+)
 
 
 def removed_problems(data: Any, removed: Mapping[str, str]) -> Iterator[tuple[Path, Problem]]:

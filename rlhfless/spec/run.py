@@ -462,12 +462,6 @@ class RunSpec(SpecModel):
                 f"{actors.max_actors}: a broadcast needs a fixed number of actors; make the two equal, or set "
                 "weights.transport to auto"
             )
-        if self.weights.transport in ("nccl", "cuda_ipc") and self.placement.learner_elsewhere:
-            raise ValueError(
-                f"weights.transport is {self.weights.transport}, but placement.learner_elsewhere is "
-                f"{self.placement.learner_elsewhere}: it goes between the devices that a run begins with; set "
-                "weights.transport to auto, or leave learner_elsewhere out"
-            )
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,6 @@ from rlhfless.scaling.plan import RunContract
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
-from rlhfless.sim.learner_size import SimulatedLearnerSize
 from rlhfless.sim.policies import POLICIES, PolicyError, PolicyKind, configured, policy_kind
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
@@ -53,9 +52,7 @@ class FleetShape:
         if self.placement.mode == "colocated":
             return f"{size}, co-located"
         size += f", {self.placement.learner_devices or 'half'} of them the learner's"
-        asked = self.placement.learner_elsewhere.items()
-        others = " or ".join(f"{n} x {kind}" for kind, n in asked if self.kinds is None or kind in self.kinds)
-        return size + (f", which may move to {others}" if others else "")
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,7 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     kind, placement = kind_of(scenario, entry), entry.placement
     if placement is None:
         mode = kind.placement or scenario.placement.mode
-        changes: dict[str, object] = {"mode": mode}
-        if mode == "colocated":
-            changes["learner_elsewhere"] = {}
-        placement = scenario.placement.model_copy(update=changes)
+        placement = scenario.placement.model_copy(update={"mode": mode})
     if scenario.steps_ahead and placement.mode == "colocated":
         overlaps = f"schedule {scenario.schedule.type} overlaps generation and learning"
         what = f"{entry.shown} is placed co-located, and {overlaps}"
@@ -182,10 +176,7 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
         policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
     else:
         policy = kind.make(settings, terms)
-    sizes = layout.learner_sizes()
-    fleet = setup(scenario, layout, task.seed, reserved=kind.reserved)
-    learner_size = None if sizes is None else SimulatedLearnerSize(sizes, fleet, terms, prices)
-    simulation = Simulation(fleet, policy, prices, learner_size)
+    simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
     for _ in steps_of(simulation, scenario.schedule, drawn):
         on_step()
     trace = simulation.close()

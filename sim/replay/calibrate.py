@@ -25,9 +25,7 @@ from rlhfless.scaling.latency.devices import device_of, load_devices
 from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine, prompt_calls
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
-from rlhfless.scaling.learner_ranks import GroupSize
-from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LearnerFit, LineFit, TurnFit
-from rlhfless.sim.replay.learner import learned_by_size
+from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
 from rlhfless.sim.replay.measured import helper_cores, means_s, outside_s
 from rlhfless.sim.replay.what_if import model_shape
 from rlhfless.spec.generation import USUAL_SEQUENCES
@@ -66,16 +64,13 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no step to fit to; record at least one")
     engine = _WholeTrace(_prior(traces[0]), PRIOR_WEIGHT)
     calls: list[Invocation] = []
-    by_size: dict[GroupSize, list[Invocation]] = defaultdict(list)
     for trace in traces:
         kept = [call for call in trace.invocations if keep(call.step)]
         calls += kept
-        for size, learned in learned_by_size(trace, kept).items():
-            by_size[size] += learned
         for step, rollouts, generated in _generation_by_step(trace, kept):
             if keep(step):
                 engine.observe_step(generated, rollouts, max_sequences(trace))
-    by_work = _by_work(_of_first_size(calls, by_size))
+    by_work = _by_work(calls)
     if not by_work[Work.GENERATE]:
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no generate calls; record a whole step")
     model, learning = engine.model(), _learning_fit(steps, by_work)
@@ -94,7 +89,6 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         columns=learning.columns,
         evaluate=_line(by_work[Work.EVALUATE]),
         learn=learning.learn,
-        learner_sizes={str(size): _learner_fit(_by_work(of)) for size, of in by_size.items()},
         updates=learning.updates,
         publish_s=_median_s(by_work[Work.PUBLISH]),
         driver_s=learning.driver_s,
@@ -115,22 +109,7 @@ class LearningFit:
 
 def learning_fit(trace: Trace) -> LearningFit:
     """The fit to a run that need not have drawn anything. Raises TraceError if it has learned nothing."""
-    calls = _of_first_size(trace.invocations, learned_by_size(trace, trace.invocations))
-    return _learning_fit([(record, trace) for record in trace.steps if record.step > 0], _by_work(calls))
-
-
-def _of_first_size(
-    calls: Sequence[Invocation], by_size: Mapping[GroupSize, Sequence[Invocation]]
-) -> Sequence[Invocation]:
-    """The calls without those of the learner at another size than its first."""
-    later = {call for of in [*by_size.values()][1:] for call in of}
-    return [call for call in calls if call not in later] if later else calls
-
-
-def _learner_fit(by_work: Mapping[Work, Sequence[Invocation]]) -> LearnerFit:
-    return LearnerFit(
-        evaluate=_line(by_work.get(Work.EVALUATE, ())), learn=_line(by_work[Work.LEARN]) or LineFit(fixed_s=0.0)
-    )
+    return _learning_fit([(record, trace) for record in trace.steps if record.step > 0], _by_work(trace.invocations))
 
 
 def _by_work(calls: Iterable[Invocation]) -> dict[Work, list[Invocation]]:

@@ -18,9 +18,6 @@ from rlhfless.spec.files import read_values
 
 NotNegative = Annotated[float, Field(ge=0)]
 
-SIZE = r"^[1-9]\d* x \S+$"
-"""A size of the learner (`GroupSize`)."""
-
 
 class EngineFit(SpecModel):
     """The generation engine: `rlhfless.scaling.latency.BentEngine`."""
@@ -49,20 +46,6 @@ class LineFit(SpecModel):
     def times(self, factor: float) -> LineFit:
         """On devices on which a token takes so many times as long; the fixed part stays."""
         return LineFit(fixed_s=self.fixed_s, token_s=self.token_s * factor)
-
-
-class LearnerFit(SpecModel):
-    """Seconds of the learner's calls."""
-
-    evaluate: LineFit | None = None
-    """Old logprobs of the batch; None if there is one update per step."""
-    learn: LineFit
-
-    def times(self, factor: float) -> LearnerFit:
-        """See LineFit."""
-        return LearnerFit(
-            evaluate=None if self.evaluate is None else self.evaluate.times(factor), learn=self.learn.times(factor)
-        )
 
 
 class TurnFit(SpecModel):
@@ -101,13 +84,10 @@ class LatencyFile(SpecModel):
     columns: dict[str, LineFit] = Field(default_factory=dict)
     """By function that computes a column, such as the reference: one group."""
     evaluate: LineFit | None = None
-    """As in LearnerFit."""
+    """The learner's old logprobs of the batch; None if there is one update per step."""
     updates: dict[str, LineFit] = Field(default_factory=dict)
     """By function that learns before the learner, such as a critic: its update of a step."""
     learn: LineFit
-    learner_sizes: dict[Annotated[str, Field(pattern=SIZE)], LearnerFit] = Field(default_factory=dict)
-    """By size, such as `2 x h100`, of a learner that changed it; `evaluate` and `learn` are those of the first one.
-    Empty where it kept its size."""
     publish_s: NotNegative
     driver_s: NotNegative
     """Seconds of a step in which no function works: calls on their way, the driver's own bookkeeping."""
@@ -126,10 +106,6 @@ class LatencyFile(SpecModel):
         def line(phase: str, fit: LineFit) -> LineFit:
             return LineFit(fixed_s=of(phase, fit.fixed_s), token_s=of(phase, fit.token_s))
 
-        def learner(fit: LearnerFit) -> LearnerFit:
-            evaluate = None if fit.evaluate is None else line(Phase.LEARN, fit.evaluate)
-            return LearnerFit(evaluate=evaluate, learn=line(Phase.LEARN, fit.learn))
-
         engine = self.generation.model_copy(
             update={
                 name: tuple(of(Phase.GENERATION, each) for each in value)
@@ -138,7 +114,6 @@ class LatencyFile(SpecModel):
                 for name, value in self.generation
             }
         )
-        first = learner(LearnerFit(evaluate=self.evaluate, learn=self.learn))
         changes: dict[str, object] = {
             "generation": engine,
             "call_s": of(Phase.GENERATION, self.call_s),
@@ -148,9 +123,8 @@ class LatencyFile(SpecModel):
             "group_s": of(Phase.SCORING, self.group_s),
             "columns": {name: line(column_phase(name), fit) for name, fit in self.columns.items()},
             "updates": {name: line(column_phase(name), fit) for name, fit in self.updates.items()},
-            "evaluate": first.evaluate,
-            "learn": first.learn,
-            "learner_sizes": {size: learner(fit) for size, fit in self.learner_sizes.items()},
+            "evaluate": None if self.evaluate is None else line(Phase.LEARN, self.evaluate),
+            "learn": line(Phase.LEARN, self.learn),
         }
         return self.model_copy(update=changes)
 
@@ -169,5 +143,4 @@ def write_latency(latency: LatencyFile, path: Path) -> None:
     """Writes the file as YAML. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "# How long each stage takes, fitted to recorded runs by `rlhfless simulate --calibrate`.\n"
-    unused = None if latency.learner_sizes else {"learner_sizes"}  # and unknown to earlier versions
-    path.write_text(head + document.dump(latency.model_dump(mode="json", exclude=unused)), "utf-8")
+    path.write_text(head + document.dump(latency.model_dump(mode="json")), "utf-8")

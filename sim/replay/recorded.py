@@ -23,11 +23,10 @@ from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.learner_size import LearnerSizes
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
 from rlhfless.sim.replay.fleet import RecordedFleet, slot_setup_of, start_s_of
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
-from rlhfless.sim.replay.learner import epochs_of, learner_of, learner_sizes
+from rlhfless.sim.replay.learner import epochs_of, learner_of
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.selection import AGAIN, as_begun, steps_of
@@ -62,8 +61,6 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
 
     services = [service(FunctionName.SCORING, Work.SCORE, LineFit(fixed_s=latency.group_s))]
     services += [service(name, Work.LOGPROBS, line) for name, line in latency.columns.items()]
-    sizes = changing_learner(trace, latency, other)
-    fixed = learner_of(trace, latency, allocation(FunctionName.LEARNER))
     shape, start_s = (
         _engine_shape(trace, kv_tokens(trace, kind, other.kind or kind)),
         start_s_of(trace, FunctionName.GENERATION),
@@ -80,7 +77,7 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
             *(ActorShape(slot_setup_of(held, start_s), shape, prices, prefills=True) for held in compute_prompts),
         ),
         tuple(services),
-        fixed if sizes is None else next(iter(sizes.shapes.values())),
+        learner_of(trace, latency, allocation(FunctionName.LEARNER)),
         Transport("auto", 1.0, latency.load_weights_s, 0),
         Links(
             float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)),
@@ -96,12 +93,6 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
         in_flight=other.max_staleness is None and _loads_in_flight(trace),
         fewest_actors=len(draw) if 0 < fewest == most else fewest,
     )
-
-
-def changing_learner(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS) -> LearnerSizes | None:
-    """The sizes of a replay's learner; None if it keeps its size, as in a run that is replayed on another kind of
-    device. Raises UnknownDevice for a kind without a data sheet."""
-    return None if other.kind is not None else learner_sizes(trace, latency)
 
 
 def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutBatch]) -> None:

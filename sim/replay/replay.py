@@ -19,19 +19,15 @@ from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.intervals import clip, union
-from rlhfless.scaling.learner_ranks import CHANGED_IN_S, LEARNER_RANKS
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase, column_phase, step_times
-from rlhfless.sim.learner_size import ChoosesSize, LearnerSizes, SimulatedLearnerSize
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.replay.learner import RecordedSize, SizeChanges
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s
-from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, changing_learner, setup_of, steps_drawn
-from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind, run_contract
+from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of, steps_drawn
+from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.statistics import LEAST_VALUES, mean_interval
 
@@ -192,8 +188,7 @@ def replay(
     extrapolated = replace(other, kind=kind if kind != latency.device_kind else None)
     latency = on_kind(latency, kind)
     setup = setup_of(trace, latency, other)
-    size = _learner_size(trace, changing_learner(trace, latency, other), setup, prices, as_recorded=policy is None)
-    simulation = Simulation(setup, chosen, prices, size)
+    simulation = Simulation(setup, chosen, prices)
     steps_drawn(simulation, trace, [batches[record.step] for record in records])
     simulated = simulation.close()
     again = {record.step: step for record, step in zip(records, one_after_another(simulated), strict=True)}
@@ -273,26 +268,13 @@ def _may_be_chance(values: Sequence[float]) -> bool:
     return interval.low <= 0 <= interval.high
 
 
-def _learner_size(
-    trace: Trace, sizes: LearnerSizes | None, setup: Setup, prices: PriceBook, *, as_recorded: bool
-) -> ChoosesSize | None:
-    """What changes the learner: the run's own decisions, or beside another policy the live choice."""
-    changes = SizeChanges.of(trace)
-    if sizes is None or changes is None:
-        return None
-    if as_recorded:
-        return RecordedSize(changes, sizes)
-    return SimulatedLearnerSize(sizes, setup, run_contract(trace), prices)
-
-
 def one_after_another(simulated: Trace) -> Iterator[StepRecord]:
-    """Steps as the trace of a run has them: each counts from the end of the one before, also if its samples were drawn
-    earlier; a change of the learner between the two is in neither."""
-    changed = {row.step: float(row.inputs[CHANGED_IN_S]) for row in simulated.decisions if row.kind == LEARNER_RANKS}
+    """Steps as the trace of a run has them: each counts from the end of the one before, also if its samples were
+    generated earlier."""
     ended_s = -math.inf
     for step in simulated.steps:
         yield replace(step, start_s=max(step.start_s, ended_s))
-        ended_s = step.end_s + changed.get(step.step, 0.0)
+        ended_s = step.end_s
 
 
 def _plans(trace: Trace, simulated: Trace) -> Iterator[tuple[int, str, str]]:

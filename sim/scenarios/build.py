@@ -1,14 +1,12 @@
 """From a scenario to the inputs of the simulator: price book, slots and workload.
 
 Co-located, actor i has the devices i x tp ... of its node, and the learner all devices of the first kind; they take
-turns. Disaggregated, the learner side has the last devices of the first kind, and the learner alone may move to the
-last ones of other kinds. Scoring runs on a CPU core of its own.
+turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on a CPU core of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhfless.prefixes.packing import ON_CPUS, Packing
@@ -16,15 +14,13 @@ from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.capabilities import MOVE_S, kv_token_s
 from rlhfless.scaling.latency.startup import start_s
-from rlhfless.scaling.learner_ranks import GroupSize, rank_rates
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.learner_size import LearnerSizes
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
-from rlhfless.sim.scenarios.devices import DevicesByNode, elsewhere
+from rlhfless.sim.scenarios.devices import DevicesByNode
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import CriticTimingSpec, ReferenceTimingSpec, ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
@@ -69,9 +65,6 @@ class ScenarioLayout:
         self.devices = first.devices if devices is None else devices
         self.prefills = placement.prefill_actors > 0
         """Whether other actors compute the prompts of those that draw."""
-        set_aside = elsewhere(scenario, placement)
-        self.elsewhere = {each.kind: set_aside[each.kind] for each in self.machines if each.kind in set_aside}
-        """By kind: devices to which the learner alone may move."""
         self._first = DevicesByNode.of(first, self.devices)
         devices_of_first = self._first.all
         apart = placement.mode == "disaggregated"
@@ -93,10 +86,8 @@ class ScenarioLayout:
         shapes: list[ActorShape] = []
         for index, machines in enumerate(self.machines):
             devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
-            taken: Sequence[Device] = self.elsewhere.get(machines.kind, ())
             if index == 0 and self._placement.mode == "disaggregated":
-                taken = self.learner_side
-            devices = devices.without(taken)
+                devices = devices.without(self.learner_side)
             first = not shapes
             shapes += self._of_kind(machines, devices)
             if first and (apart := self._placement.prefill_actors):
@@ -129,37 +120,9 @@ class ScenarioLayout:
             for node, held in each
         ]
 
-    def learner_sizes(self) -> LearnerSizes | None:
-        """The sizes of a learner that may change, the one that it begins with first; None for one that keeps it."""
-        scenario, own, counts = self._scenario, self.machines[0].kind, range(0)
-        if (fewest := scenario.learner.min_devices) is not None:
-            if self._placement.mode != "disaggregated":
-                what, hint = "the learner shares its devices", "leave it out, or place it apart"
-                raise InputError(scenario.name, [Problem("learner.min_devices", what, hint)])
-            needed = timing.learner_devices_needed(scenario, own)
-            counts = range(len(self.learner_side), max(fewest, needed) - 1, -1)
-        sizes = [GroupSize(count, own) for count in counts or (len(self.learner_side),)]
-        sizes += [GroupSize(len(devices), kind) for kind, devices in self.elsewhere.items()]
-        if len(sizes) == 1:
-            return None
-        shapes = {size: self.learner(size) for size in sizes}
-        rates = rank_rates({size.kind for size in sizes}, scenario.cluster.sheet)
-        return LearnerSizes(shapes, lambda before, after: self._change_s(shapes[before], shapes[after]), rates)
-
-    def _change_s(self, before: LearnerShape, after: LearnerShape) -> float:
-        """The state goes to the memory of the host, over the network to the host of another kind, and from there to
-        the new group."""
-        scenario, old, new = self._scenario, before.slot_setup, after.slot_setup
-        kinds = {slot_setup.allocation.devices[0].kind for slot_setup in (old, new)}
-        moved_bytes = (len(kinds) - 1) * timing.state_bytes(scenario)
-        return old.sleep_s + moved_bytes / scenario.transport.pull_bytes_per_s + new.start_s + new.wake_s
-
-    def learner(self, size: GroupSize | None = None) -> LearnerShape:
-        """The slot of the learner, on all devices of its side, or of another size."""
+    def learner(self) -> LearnerShape:
+        """Return the learner's slot, on all devices of its side."""
         scenario, node, side = self._scenario, self._first.devices[0][0], tuple(self.learner_side)
-        if size is not None:
-            side = self.elsewhere.get(size.kind) or side[-size.ranks :]
-            node = side[0].node if size.kind in self.elsewhere else node
         kind, count = side[0].kind, len(side)
         work = scenario.learner
         evaluated = evaluated_share(work.mini_batches, work.epochs, work.old_logprobs)

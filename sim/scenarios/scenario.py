@@ -22,7 +22,7 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.removed import REMOVED
+from rlhfless.spec.removed import REMOVED_FROM_SCENARIOS
 from rlhfless.spec.schedule import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 
 BEST_STATIC = "best_static"
@@ -127,7 +127,7 @@ class PolicyEntry(SpecModel):
 class Scenario(SpecModel):
     """A cluster, a model, a workload, a contract, and the policies to compare."""
 
-    removed: ClassVar[Mapping[str, str]] = {key: hint for key, hint in REMOVED.items() if key.startswith("schedule.")}
+    removed: ClassVar[Mapping[str, str]] = REMOVED_FROM_SCENARIOS
     """See RunSpec."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]

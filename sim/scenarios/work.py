@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhfless.sim.scenarios.cluster import Count, Positive
 from rlhfless.spec.base import Processes, SpecModel
@@ -160,10 +160,6 @@ class LearnerTimingSpec(SpecModel):
     """Share of the samples of a step that is learned. The others are drawn and scored, and no more:
     groups that are left out."""
 
-    min_devices: Count | None = None
-    """Between two steps the learner may give devices back, down to so many, and take them again, as its contract has it
-    (`learner.min_ranks` of a run): with placement `disaggregated`. By default it keeps all."""
-
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
 
@@ -218,24 +214,6 @@ class ScenarioPlacementSpec(SpecModel):
     learner_devices: Count | None = None
     """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""
 
-    learner_elsewhere: dict[Source, Count] = Field(default_factory=dict)
-    """As in the spec of a run: other kinds of `cluster.machines`, with how many devices of each, to which the learner
-    alone may move between two steps, as its contract has it. They are the last ones of their kind, set aside for it.
-    Needs `disaggregated`."""
-
     prefill_actors: Annotated[int, Field(ge=0)] = 0
     """Of the actors on the first kind of device, the last ones, which compute the prompts of the others
     (docs/prefill.md). They are never released."""
-
-    def __hash__(self) -> int:
-        """Fleets are keys, and a mapping has no hash of its own."""
-        return hash((self.mode, self.learner_devices, frozenset(self.learner_elsewhere.items()), self.prefill_actors))
-
-    @model_validator(mode="after")
-    def _elsewhere_is_apart(self) -> ScenarioPlacementSpec:
-        if self.learner_elsewhere and self.mode != "disaggregated":
-            raise ValueError(
-                f"learner_elsewhere is {self.learner_elsewhere}, but mode is {self.mode}, in which the learner shares "
-                "its devices; set mode to disaggregated, or leave learner_elsewhere out"
-            )
-        return self

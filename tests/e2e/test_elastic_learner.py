@@ -1,4 +1,4 @@
-"""A learner whose number of ranks changes learns what one of a fixed number learns: by choice, and after a lost device.
+"""A learner whose number of ranks changes, between two steps and after a lost device, learns as one with fixed ranks.
 
 Runs of type sft, which need no engine: on two cores each of two ranks has one.
 """
@@ -21,7 +21,7 @@ import pytest
 from fakes import saboteur
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.driver import drive_steps
-from rlhfless.loop.learner_size import LearnerSize, SizeChange
+from rlhfless.loop.learner_size import LearnerSize
 from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.trained_run import TrainedRun
@@ -29,7 +29,8 @@ from rlhfless.planning.preflight import preflight
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS, GroupSize, SizeChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS
+from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
@@ -116,20 +117,18 @@ def fixed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
 def test_from_two_ranks_to_one_and_back_through_shared_memory(
     fixed: Trace, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def choose(size: LearnerSize, step: int) -> SizeChange | None:
-        wanted = {2: 1, 5: 2}.get(step)
-        if wanted is None:
-            return None
-        other = GroupSize(wanted, "cpu-core")
-        return SizeChange(size._candidates[other][0], SizeChoice(other, "the test says so", {}))
+    wanted = iter([None, 1, None, None, 2, None, None])  # after steps 1 to 7
 
-    monkeypatch.setattr(LearnerSize, "choose", choose)
+    async def larger(size: LearnerSize) -> Allocation | None:
+        ranks = next(wanted)
+        return None if ranks is None else size._candidates[ranks][0]
+
+    monkeypatch.setattr(LearnerSize, "larger", larger)
     recovered, trace = driven(opening(assets, tmp_path / "run", min_ranks=1, ema_decay=0.9))
     assert recovered == Recovered(0, 0)
     assert_alike(trace, fixed)
     made = changes(trace)
-    one, two = "1 x cpu-core", "2 x cpu-core"
-    assert [(each.step, each.inputs["before"], each.choice) for each in made] == [(2, two, one), (5, one, two)]
+    assert [(each.step, each.inputs["before"], each.choice) for each in made] == [(2, 2, "1"), (5, 1, "2")]
     assert {each.inputs["through"] for each in made} == {"shared memory"}
     assert devices_over_time(trace) == [2, 1, 2]
 
@@ -160,7 +159,9 @@ def test_a_lost_device_leaves_a_learner_of_one_rank_which_grows_again(
     recovered, trace = driven(opening(assets, tmp_path / "run", min_ranks=1), lose)
     assert recovered.replicas_lost == 1
     assert_alike(trace, fixed)
-    first = changes(trace)[0]
-    assert (first.inputs["before"], first.choice) == ("2 x cpu-core", "1 x cpu-core")
-    assert "the most ranks whose devices are there" in str(first.inputs["reason"])
-    assert devices_over_time(trace)[:2] == [2, 1]
+    lost, grown = changes(trace)
+    assert (lost.inputs["before"], lost.choice) == (2, "1")
+    assert "the most ranks whose devices are there" in str(lost.inputs["reason"])
+    assert (grown.inputs["before"], grown.choice) == (1, "2")
+    assert grown.step >= 6
+    assert devices_over_time(trace) == [2, 1, 2]

@@ -4,6 +4,7 @@ with a fixed number, and a resumed run begins with the number that it had."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 from fakes.live_runs import PausesAfter, fault_opening, tokens_of
 from rlhfless.loop.driver import execute
 from rlhfless.loop.host import Host, RunPaused
-from rlhfless.loop.learner_size import LearnerSize, SizeChange
+from rlhfless.loop.learner_size import LearnerSize
 from rlhfless.loop.session import Session
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS, GroupSize, SizeChoice
+from rlhfless.scaling.learner_ranks import LEARNER_RANKS
+from rlhfless.scaling.placement import Allocation
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]
 
@@ -46,12 +48,15 @@ def ranks_of(trace: Trace) -> list[tuple[int, str, object]]:
     return [(each.step, each.choice, each.inputs["through"]) for each in made]
 
 
-async def by_step(wanted: dict[int, int], size: LearnerSize, step: int) -> SizeChange | None:
-    """The number of ranks that the test wants from a step on."""
-    if step not in wanted:
-        return None
-    other = GroupSize(wanted[step], "cpu-core")
-    return SizeChange(size._candidates[other][0], SizeChoice(other, "the test says so", {}))
+def by_step(*wanted: int | None) -> Callable[[LearnerSize], Awaitable[Allocation | None]]:
+    """Replace LearnerSize.larger: the number of ranks after steps 1, 2 and so on; None keeps it."""
+    numbers = iter(wanted)
+
+    async def larger(size: LearnerSize) -> Allocation | None:
+        ranks = next(numbers)
+        return None if ranks is None else size._candidates[ranks][0]
+
+    return larger
 
 
 def test_two_ranks_then_one_and_two_again_while_the_next_step_is_drawn(
@@ -59,11 +64,11 @@ def test_two_ranks_then_one_and_two_again_while_the_next_step_is_drawn(
 ) -> None:
     fixed = opening(assets, tmp_path / "fixed")
     asyncio.run(execute(fixed))
-    monkeypatch.setattr(LearnerSize, "choose", lambda size, step: by_step({1: 1, 3: 2}, size, step))
+    monkeypatch.setattr(LearnerSize, "larger", by_step(1, None, 2, None))
     start = opening(assets, tmp_path / "elastic", min_ranks=1)
     asyncio.run(execute(start))
     ours, theirs = (read_trace(folder.folder / "trace") for folder in (start, fixed))
-    assert ranks_of(ours) == [(1, "1 x cpu-core", "shared memory"), (3, "2 x cpu-core", "shared memory")]
+    assert ranks_of(ours) == [(1, "1", "shared memory"), (3, "2", "shared memory")]
     assert tokens_of(ours) == tokens_of(theirs)
     assert [record.step for record in ours.steps] == list(range(1, STEPS + 1))
     for one, other in zip(ours.steps, theirs.steps, strict=True):
@@ -80,17 +85,17 @@ def test_two_ranks_then_one_and_two_again_while_the_next_step_is_drawn(
 def test_a_resumed_run_begins_with_the_ranks_that_it_had(
     assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LearnerSize, "choose", lambda size, step: by_step({1: 1}, size, step))
+    monkeypatch.setattr(LearnerSize, "larger", by_step(1, None))
     start = replace(opening(assets, tmp_path / "run", min_ranks=1), host=PausesAfter(2))
     with pytest.raises(RunPaused):
         asyncio.run(execute(start))
     sizes: list[int] = []
-    monkeypatch.setattr(LearnerSize, "choose", lambda size, step: noted(sizes, size, step))
+
+    async def noted(size: LearnerSize) -> None:
+        sizes.append(size.ranks)
+
+    monkeypatch.setattr(LearnerSize, "larger", noted)
     asyncio.run(execute(replace(start, host=Host())))
     assert sizes == [1, 1], "after steps 3 and 4"
     trace = read_trace(start.folder / "trace")
     assert [record.step for record in trace.steps] == list(range(1, STEPS + 1))
-
-
-async def noted(sizes: list[int], size: LearnerSize, step: int) -> None:
-    sizes.append(size.size.ranks)

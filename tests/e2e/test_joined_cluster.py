@@ -21,7 +21,6 @@ from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
-from rlhfless.scaling.learner_ranks import LEARNER_RANKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -109,44 +108,6 @@ def test_a_learner_on_devices_of_another_kind_and_back_on_those_of_generation(
         for name in ("generation", "learner")
     }
     assert kinds == {"generation": ["cpu-core"], "learner": ["l40s", "cpu-core"]}
-    same = compare_samples(trace, whole.trace)
-    assert (same.compared, same.fraction, same.only_in_first) == (len(trace.rollouts), 1.0, 0)
-
-
-CHANGES_ARE_FREE = """
-import dataclasses
-from rlhfless.cli.main import main
-from rlhfless.loop.learner_size import LearnerSize
-
-measured = LearnerSize._measured
-LearnerSize._measured = lambda *given: dataclasses.replace(measured(*given), change_s=0.0)
-main()
-"""
-
-
-@pytest.mark.seldom
-def test_a_learner_moves_to_faster_devices_between_two_steps(
-    cluster: str, whole: Whole, assets: Path, tmp_path: Path
-) -> None:
-    """By the data sheets an L40S learns faster than a core, and time is all that counts; a change, which these short
-    steps would not pay for, is counted as free. The state moves whole, and the samples are those of a run on cores."""
-    values = fault_values(assets, 1, steps=4, output=str(tmp_path / "runs"))
-    values["learner"] = values.get("learner", {}) | {"dtype": "float32"}
-    values["scaling"] = values.get("scaling", {}) | {"contract": {"type": "weighted", "time_weight": 1.0}}
-    values["placement"] = {
-        "mode": "disaggregated", "kind": "cpu-core", "ray_address": cluster, "devices": 2,
-        "learner_elsewhere": {"l40s": 1}, "float32_on_gpus": True,
-    }  # fmt: skip
-    with believed_gpu(cluster, "L40S", tmp_path / "gpu"):
-        folder = ended(values, tmp_path / "spec.yaml", command=[sys.executable, "-c", CHANGES_ARE_FREE])
-    trace = read_trace(folder / "trace")
-    first = next(each for each in trace.decisions if each.kind == LEARNER_RANKS)
-    assert (first.inputs["before"], first.choice, first.inputs["through"]) == (
-        "1 x cpu-core", "1 x l40s", "memory, from node to node",
-    )  # fmt: skip
-    held = sorted(trace.holdings, key=lambda one: one.start_s)
-    assert next(one.device_kind for one in held if one.function == "learner") == "cpu-core"
-    assert {one.device_kind for one in held if one.function == "learner"} == {"cpu-core", "l40s"}
     same = compare_samples(trace, whole.trace)
     assert (same.compared, same.fraction, same.only_in_first) == (len(trace.rollouts), 1.0, 0)
 

@@ -27,12 +27,9 @@ from rlhfless.records import (
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter
 from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.learner_ranks import GroupSize, rank_rates
 from rlhfless.scaling.placement import Allocation, Device
-from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.learner_size import LearnerSizes, SimulatedLearnerSize
 from rlhfless.sim.policies import make_policy
 from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
@@ -41,21 +38,12 @@ from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
-from rlhfless.spec import WeightedSpec
 
 ENGINE = LinearEngine(6e-3, 1.5e-4, 2e-6, 2e-5, 1e-9)
 LEARN_S, LEARN_TOKEN_S, EVALUATE_TOKEN_S = 0.3, 1e-4, 2e-5
 LOAD_S, PUBLISH_S, GROUP_S = 0.05, 0.02, 4e-4
 KV_TOKEN_S = 3e-5
 EPOCH_S = 1_795_000_000.0
-
-CORES, H100 = GroupSize(2, "cpu-core"), GroupSize(1, "h100")
-FASTER, CHANGE_S = 4.0, 0.2
-SPEC_OF_MOVES: dict[str, Any] = {
-    "learner": {"ranks": 2},
-    "placement": {"mode": "disaggregated", "learner_elsewhere": {"h100": 1}},
-    "scaling": {"contract": {"type": "weighted", "time_weight": 1}},
-}
 
 
 def record(
@@ -68,24 +56,21 @@ def record(
     scaling: Mapping[str, Any] | None = None,
     prefills: int = 0,
     prompt_tokens: float = 7.0,
-    moves: bool = False,
 ) -> Path:
     """Writes the trace of a run with actors on CPU cores, and returns its folder. `levels`: of shared prefixes;
-    `scaling`: as in the spec, by default static actors. `prefills`: actors that compute prompts for the others.
-    `moves`: the learner, of two cores, may change to an H100, where it is FASTER times as fast, in CHANGE_S."""
+    `scaling`: as in the spec, by default static actors. `prefills`: actors that compute prompts for the others."""
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
     workload = SyntheticWorkload(shape, 64, prompts, 4, prompt_tokens, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
     setup, policy = _setup(actors, prefills), make_policy("static")
-    meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(scaling, moves), {})
+    meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(scaling), {})
     if scaling is not None:  # a live run's first step begins when its replicas are up
         setup = replace(setup, warm=True, fewest_actors=scaling["generation"]["min_actors"])
         policy = run_policy(Trace(meta, steps=(StepRecord(0, 0.0, 1.0, {}),) * steps))[1]
     if levels:
         batches = [behind_prefixes(batch, levels) for batch in batches]
         setup = replace(setup, prefixes=PrefixUse(planned=True, forward=SharedForward(8192)))
-    setup, size = _with_sizes(setup, steps) if moves else (setup, None)
-    simulation = Simulation(setup, policy, load_price_book(), size)
+    simulation = Simulation(setup, policy, load_price_book())
     generations = [simulation.step(batch) for batch in batches]
     trace = simulation.close()
     with TraceWriter(folder, meta, record_tokens=False) as writer:
@@ -144,27 +129,10 @@ def _setup(actors: int, prefills: int) -> Setup:
     )
 
 
-def _with_sizes(setup: Setup, steps: int) -> tuple[Setup, SimulatedLearnerSize]:
-    """LEARN_TOKEN_S and EVALUATE_TOKEN_S are those of two cores."""
-    learner = setup.learner
-    cores = Allocation.of([Device(f"cpu-{core}", "cpu-core", core) for core in (2, 3)])
-    h100 = Allocation.of([Device("gpu-0", "h100", 4)])
-    own, other = (replace(learner.slot_setup, allocation=allocation) for allocation in (cores, h100))
-    faster = {name: getattr(learner, name) / FASTER for name in ("learn_token_s", "evaluate_token_s")}
-    shapes = {
-        CORES: replace(learner, slot_setup=own, parts=2),
-        H100: replace(learner, slot_setup=other, **faster),
-    }
-    sizes = LearnerSizes(shapes, lambda _before, _after: CHANGE_S, rank_rates({"cpu-core", "h100"}))
-    setup, terms = setup.with_learner(shapes[CORES]), RunContract(WeightedSpec(time_weight=1), steps)
-    return setup, SimulatedLearnerSize(sizes, setup, terms, load_price_book())
-
-
-def _spec(scaling: Mapping[str, Any] | None, moves: bool) -> dict[str, Any]:
+def _spec(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     engine = {"max_sequences": 256, "max_batch_tokens": 8192}
-    return {"model": {"path": "nowhere"}, "generation": {"max_tokens": 112, "engine": engine}} | (
-        ({} if scaling is None else {"scaling": scaling}) | (SPEC_OF_MOVES if moves else {})
-    )
+    spec = {"model": {"path": "nowhere"}, "generation": {"max_tokens": 112, "engine": engine}}
+    return spec if scaling is None else spec | {"scaling": scaling}
 
 
 def _told(call: Invocation, batches: Sequence[RolloutBatch]) -> Invocation:

@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from ray.cluster_utils import Cluster as RayNodes
 
-from fakes.has_a_part import HasAPart
 from fakes.stand_in import stand_in_run
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
@@ -29,10 +27,7 @@ from rlhfless.fleet.leaving import LeavingWatch, drain_nodes
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import NoDevices, RunDevices
 from rlhfless.functions.base import StaleCall
-from rlhfless.functions.ranks.group import RankGroup
-from rlhfless.functions.training.handing_over import PIECE_BYTES, bring, pull
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.selftest.between_nodes import MEET_S, between_nodes
 from rlhfless.spec import PlacementSpec
@@ -233,28 +228,6 @@ async def test_the_hook_of_a_pod_that_ends(ray_nodes: RayNodes, monkeypatch: pyt
     await until_free({A: 3, B: 2})
 
 
-async def test_the_parts_of_a_state_come_to_each_node_of_the_next_group(ray_nodes: RayNodes, tmp_path: Path) -> None:
-    """Two ranks on two nodes hand over to one of these and a third: whole there, and gone where nothing needs it."""
-    folder, spare = str(tmp_path / "handed-over"), add(ray_nodes, C, 0)
-    address_of = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    home, nodes = [address_of[A], address_of[B]], [address_of[B], address_of[C]]
-    sizes = {"rank-0": PIECE_BYTES + 5, "rank-1": 3}
-    ranks = []
-    for node, (name, size) in zip(home, sizes.items(), strict=True):
-        options = {"num_cpus": 0, "label_selector": {NODE_LABEL: node}, "concurrency_groups": {"waits": 1}}
-        ranks.append(ray.remote(**options)(HasAPart).remote(node, folder, name, size))
-    group = RankGroup(ranks, 30, "learner")
-    assert await bring(group, folder, home, nodes, limit_s=60)
-    await group.all("drop_handed_over", folder, nodes)
-    assert sorted(path.name for path in Path(folder).iterdir()) == sorted(nodes)
-    for node in nodes:
-        for name, size in sizes.items():
-            expected = np.random.default_rng(size).bytes(size)
-            assert (Path(folder) / node / "state" / name).read_bytes() == expected
-    group.end()
-    ray_nodes.remove_node(spare)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_nodes")
 def test_the_self_test_broadcasts_between_the_nodes() -> None:
@@ -264,8 +237,3 @@ def test_the_self_test_broadcasts_between_the_nodes() -> None:
     assert outcome.measured.keys() >= {A, B}
     for about in outcome.measured.values():
         assert about["gloo_gb_per_s"] > 0
-
-
-def test_a_node_without_memory_for_a_state_keeps_nothing_of_it(tmp_path: Path) -> None:
-    assert not pull(str(tmp_path), "node", [(None, {"too large": 1 << 60})])
-    assert not list(tmp_path.iterdir())

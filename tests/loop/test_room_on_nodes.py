@@ -49,9 +49,7 @@ def placed(learner: str, *actors: str) -> Any:
         FunctionName.LEARNER: (allocation(learner),),
         FunctionName.GENERATION: tuple(map(allocation, actors)),
     }
-    return SimpleNamespace(
-        allocations=allocations, groups=(), elsewhere=(), allocation=lambda name, index: allocations[name][index]
-    )
+    return SimpleNamespace(allocations=allocations, groups=(), allocation=lambda name, index: allocations[name][index])
 
 
 def test_the_learners_node_keeps_the_store_and_other_actors_nodes_a_cache() -> None:

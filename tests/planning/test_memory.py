@@ -19,7 +19,6 @@ from fakes.qwen import QWEN_05B
 from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.prefix_attention import NAME, packed_row
-from rlhfless.planning.inputs import _problems_elsewhere
 from rlhfless.planning.question import Question, edited
 from rlhfless.planning.resolve import as_settled, device_problems, placed, settled, timed, unplanned
 from rlhfless.planning.suggestions import nearest_change
@@ -587,21 +586,6 @@ def test_a_learner_on_other_devices_by_the_memory_of_those() -> None:
     assert change is not None
     assert change.text == "learner.ranks: 2 and placement.learner_devices: 2"
     assert dataclasses.replace(one, spec=edited(one.spec, {"placement.learner_kind": "b200"})).plan().fits
-
-
-def test_devices_that_do_not_hold_the_learner_are_no_place_to_move_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a 7B learner two B200 hold all, and one L40S does not."""
-    placement = {"mode": "disaggregated", "learner_elsewhere": {"l40s": 1, "b200": 2, "b300x": 1}}
-    run = edited(spec(placement=placement, learner={"ranks": 1}), {"learner.dtype": "bfloat16"})
-    monkeypatch.setattr("rlhfless.planning.inputs._shape", lambda _: (ModelShape.of_config(QWEN_7B), None))
-    small, unknown = _problems_elsewhere(run, 2048)
-    assert small.where == "placement.learner_elsewhere.l40s"
-    assert small.what == "a rank of 1 needs 185.7 GiB, and l40s has 44.7"
-    assert unknown.where == "placement.learner_elsewhere.b300x"
-    assert "b300" in unknown.what
-    exact = edited(run, {"learner.dtype": "float32", "placement.learner_elsewhere": {"h100": 8, "cpu-core": 2}})
-    refused, *_ = _problems_elsewhere(exact, 2048)
-    assert (refused.where, refused.what) == ("placement.learner_elsewhere.h100", "learner.dtype is float32")
 
 
 def test_engines_on_cores_beside_a_learner_on_a_gpu() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -241,58 +240,6 @@ def test_a_learner_whose_devices_are_not_there_is_refused(values: dict[str, int 
     spec = PlacementSpec.model_validate({"mode": "disaggregated"} | values)
     with pytest.raises(PlacementError, match=message):
         placed(spec, gpus("a", 1, kind="l40s"), gpus("b", 2), ranks=1)
-
-
-def test_devices_that_the_learner_may_move_to_are_beside_all_others() -> None:
-    nodes = gpus("a", 4, kind="l40s"), gpus("b", 8), cpus(4)
-    spec = PlacementSpec.model_validate(
-        {"mode": "disaggregated", "kind": "l40s", "devices": 3, "learner_elsewhere": {"h100": 2, "cpu-core": 3}}
-    )
-    placement = placed(spec, *nodes, actors=2)
-    assert names(placement, FunctionName.LEARNER) == [["gpu-2"]]
-    assert [[device.name for device in each.devices] for each in placement.elsewhere] == [
-        ["gpu-3", "gpu-4"],
-        ["cpu-5", "cpu-6", "cpu-7"],
-    ]
-    assert [each.ranks for each in placement.elsewhere] == [2, 3]
-    (group,) = placement.groups_of(placement.elsewhere[0])
-    assert (group.name, group.kind, group.node) == ("learner-h100-0", "h100", "b")
-    back = PlacementSpec.model_validate(
-        {
-            "mode": "disaggregated",
-            "kind": "l40s",
-            "devices": 3,
-            "learner_kind": "h100",
-            "learner_elsewhere": {"l40s": 1},
-        }
-    )
-    assert placed(back, *nodes, actors=3).elsewhere[0].devices[0].name == "gpu-4", "the fourth of node a"
-    with pytest.raises(PlacementError, match=r"learner_elsewhere asks for 1 device\(s\) of kind l40s, but 0 are there"):
-        placed(back, gpus("a", 3, kind="l40s"), gpus("b", 1), actors=3)
-    with pytest.raises(
-        PlacementError, match=r"a kind of placement.learner_elsewhere is 'h100', but the cluster has l40s"
-    ):
-        placed(spec, gpus("a", 4, kind="l40s"), actors=2)
-
-
-def test_the_kind_that_the_learner_has_is_no_other_one() -> None:
-    spec = PlacementSpec.model_validate({"mode": "disaggregated", "learner_elsewhere": {"cpu-core": 2}})
-    with pytest.raises(PlacementError, match="learner_elsewhere names cpu-core, which the learner has already"):
-        placed(spec, cpus(4))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"mode": "colocated"}, "set mode to disaggregated, or leave learner_elsewhere out"),
-        ({"kind": "h100"}, "h100 is the learner's own kind"),
-        ({"kind": "l40s", "learner_kind": "h100"}, "h100 is the learner's own kind"),
-        ({"learner_elsewhere": {"h100": 0}}, "greater than or equal to 1"),
-    ],
-)
-def test_where_a_learner_cannot_move_to_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PlacementSpec.model_validate({"mode": "disaggregated", "learner_elsewhere": {"h100": 2}} | values)
 
 
 def test_generation_is_not_put_on_cores_because_the_only_gpus_are_the_learners() -> None:

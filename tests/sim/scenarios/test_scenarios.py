@@ -66,12 +66,9 @@ def machines(**changes: Any) -> dict[str, Any]:
         ({"engine": {"speculation": {"accepted": [0.5]}}}, r"speculation.source .*missing"),
         (
             {"placement": {"learner_elsewhere": {"h100": 1}}},
-            r"learner_elsewhere is \{'h100': 1\}, but mode is colocated, .*; set mode to disaggregated, or",
+            r"placement.learner_elsewhere \(line \d+\): was removed\n    Give the learner one kind of device",
         ),
-        (
-            {"placement": {"mode": "disaggregated", "learner_elsewhere": {"h100": 0}}},
-            r"placement.learner_elsewhere.h100 \(line \d+\): 0: should be greater than or equal to 1",
-        ),
+        ({"learner": {"min_devices": 1}}, r"learner.min_devices \(line \d+\): was removed\n    Leave it out"),
         ({"schedule": "auto"}, r"schedule \(line \d+\): 'auto' was removed\n    Name one"),
         ({"schedule": {"type": "sync", "streaming": True}}, r"schedule.streaming \(line \d+\): was removed"),
         ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' is there twice; give one of them a `label`"),
