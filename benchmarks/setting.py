@@ -16,8 +16,8 @@ import torch
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.functions.generation.engine import EngineSettings
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session, open_session
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.spec import RunSpec, TimeoutsSpec
 from rlhfless.telemetry.console import Console

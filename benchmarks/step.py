@@ -31,8 +31,8 @@ from smoke import parsed
 from transformers import AutoModelForCausalLM
 from where import machine
 
-from rlhfless.loop.rollout_request import RolloutRequest
-from rlhfless.loop.step import rollout, train
+from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.orchestrator.step import rollout, train
 from rlhfless.records import Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import read_trace

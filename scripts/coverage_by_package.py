@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _package(path: Path) -> str:
-    """The package below the top one, such as rlhfless/loop; the top one of its own modules."""
+    """The package below the top one, such as rlhfless/orchestrator; the top one of its own modules."""
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 

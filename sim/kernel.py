@@ -35,7 +35,7 @@ from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
-"""Work that follows other work within this time is one call with it, as in the runtime (`rlhfless.loop.stages`)."""
+"""Work that follows other work within this time is one call with it, as in the runtime."""
 
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""

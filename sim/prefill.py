@@ -1,6 +1,6 @@
 """The actors of a simulated step that compute prompts for those that draw: which of them computes what, and when.
 
-As rlhfless.autoscaling.prefill has it of real ones: a piece goes at once to the actor that would have computed the
+As rlhfless.orchestrator.prefill has it of real ones: a piece goes at once to the actor that would have computed the
 fewest tokens before it is done, and each actor computes first what was asked for first.
 """
 

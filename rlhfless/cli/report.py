@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.cli.tables import final_report, functions_table, table
-from rlhfless.loop.driver import Outcome
+from rlhfless.orchestrator.driver import Outcome
 from rlhfless.prepare.faults import SkippedRows
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import read_trace

@@ -47,7 +47,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
-    from rlhfless.loop.resuming import hold_inputs
+    from rlhfless.orchestrator.resuming import hold_inputs
     from rlhfless.planning.inputs import on_these_devices
     from rlhfless.planning.preflight import preflight
     from rlhfless.spec.imports import folders_in_use
@@ -80,7 +80,7 @@ def run(
 
 def _allowed(kinds: Sequence[str], resume: Path | None) -> frozenset[str]:
     """What --allow-changed names. Raises BadParameter."""
-    from rlhfless.loop.resuming import ALLOWABLE
+    from rlhfless.orchestrator.resuming import ALLOWABLE
     from rlhfless.spec.explain import nearest
 
     if kinds and resume is None:
@@ -111,7 +111,7 @@ def resumed(
     Raises InputError if there is nothing to resume, if the spec differs in a field that must not change, or if its
     number of steps would change the learning rates without `schedule` being allowed.
     """
-    from rlhfless.loop.resuming import SCHEDULE, schedule_problems
+    from rlhfless.orchestrator.resuming import SCHEDULE, schedule_problems
     from rlhfless.planning.resolve import as_settled
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
@@ -143,10 +143,10 @@ def resumed(
 def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]) -> None:
     from rlhfless.cli.report import run_report
     from rlhfless.fleet import private_ray
-    from rlhfless.loop.driver import execute
-    from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
-    from rlhfless.loop.launch import remove_stores
-    from rlhfless.loop.session import Session
+    from rlhfless.orchestrator.driver import execute
+    from rlhfless.orchestrator.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
+    from rlhfless.orchestrator.launch import remove_stores
+    from rlhfless.orchestrator.session import Session
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
     from rlhfless.telemetry.open_sinks import open_sinks

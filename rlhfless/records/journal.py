@@ -3,7 +3,7 @@
 One SQLite file. A step that was interrupted is done again from its rows, and only the missing samples are drawn. Rows
 are deleted when a checkpoint has made them needless.
 
-Where steps do not learn from all that they begin (rlhfless.loop.selection), it also has the groups that were begun, the
+Where steps do not learn from all that they begin (`schedule: partial`), it also has the groups that were begun, the
 step that takes each, and the tokens so far of samples that a later step continues. A rollout's step is then the one
 that began it.
 

@@ -16,7 +16,7 @@ from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import write_order
 from rlhfless.control.run_files import allow_changed, allowed_in
-from rlhfless.loop.host import RunPaused, StopCause
+from rlhfless.orchestrator.host import RunPaused, StopCause
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
 from rlhfless.spec.errors import InputError, Problem
 

@@ -17,8 +17,8 @@ import pytest_asyncio
 from fakes.live_runs import Live, Whole, fault_opening, spec_values
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.loop.driver import execute
-from rlhfless.loop.session import Session, open_session
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.records.traces import read_trace
 from rlhfless.spec import RunSpec

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fakes.live_runs import fault_opening
-from rlhfless.loop.driver import execute
+from rlhfless.orchestrator.driver import execute
 from rlhfless.planning import preflight as checks
 from rlhfless.spec.errors import InputError
 

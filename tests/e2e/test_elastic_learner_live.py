@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fakes.live_runs import PausesAfter, fault_opening, tokens_of
-from rlhfless.loop.driver import execute
-from rlhfless.loop.host import Host, RunPaused
-from rlhfless.loop.learner_size import LearnerSize
-from rlhfless.loop.session import Session
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.host import Host, RunPaused
+from rlhfless.orchestrator.learner_size import LearnerSize
+from rlhfless.orchestrator.session import Session
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings

@@ -12,7 +12,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
 from rlhfless.functions.base import Call
-from rlhfless.loop.run import Run
+from rlhfless.orchestrator.run import Run
 from rlhfless.records import PublishedWeights
 from rlhfless.records.compare import Comparison, compare_samples
 from rlhfless.records.traces import read_trace

@@ -18,7 +18,7 @@ import yaml
 
 from fakes.commands import start
 from fakes.live_runs import fault_values
-from rlhfless.loop.session import JOURNAL_FILE
+from rlhfless.orchestrator.session import JOURNAL_FILE
 from rlhfless.records import FinishReason, Rollout, WeightVersion
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TracedRollout, read_trace

@@ -10,8 +10,8 @@ import pytest
 
 from fakes import saboteur
 from fakes.live_runs import Whole, check_one_awake, fault_opening
-from rlhfless.loop import transports
-from rlhfless.loop.run import Run
+from rlhfless.orchestrator import transports
+from rlhfless.orchestrator.run import Run
 from rlhfless.records import Work
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.ledger import TRANSPORT

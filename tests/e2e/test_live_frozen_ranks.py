@@ -18,11 +18,11 @@ from fakes.model_folders import save_reward_model_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.loop.driver import drive_steps
-from rlhfless.loop.host import Host
-from rlhfless.loop.recovery import Recovered
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session, open_session
+from rlhfless.orchestrator.driver import drive_steps
+from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.recovery import Recovered
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.records import Experience, FinishReason
 from rlhfless.records.traces import read_trace
 from rlhfless.rewards import RewardSample

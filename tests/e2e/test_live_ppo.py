@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 
 from fakes import saboteur
 from fakes.live_runs import PausesAfter, check_one_awake, fault_opening, tokens_of
-from rlhfless.loop.driver import execute
-from rlhfless.loop.host import RunPaused
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.host import RunPaused
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings

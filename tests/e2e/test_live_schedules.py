@@ -12,9 +12,9 @@ import pytest
 
 from fakes import saboteur
 from fakes.live_runs import fault_opening
-from rlhfless.loop.driver import execute
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session
 from rlhfless.records import WeightVersion, Work
 from rlhfless.records.traces import Trace, read_trace
 

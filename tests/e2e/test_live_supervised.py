@@ -18,11 +18,11 @@ from fakes import saboteur
 from fakes.live_runs import PausesAfter, fault_opening
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.loop.driver import Outcome, drive_steps, execute
-from rlhfless.loop.host import Host, RunPaused
-from rlhfless.loop.recovery import Recovered
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session, open_session
+from rlhfless.orchestrator.driver import Outcome, drive_steps, execute
+from rlhfless.orchestrator.host import Host, RunPaused
+from rlhfless.orchestrator.recovery import Recovered
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.records import Experience, FinishReason, FunctionName, Work
 from rlhfless.records.traces import read_trace

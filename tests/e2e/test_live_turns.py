@@ -13,8 +13,8 @@ from fakes import saboteur
 from fakes.live_runs import Whole, check_one_awake, fault_opening, fault_values
 from fakes.model_folders import save_reward_model_of
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.loop.host import Host
-from rlhfless.loop.run import Run
+from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.run import Run
 from rlhfless.records import Experience, FinishReason, FunctionName, ReplicaState, Work
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from fakes.live_runs import spec_values, tokens_of, write_prompts
-from rlhfless.loop.driver import execute
-from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.generation import GenerationStage
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session
 from rlhfless.planning.preflight import preflight
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, Work

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from fakes.live_runs import spec_values, write_prompts
-from rlhfless.autoscaling import scaler
-from rlhfless.autoscaling.engine_speeds import PrefixMoves
-from rlhfless.loop.driver import execute
-from rlhfless.loop.session import Session
+from rlhfless.orchestrator import scaler
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.session import Session
 from rlhfless.planning.preflight import preflight
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
+from rlhfless.scaling.engine_speeds import PrefixMoves
 from rlhfless.scaling.policies.fleet_actions import assign_groups, start
 from rlhfless.scaling.policies.fleet_layout import Contexts
 from rlhfless.scaling.policy import Action, Beat, Event, Move, StepBegan, StepView

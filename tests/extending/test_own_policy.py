@@ -8,8 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from fakes.recorded_run import record
-from rlhfless.autoscaling.scaler import policy_of
 from rlhfless.cli import main
+from rlhfless.orchestrator.scaler import policy_of
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.policies import make_policy

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from fakes.schedule_steps import Steps
-from rlhfless.loop.schedules import schedule_of
+from rlhfless.orchestrator.schedules import schedule_of
 from rlhfless.spec import SyncSpec
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import load_spec, resolved_yaml

@@ -431,7 +431,7 @@ def write_folder(folder: Path, run_id: str, now: float, critic: bool = False) ->
     folder.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
     lines = [
-        f"{stamp}.{100 + line:03d}Z INFO {run_id} rlhfless.loop.driver: step {line}: 32 prompts, 256 samples"
+        f"{stamp}.{100 + line:03d}Z INFO {run_id} rlhfless.orchestrator.driver: step {line}: 32 prompts, 256 samples"
         for line in range(300)
     ]
     (folder / "run.log").write_text("\n".join(lines) + "\n", "utf-8")

@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fakes.rollouts import drawn
-from rlhfless.autoscaling.policy_runner import EvenSplit, PolicyRunner
-from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.generation.messages import (
     Ended,
@@ -23,6 +21,8 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
+from rlhfless.orchestrator.policy_runner import EvenSplit, PolicyRunner
+from rlhfless.orchestrator.sample_table import SampleTable
 from rlhfless.records import (
     Decision,
     FinishReason,

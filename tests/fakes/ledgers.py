@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfless.loop.ledger import Ledger
+from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.prices import load_price_book
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from fakes.cluster import FakeCluster, pool_of
-from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
-from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.functions.base import Call, ReplicaInfo
-from rlhfless.loop.ledger import Ledger
+from rlhfless.orchestrator.ledger import Ledger
+from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.records import Decision, FunctionName
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
+from rlhfless.scaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import PriceBook

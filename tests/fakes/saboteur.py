@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 
 from rlhfless.fleet.replica import Replica
-from rlhfless.loop.driver import drive_steps
-from rlhfless.loop.recovery import Recovered
-from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session, open_session
+from rlhfless.orchestrator.driver import drive_steps
+from rlhfless.orchestrator.recovery import Recovered
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.session import Session, open_session
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:

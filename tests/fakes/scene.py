@@ -16,9 +16,9 @@ from fakes.ledgers import ledger_in
 from fakes.stage import until
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call
-from rlhfless.loop.prompt_history import PromptHistory
-from rlhfless.loop.run import Run
-from rlhfless.loop.step import rollout
+from rlhfless.orchestrator.prompt_history import PromptHistory
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.step import rollout
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
     FunctionName,

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.messages import GenerateRequest, Sampling
-from rlhfless.loop.rollout_request import RolloutRequest
+from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.orchestrator.sample_table import SampleTable
 from rlhfless.records import Prompt, Work
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import explain

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.loop.recovery import Recovery
+from rlhfless.orchestrator.recovery import Recovery
 from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
 
 

@@ -27,11 +27,11 @@ from rlhfless.control.run_files import ALLOWED_FILE, allowed_in, leave_mark
 from rlhfless.control.spec_paths import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.functions.out_of_memory import OutOfMemory
-from rlhfless.loop.driver import execute
-from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
-from rlhfless.loop.host import RunPaused, StopCause
-from rlhfless.loop.resuming import has_begun, hold_inputs
-from rlhfless.loop.session import Session
+from rlhfless.orchestrator.driver import execute
+from rlhfless.orchestrator.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
+from rlhfless.orchestrator.host import RunPaused, StopCause
+from rlhfless.orchestrator.resuming import has_begun, hold_inputs
+from rlhfless.orchestrator.session import Session
 from rlhfless.planning.host_memory import on_this_node
 from rlhfless.planning.preflight import preflight
 from rlhfless.prepare.prepared import Prepared

@@ -23,9 +23,9 @@ from rlhfless.control.driver.samples import SampleReader
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.fleet import DeviceWork
 from rlhfless.fleet.run_devices import NoDevices
-from rlhfless.loop.host import DevicesWanted, Host, StopCause, Verdict
-from rlhfless.loop.run import Run
-from rlhfless.loop.trained_run import TrainedRun
+from rlhfless.orchestrator.host import DevicesWanted, Host, StopCause, Verdict
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.telemetry.console import Console
@@ -148,7 +148,7 @@ class Reporter(Host):
         """The devices that the run may hold; 0 while it waits."""
         return 0 if self._answer is None else self._answer.granted
 
-    # -- rlhfless.loop.host.Host
+    # -- rlhfless.orchestrator.host.Host
 
     def began(self, run: TrainedRun, held: Callable[[str], int]) -> int | None:
         self._run, self._held = run, held

@@ -1,0 +1,242 @@
+"""A run from start to end: start the fleet, publish weights, evaluate, train, evaluate, checkpoint, stop the fleet.
+
+Whatever happens, the functions are stopped, the ledger is written, and the weight store is removed. Replicas that die
+are replaced (rlhfless.orchestrator.recovery). A run that is stopped leaves a journal and checkpoints to resume from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rlhfless.fleet.pool import RECOVERABLE
+from rlhfless.orchestrator import drawing, supervised
+from rlhfless.orchestrator.host import RunPaused, StopCause
+from rlhfless.orchestrator.limits import reached
+from rlhfless.orchestrator.recovery import Recovered, Recovery
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.schedules import Data, schedule_of
+from rlhfless.orchestrator.session import Session, open_session
+from rlhfless.orchestrator.trained_run import ElasticLearner, TrainedRun
+from rlhfless.records import Experience
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The results of a finished run."""
+
+    before: Mapping[str, float]
+    """Held-out figures before the first step; empty without held-out prompts."""
+    after: Mapping[str, float]
+    steps: int
+    wall_s: float
+    """Duration of this attempt, and the time in which earlier ones held devices: what the cost is of."""
+    attempts: int
+    checkpoint: str
+    """Where the last checkpoint is."""
+    best_checkpoint: str
+    """Where the best one is, by `checkpoint.best`."""
+    best_by: str
+    """The metric, value and step that make it the best."""
+    recovered: Recovered
+    """Faults and losses of this attempt."""
+
+
+async def execute(session: Session) -> Outcome:
+    """Drive one attempt of a run: all of its steps, or the remaining ones of a resumed run.
+
+    Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
+    StaleCall; after too many faults of one step, the last fault (ReplicaLost, CallTimeout, FleetError).
+    """
+    began_s = time.time()
+    async with open_session(session) as (run, first):
+        recovered = await drive_steps(session, run, first)
+    steps = session.spec.steps
+    after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
+    best = run.checkpoints.best(run.checkpoints.all())
+    best_by, last = run.checkpoints.best_by(best), run.checkpoints.location(steps)
+    wall_s = run.ledger.earlier_held_s + time.time() - began_s
+    return Outcome(
+        run.before, after, steps, wall_s, run.attempt, last, best.location if best else last, best_by, recovered
+    )
+
+
+async def drive_steps(session: Session, run: TrainedRun, first: int) -> Recovered:
+    """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
+
+    Raises as `execute` does.
+    """
+    recovery, steps, last = Recovery(run), RunSteps(run, session, first), session.spec.steps
+    try:
+        while steps.following <= last:
+            try:
+                if steps.following == 0:
+                    await steps.close(0)
+                await schedule_of(session.spec.schedule).drive(steps, steps.following, last)
+            except RECOVERABLE as fault:
+                with session.console.waiting(f"recovering: {fault}"):
+                    steps.restart_at(await recovery.after(steps.following, fault))
+    finally:
+        await steps.end()
+    return recovery.recovered
+
+
+class RunSteps:
+    """The steps of a run, as a schedule orders them (rlhfless.orchestrator.schedules.Steps)."""
+
+    def __init__(self, run: TrainedRun, session: Session, first: int) -> None:
+        self._run: Any = run
+        self._stages: Any = drawing if isinstance(run, Run) else supervised
+        """What a step and an evaluation of the run are."""
+        self._session = session
+        if isinstance(run, Run):
+            run.evaluated_samples = partial(session.host.evaluated, run)
+        self.following = first
+        """The first step that is not done. Step 0 is only evaluated."""
+        self._rollouts: dict[int, asyncio.Task[Data]] = {}
+        """Of steps that are not trained on yet: a fault of another step does not end them."""
+        self._saving: asyncio.Task[None] | None = None
+        """The checkpoint that is being written while the run goes on."""
+
+    def restart_at(self, step: int) -> None:
+        """Go on after a fault: `step` is the next to be trained on. Rollouts that failed are forgotten, and all others
+        go on."""
+        failed = [number for number, task in self._rollouts.items() if task.done() and not _succeeded(task)]
+        for number in failed:
+            del self._rollouts[number]
+        under_way = self._run.under_way
+        for number in [number for number in under_way if number not in self._rollouts]:
+            del under_way[number]
+        self.following = step
+
+    async def rollout(self, step: int) -> Data:
+        """See Steps."""
+        if step not in self._rollouts:
+            self._rollouts[step] = asyncio.create_task(self._roll_out(step))
+        return await asyncio.shield(self._rollouts[step])
+
+    async def _roll_out(self, step: int) -> Data:
+        with self._session.console.stage(f"step {step}"):
+            data: Data = await self._stages.rollout(self._run, self._run.begin(step))
+            return data
+
+    async def train(self, step: int, experience: Data) -> None:
+        """See Steps. Steps are trained on in their order: raises ValueError for another one."""
+        if step != self.following:
+            raise ValueError(f"step {step} is trained on, but step {self.following} is the next; correct the schedule")
+        self._rollouts.pop(step, None)
+        with self._session.console.stage(f"step {step}"):
+            if isinstance(experience, Experience):
+                self._session.host.drawn(self._run, step, experience)
+            await self._stages.train(self._run, self._run.under_way[step], experience)
+        await self.close(step)
+
+    async def close(self, step: int) -> None:
+        """The evaluation and checkpoint that the spec wants after a step."""
+        spec = self._session.spec
+        if self._saving is not None and self._saving.done():
+            await self._wait_for_checkpoint()
+        due = step in (0, spec.steps) or _due(step, spec.evaluation.every_steps)
+        evaluated = due and await self._evaluate(step)
+        moves = 0 < step < spec.steps and self._run.keepers.must_move
+        saves = moves or step == spec.steps or bool(step and _due(step, spec.checkpoint.every_steps))
+        if step and evaluated and not saves:
+            await self._wait_for_checkpoint()  # its score counts
+            saves = await asyncio.to_thread(self._run.improves, step)
+        if saves:
+            await self._save(step, whole=moves or step == spec.steps)
+        self.following = step + 1  # a fault from here on is none of this step, which the functions have taken
+        if moves:
+            await self._run.move_keepers()
+        elif 0 < step < spec.steps and self._run.learner_size is not None:
+            await self._resize(self._run.learner_size, step)
+        await self._obey(step, saved=saves or not step)
+        self._run.clock.resume()
+
+    async def _resize(self, size: ElasticLearner, step: int) -> None:
+        """Give a learner that has lost ranks more of them, if devices are free."""
+        allocation = await size.larger()
+        if allocation is not None:
+            await self._wait_for_checkpoint()  # the ranks that write it will stop
+            with self._session.console.waiting("restarting the learner with more ranks"):
+                await size.change(step, allocation, save=lambda: self._save(step, whole=True))
+
+    async def _obey(self, step: int, *, saved: bool) -> None:
+        """Do what the host asks for after a step, and keep the limits of the spec. Raises RunPaused."""
+        run = self._run
+        verdict = self._session.host.after_step(run, step)
+        if step == self._session.spec.steps:
+            return
+        limit = reached(self._session.spec.limits, run.ledger.spent(run.pools.values()))
+        cause = StopCause.LIMIT if limit else verdict.stop
+        if cause is not None:
+            if not saved:
+                await self._save(step, whole=True)
+            elif self._saving is not None:
+                await self._saving
+            raise RunPaused(cause, limit or f"stopped after step {step}")
+        if verdict.actors is not None:
+            run.scaler.fleet.limit_actors(verdict.actors)
+
+    async def _save(self, step: int, *, whole: bool) -> None:
+        """Begin a checkpoint after the previous one is written; with `whole`, wait until it is written, too."""
+        await self._wait_for_checkpoint()
+        begun = asyncio.Event()
+        self._saving = asyncio.create_task(self._checkpoint(step, begun))
+        beginning = asyncio.create_task(begun.wait())
+        await asyncio.wait([beginning, self._saving], return_when=asyncio.FIRST_COMPLETED)
+        beginning.cancel()
+        if whole or self._saving.done():
+            await self._saving
+            self._saving = None
+
+    async def _checkpoint(self, step: int, begun: asyncio.Event) -> None:
+        await self._run.checkpoint(step, begun)
+        self._session.host.saved(self._run.checkpoints)
+
+    async def _wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint that was begun. If the learner was lost meanwhile it does not exist, and the run goes
+        on without it. Raises CheckpointError."""
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None:
+                await saving
+        except RECOVERABLE as fault:
+            log.warning("a checkpoint was not written to its end, and does not count: %s", fault)
+
+    async def end(self) -> None:
+        """Abandon the rollouts under way, and the checkpoint that is still being written: it does not count."""
+        abandoned = [*self._rollouts.values(), *([self._saving] if self._saving else [])]
+        for task in abandoned:
+            task.cancel()
+        await asyncio.gather(*abandoned, return_exceptions=True)
+
+    async def _evaluate(self, step: int) -> bool:
+        """Evaluate on the held-out prompts; returns whether there are any."""
+        run = self._run
+        if not run.held_out:
+            return False
+        with self._session.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
+            figures = await self._stages.evaluate_held_out(run, step)
+        named = {f"eval/{name}": value for name, value in figures.items()}
+        run.latest.update(named)
+        run.evaluated = step
+        if step == 0:
+            run.before = figures
+        self._session.sinks.emit(step, named)
+        return True
+
+
+def _succeeded(rollout: asyncio.Task[Data]) -> bool:
+    return not rollout.cancelled() and rollout.exception() is None
+
+
+def _due(step: int, every_steps: int | None) -> bool:
+    return every_steps is not None and step % every_steps == 0

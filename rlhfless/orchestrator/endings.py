@@ -1,0 +1,149 @@
+"""The endings of runs that do not succeed: the message to the user, the exit code, and whether resuming can help.
+
+One table. A run can be resumed only if its folder holds something to resume from.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.ray_session import NoCluster, NoRay
+from rlhfless.fleet.replica import CallTimeout, ReplicaLost
+from rlhfless.functions.base import FunctionBroken, StaleCall
+from rlhfless.functions.generation.engine import EngineError
+from rlhfless.orchestrator.host import RunPaused
+from rlhfless.orchestrator.session import JOURNAL_FILE
+from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
+from rlhfless.records.journal import StaleAttempt, has_rollouts
+from rlhfless.rewards import RewardError
+from rlhfless.spec import RunSpec
+from rlhfless.util.errors import UserError
+from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
+
+PROGRAM_FAULT = 1
+TO_CORRECT = 2
+WRONG_RESULT = 3
+MACHINES_FAILED = 4
+STOPPED = 5
+"""Exit code of a run that has reached a limit of its spec."""
+
+LESS = "Ask for fewer samples (prompts_per_step, samples_per_prompt, prompts.held_out.max_prompts) or for smaller data"
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RunStopped(UserError):
+    """A run has stopped with a message for the user."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text, exit_code)
+        self.text = text
+        self.status = exit_code
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What an error means for the run that it stopped."""
+
+    exit_code: int
+    resume: bool
+    """Whether resuming can help."""
+    advice: str
+    """The text before the command that resumes the run, or the advice in place of that command."""
+
+
+ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
+    (
+        (WeightCheckFailed,),
+        Ending(
+            WRONG_RESULT,
+            False,
+            "the actors did not draw with the weights that the learner published, and the same weights would fail the "
+            "same check again, so resuming does not help. See `Wrong weights` in docs/faults.md",
+        ),
+    ),
+    (
+        (StaleAttempt, StaleCall),
+        Ending(TO_CORRECT, False, "another driver goes on with this run; there is nothing to do here"),
+    ),
+    (
+        (RunPaused,),
+        Ending(STOPPED, True, "what was drawn and learned is kept. Raise the limit with `--set`, and go on with"),
+    ),
+    (
+        (RewardError,),
+        Ending(TO_CORRECT, True, "once the reward works again, or the service that it asks is up, go on with"),
+    ),
+    (
+        (FleetError, ReplicaLost, CallTimeout, FunctionBroken, EngineError, WeightFileError, NoRay),
+        Ending(MACHINES_FAILED, True, "what was drawn and learned is kept. Once the machines are well, go on with"),
+    ),
+    (
+        (NoCluster,),
+        Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once the cluster is there, go on with"),
+    ),
+    (
+        (MemoryError,),
+        Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once the run asks for less, go on with"),
+    ),
+    ((UserError,), Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once that is corrected, go on with")),
+)
+"""The first entry that matches an error is its ending. An error without an entry is a fault of the program."""
+
+DISK_FULL = Ending(TO_CORRECT, True, "what was drawn and learned is kept. Free some space, and go on with")
+UNEXPECTED = Ending(
+    PROGRAM_FAULT, True, "what was drawn and learned is kept. If the fault is not met again, this goes on"
+)
+INTERRUPTED = "stopped; what was drawn and learned is kept. Go on with"
+
+
+def ending_of(error: BaseException) -> Ending:
+    """What an error means for its run."""
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return DISK_FULL
+    for types, ending in ENDINGS:
+        if isinstance(error, types):
+            return ending
+    return UNEXPECTED
+
+
+IN_TERMINAL = "Run it again with --debug for the traceback."
+
+
+def user_message(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -> str:
+    """The message that the user gets for an error. `traceback` says where to find the traceback of an unexpected
+    one."""
+    ending = ending_of(error)
+    if ending is DISK_FULL and isinstance(error, OSError):
+        return f"the disk is full: {error.filename or folder} could not be written"
+    if isinstance(error, MemoryError):
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        may = "" if limit == resource.RLIM_INFINITY else f" than the {limit / 2**30:.1f} GiB that it may have"
+        return f"out of memory: the run's driver needs more{may}. {LESS}"
+    if ending is UNEXPECTED:
+        return f"unexpected {type(error).__name__}: {error}\n{traceback}"
+    if isinstance(error, UserError | WeightCheckFailed):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def hint(advice: str, resume: bool, command: str, folder: Path, spec: RunSpec) -> str:
+    """The last lines of a run that was stopped, empty if there is nothing to say. `command` resumes it."""
+    try:
+        newest = checkpoints_of(folder, spec.checkpoint).newest()
+    except CheckpointError:  # a checkpoint exists but is damaged; the run reports that itself
+        return f"{advice}: {command}" if resume else advice
+    if newest is not None and newest.notes.step >= spec.steps:
+        return f"all {spec.steps} steps are done; the model is in {newest.location}"
+    if not resume:
+        return advice
+    if newest is None and not has_rollouts(folder / JOURNAL_FILE):
+        return ""
+    return f"{advice}: {command}"

@@ -1,0 +1,432 @@
+"""The generation stage: samples go to actors, finished groups come back, and work can move while it runs.
+
+`rlhfless.orchestrator` decides which actor draws which samples; this module carries it out. Work moves in one way only:
+samples are aborted on their actor, come back with the tokens so far, and continue from there on another actor. Draining
+an actor, giving work to a new one and losing one are all this same move. No token is drawn twice, except tokens that a
+dead actor had not delivered, and the last token before a move, which shows whether both engines draw the same. Finished
+samples go into the journal before they count, and samples that the journal has are not drawn.
+
+A step that does not wait for all groups (`Selection`) ends with one more such move: what is unfinished then
+is handed back, and the journal keeps its tokens, from which a later step continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.generation.messages import (
+    GenerateRequest,
+    GenerationEvent,
+    GroupsFinished,
+    Progress,
+    SampleItem,
+    SampleKey,
+)
+from rlhfless.orchestrator.draw_journal import DrawJournal
+from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.orchestrator.precompute import Precomputation
+from rlhfless.orchestrator.prefill import PrefillActors
+from rlhfless.orchestrator.prompt_history import PromptHistory
+from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.orchestrator.sample_table import SampleTable
+from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
+from rlhfless.records.journal import Journal
+from rlhfless.scaling.engine_speeds import PrefixMoves
+from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
+from rlhfless.scaling.prefill_pool import pieces
+from rlhfless.scaling.selection import GroupGate
+from rlhfless.spec import RunSpec
+from rlhfless.telemetry.host import BusyCores
+
+log = logging.getLogger(__name__)
+
+
+class GenerationStage:
+    """One stage's generation over the actors of a pool. A slot is the number of an allocation of the pool."""
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        request: RolloutRequest,
+        spec: RunSpec,
+        runner: PolicyRunner,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        at_work: Callable[[], None] = lambda: None,
+        no_weights: Callable[[], str] = lambda: "",
+        moves: PrefixMoves | None = None,
+        prefill: PrefillActors | None = None,
+        history: PromptHistory | None = None,
+    ) -> None:
+        """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
+        time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
+        `moves` and `prefill`: see Precomputation. `history`: where engines that draft have their drafts from.
+        """
+        self._pool = pool
+        self.request = request
+        self._spec = spec
+        self._runner = runner
+        self._journal = DrawJournal(journal, request)
+        self._clock = clock
+        self._at_work = at_work
+        self._no_weights = no_weights
+        self._history = history or PromptHistory(spec)
+        self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
+        self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
+        self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
+        self._gate = GroupGate(request.groups, request.selection.awaited if request.selection else ())
+        self._recalled: list[Group] | None = None
+        self.carried: tuple[int, int] = (0, 0)
+        """Samples that an earlier step has begun, and their tokens."""
+        self._requests: list[Replica] = []
+        """The actor of each request."""
+        self._streams: dict[asyncio.Task[None], Replica] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._called_back: set[int] = set()
+        self._apart = prefill is not None
+        self._precomputation = Precomputation(
+            request, spec.timeouts.sync_s, moves, prefill=prefill, in_flight=spec.schedule.in_flight
+        )
+        self._ahead: dict[int, asyncio.Task[None]] = {}
+        """What each request waits for before its samples are drawn."""
+        self._lost: set[str] = set()
+        self._lost_in_a_row = 0
+        """Actors that were lost, or did not come up, since the last sample ended."""
+        self._events: asyncio.Queue[_Message | Exception] = asyncio.Queue()
+        self._asked_s: float | None = None
+        self._busy: BusyCores | None = None
+        self.host_busy_cores = 0.0
+        """The load of the driver's machine while the samples were drawn."""
+        self.over = False
+        """Whether no sample is left, or the stage was abandoned."""
+
+    @property
+    def step(self) -> int:
+        return self.request.call.step
+
+    @property
+    def progress(self) -> dict[SampleKey, int]:
+        """Tokens so far of the running samples, by the last beats."""
+        return self._table.progress
+
+    async def groups(self) -> AsyncIterator[Group]:
+        """Groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor is
+        left."""
+        try:
+            self.recall()
+            for group in self._recalled or ():
+                yield group
+            if self._gate.left:
+                async with self._pool.turn(self.request.call):
+                    async for group in self._drawn():
+                        yield group
+            self._journal.take(self._gate.passed)
+            self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
+            # Only now, when the last groups are being scored: the estimates that the step updates take time.
+            if self._asked_s is not None:
+                self._ask(Generated())
+        finally:
+            self.over = True
+            await self._stop_streams()
+
+    async def _drawn(self) -> AsyncIterator[Group]:
+        """Groups as the actors finish them."""
+        self._asked_s = self._clock()
+        self._runner.begin(self._table)
+        self._submit_waiting()
+        heard = False
+        while self._gate.left:
+            for group in self._handle(await self._events.get()):
+                yield group
+            if not heard:
+                heard = True
+                self._at_work()
+        self.over = True
+        if self._finished:
+            await self._hand_back()
+        # Each stream still delivers its end, with the call's entry for the ledger.
+        await asyncio.gather(*self._streams)
+
+    async def _hand_back(self) -> None:
+        """Stop the samples that are left to later steps, and keep their tokens. Raises as `groups`, and CallTimeout."""
+        actors = tuple({actor.name: actor for actor in self._streams.values()}.values())
+        if left := await self._call_off(*actors):
+            names = ", ".join(sorted({self._streams[task].name for task in left}))
+            raise CallTimeout(f"{names} kept samples for longer than timeouts.drain_s after an abort")
+        while not self._events.empty():
+            match self._events.get_nowait():
+                case Exception() as error:
+                    raise error
+                case _Message(request, GroupsFinished(groups=groups)):
+                    for rollouts in groups:
+                        self._take(request, rollouts)
+                case _Message(request, ReplicaLost() as lost):
+                    log.warning("%s was lost with what it had drawn: %s", self._requests[request].name, lost)
+        self._journal.keep(self._table.set_aside())
+
+    # -- actors that come and go (rlhfless.fleet.pool)
+
+    def joined(self, slot: int) -> None:
+        """Give work to an actor that serves at a slot."""
+        self._on_event(Serving(slot))
+
+    def missed(self, slot: int) -> None:
+        """Unassign the samples that wait at a slot: no actor will come to it."""
+        if self._table.lose(slot).size:
+            self._on_event(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
+
+    async def drain(self, actor: Replica) -> None:
+        """Take an actor out of the stage: its samples continue on other actors, and it gets no new ones."""
+        actor.drain()
+        slot = self._slot_of(actor)
+        if self._table.lose(slot).size:
+            self._on_event(Lost(slot, self._table.unassigned))
+        await self._call_off(actor)
+
+    async def _call_off(self, *actors: Replica) -> list[asyncio.Task[None]]:
+        """Abort what runs on these actors. Returns the streams that have not ended within `timeouts.drain_s`."""
+        limit_s = self._clock() + self._spec.timeouts.drain_s
+        while (streams := [task for task, of in self._streams.items() if of in actors]) and self._clock() < limit_s:
+            # An abort may arrive before the request that it aborts, so it is repeated until no sample is left.
+            for actor in actors:
+                on = [number for number, request in self._table.on.items() if self._requests[request] is actor]
+                await self._abort(actor, on)
+            await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
+        return streams
+
+    # -- decisions
+
+    def _on_event(self, event: Event, loss: str = "") -> None:
+        """Handle an event from outside the stage; `loss` says why an actor was lost. A fault is raised in `groups`."""
+        if self._asked_s is None or self.over:
+            return
+        try:
+            if loss:
+                self._count_loss(loss)
+            self._ask(event)
+        except Exception as error:
+            self._events.put_nowait(error)
+
+    def _ask(self, event: Event) -> None:
+        self._runner.ask(event, self.step)
+        self._submit_waiting()
+        self._call_back_strays()
+
+    def _submit_waiting(self) -> None:
+        """Submit waiting samples to serving actors, in the order in which they were assigned."""
+        ready: dict[int, list[int]] = {}
+        for number in self._table.waiting:
+            ready.setdefault(int(self._table.home[number]), []).append(number)
+        for slot, numbers in ready.items():
+            actor = self._pool.at(slot)
+            if actor is not None and actor.state is ReplicaState.SERVING:
+                for part in self._parts(numbers):
+                    self._submit(actor, part)
+
+    def _parts(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Samples by request. Where prompts are computed apart, an actor draws the first while others wait for
+        theirs."""
+        if not self._apart:
+            return [list(numbers)]
+        prompts = [self._table.items[sample].prompt_token_ids for sample in numbers]
+        parts = pieces(prompts, list(map(len, prompts)), self._spec.generation.engine.batch_tokens)
+        return [[numbers[index] for index in part] for part in parts]
+
+    def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:
+        number, served = len(self._requests), actor.served
+        assert served is not None, "an actor that serves has weights"
+        self._requests.append(actor)
+        self._busy = self._busy or BusyCores()
+        for sample in numbers:
+            del self._table.waiting[sample]
+            self._table.on[sample] = number
+        request = GenerateRequest(
+            items=tuple(self._table.items[sample] for sample in numbers),
+            sampling=self.request.sampling,
+            version=served,
+            actor=actor.name,
+            progress_interval_s=self._spec.generation.progress_interval_s,
+            beat_s=self._spec.recovery.beat_s,
+            timeout_s=self._spec.timeouts.generate_s,
+            or_newer=self._spec.schedule.in_flight,
+            earlier=self._history.responses({self._table.items[sample].prompt_id for sample in numbers}),
+        )
+        task = asyncio.create_task(self._stream(actor, number, request))
+        self._streams[task] = actor
+        task.add_done_callback(self._streams.pop)
+
+    def _call_back_strays(self) -> None:
+        """Call back samples that run on an actor of another slot than the slot they are assigned to."""
+        strays: dict[str, list[int]] = {}
+        replicas = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
+        for sample, request in self._table.on.items():
+            actor, home = self._requests[request], int(self._table.home[sample])
+            if home != UNASSIGNED and replicas[home] is not actor and sample not in self._called_back:
+                strays.setdefault(actor.name, []).append(sample)
+        for name, samples in strays.items():
+            self._called_back.update(samples)
+            task = asyncio.create_task(self._call_back(self._pool[name], samples))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    async def _call_back(self, actor: Replica, samples: Sequence[int]) -> None:
+        try:
+            await self._abort(actor, samples)
+        except Exception as error:
+            self._events.put_nowait(error)
+        finally:
+            self._called_back.difference_update(samples)
+
+    async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
+        for request in {self._table.on[sample] for sample in samples if sample in self._table.on} & self._ahead.keys():
+            self._ahead[request].cancel()
+        keys = [self._table.items[sample].key for sample in samples]
+        with contextlib.suppress(ReplicaLost):  # its streams raise that too
+            await actor.call(
+                "abort", self.request.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
+            )
+
+    # -- messages of the actors
+
+    async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
+        try:
+            await self._prepare(actor, number, request)
+            events = actor.stream(
+                self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.beat_s
+            )
+            async for event in events:
+                self._events.put_nowait(_Message(number, event))
+        except ReplicaLost as lost:
+            self._events.put_nowait(_Message(number, lost))
+        except Exception as error:
+            self._events.put_nowait(error)
+
+    async def _prepare(self, actor: Replica, number: int, request: GenerateRequest) -> None:
+        """Give the actor the KV of the prompts, or of a part of them; samples that are called back do not wait for
+        it."""
+        ahead = asyncio.create_task(self._precomputation.before(actor, request.items, request.version))
+        self._ahead[number] = ahead
+        try:
+            await asyncio.wait([ahead])
+        finally:
+            ahead.cancel()
+            del self._ahead[number]
+        if not ahead.cancelled():
+            ahead.result()
+
+    def _handle(self, event: _Message | Exception) -> Iterable[Group]:
+        if isinstance(event, Exception):
+            raise event
+        match event.event:
+            case GroupsFinished(groups=groups):
+                for rollouts in groups:
+                    self._take(event.request, rollouts)
+                self._submit_waiting()
+                for rollouts in groups:
+                    yield from self._completed(rollouts[0].prompt_id)
+            case Progress(tokens=tokens, ended=ended):
+                self._table.apply_beat(event.request, tokens, ended)
+                self._beat()
+            case ReplicaLost() as lost:
+                self._lose(event.request, lost)
+
+    def _beat(self) -> None:
+        """Ask the policy, at most once per interval: each actor beats on its own."""
+        now_s = self._clock()
+        if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
+            self._asked_s = now_s
+            self._ask(Beat())
+
+    def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
+        """Keep ended samples, and make aborted ones wait for another actor."""
+        current = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
+        ended = [rollout for rollout in current if rollout.finish_reason != FinishReason.ABORT]
+        if ended:
+            self._lost_in_a_row = 0
+        self._journal.add(ended)
+        self._history.ended(ended)
+        for rollout in current:
+            self._table.take_back(rollout)
+        for rollout in ended:
+            self._finished[rollout.prompt_id].append(rollout)
+
+    def _lose(self, request: int, error: ReplicaLost) -> None:
+        """A request is lost with its actor. The first lost request of an actor also makes its slot Lost."""
+        actor = self._requests[request]
+        slot = self._slot_of(actor)
+        gone = self._table.restart_lost(request)
+        if first := actor.name not in self._lost:
+            self._lost.add(actor.name)
+            self._table.lose(slot)
+        log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
+        if first:
+            self._count_loss(str(error))
+        if first or self._table.unassigned.size:
+            self._ask(Lost(slot, self._table.unassigned))
+        else:
+            self._submit_waiting()
+
+    def _count_loss(self, why: str) -> None:
+        """Raises ReplicaLost after too many losses in a row, or if no actor is left and none can join."""
+        self._lost_in_a_row += 1
+        if not self._pool.serving() and (reason := self._no_weights()):
+            raise ReplicaLost(f"no actor is left, and none can load the weights: {reason} ({why})")
+        if self._lost_in_a_row > len(self._pool.allocations) * (self._spec.recovery.per_step + 1):
+            raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
+
+    def _table_of(self, items: Sequence[SampleItem]) -> SampleTable:
+        return SampleTable(self.step, items, len(self._pool.allocations))
+
+    def _slot_of(self, actor: Replica) -> int:
+        return next(slot for slot, allocation in enumerate(self._pool.allocations) if allocation is actor.allocation)
+
+    # -- groups
+
+    def recall(self) -> bool:
+        """Take the samples of this draw that the journal has, once. Returns whether others are left to draw."""
+        if self._recalled is None:
+            self._recalled = list(self._from_journal())
+        return bool(self._gate.left)
+
+    def _from_journal(self) -> Iterable[Group]:
+        """Yields the groups that are complete with the journal's samples, in the order in which they became so."""
+        missing = {item.key: item for item in self._table.items}
+        for rollout in self._journal.recall(self._table.items):
+            if rollout.finish_reason == FinishReason.ABORT:
+                missing[rollout.key] = replace(missing[rollout.key], prior=rollout)
+            else:
+                self._finished[rollout.prompt_id].append(rollout)
+                self._history.ended([rollout])
+                del missing[rollout.key]
+                yield from self._completed(rollout.prompt_id)
+        priors = [item.prior for item in missing.values() if item.prior is not None]
+        self.carried = len(priors), sum(len(prior.token_ids) for prior in priors)
+        self._table = self._table_of(list(missing.values()))
+
+    def _completed(self, prompt_id: str) -> Iterable[Group]:
+        """The prompt's group, once, when all of its samples are there; not if it is left to a later step."""
+        if len(self._finished.get(prompt_id, ())) == self.request.samples_per_prompt:
+            complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
+            if self._gate.passes(prompt_id):
+                yield Group.of(self._prompts[prompt_id], complete)
+
+    async def _stop_streams(self) -> None:
+        tasks = [*self._streams, *self._calls]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of a request's stream, or the error that ended it."""
+
+    request: int
+    event: GenerationEvent | ReplicaLost

@@ -1,0 +1,199 @@
+"""From a spec to the pools of its functions: which devices each replica gets and its settings; and whether the nodes of
+a joined cluster have room for the run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.each_node import on_each_node
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import Recorder
+from rlhfless.fleet.replicas import Blueprint
+from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.fleet.shared_devices import SharedDevices
+from rlhfless.fleet.turns import Turns, take_turns
+from rlhfless.functions.base import Call
+from rlhfless.functions.launching import Launch
+from rlhfless.orchestrator.host import DevicesWanted
+from rlhfless.orchestrator.transports import transport_of
+from rlhfless.planning.host_memory import Needed, Room, room_at, room_problems, store_base
+from rlhfless.planning.inputs import loading_bytes, planned, shared_kv_bytes, with_ranks
+from rlhfless.prepare.prepared import Prepared
+from rlhfless.records import FunctionRole, Prompt
+from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
+from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
+from rlhfless.scaling.placement import Node, Placement
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
+from rlhfless.spec.imports import load_target
+from rlhfless.weights.address import StoreAddress
+
+PROBE_TOKENS = 128
+"""Length of the probe: long enough for a steady mean over its tokens, short enough to cost one small prefill."""
+
+PROBE_PROMPTS = 8
+"""The probe is made of the ends of this many prompts, or of all if there are fewer: prompts differ most at their
+end."""
+
+READER_SHARE = 0.9
+"""Of `timeouts.sync_s`, after which an engine gives up a learner that does not feed it: its error says why, and the
+driver's would not."""
+
+TOKEN_FILE = "store.token"
+
+
+def launch_of(spec: RunSpec, prepared: Prepared, placement: Placement, run_id: str, run_folder: Path) -> Launch:
+    """A run, as its functions are launched, with a folder for its weights. Raises TransportRefused."""
+    shape, tokens = prepared.shape, prepared.max_model_len
+    home, cache = store_folders(spec, run_id)
+    transport = transport_of(spec, placement)
+    token = _store_token(run_folder) if transport in ("http", "nccl") else ""
+    return Launch(
+        spec=spec,
+        run_id=run_id,
+        run_folder=run_folder,
+        shape=shape,
+        max_model_len=tokens,
+        probe_token_ids=probe_text(prepared.train, tokens - 1),
+        store_folder=home,
+        store_token=token,
+        # Actors on other nodes reach the store by a cache of theirs beside it.
+        store=StoreAddress(
+            transport,
+            str(cache if token else home),
+            token,
+            str(home) if token else "",
+            READER_SHARE * spec.timeouts.sync_s,
+        ),
+        planned_bytes=lambda kind, ranks: planned(with_ranks(spec, ranks), shape, kind, tokens),
+        kv_bytes=lambda kind: shared_kv_bytes(spec, shape, kind),
+    )
+
+
+def pools_of(
+    launch: Launch, call: Call, cluster: Cluster, recorder: Recorder, placement: Placement, devices: RunDevices
+) -> tuple[dict[str, ReplicaPool], list[Turns]]:
+    """The pool of each function's replicas, by its name, and the turns that pools take; nothing is started yet."""
+    spec, pools = launch.spec, {}
+    for kind in kinds_of(spec):
+        deployment = load_target(kind.deployment)
+        settings = partial(deployment.settings_of, launch, kind)
+        blueprint = Blueprint(kind, deployment, settings, placement.allocations[kind.name], kind.bounds(spec))
+        pools[kind.name] = ReplicaPool(cluster, devices, blueprint, call, spec.timeouts, recorder)
+    if not spec.placement.in_turns:
+        return pools, []
+    return pools, take_turns(pools.values(), partial(SharedDevices, devices) if devices.shared else None)
+
+
+def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
+    """Tokens of the probe `[probe]`: the ends of prompts spread over the data set, repeated until there are
+    PROBE_TOKENS, or `most_tokens` if that is less."""
+    chosen = random.Random(0).sample(range(len(prompts)), min(len(prompts), PROBE_TOKENS))
+    ends = [prompts[index].token_ids[-(PROBE_TOKENS // PROBE_PROMPTS) :] for index in chosen]
+    text = itertools.chain.from_iterable(itertools.cycle(ends))
+    return tuple(itertools.islice(text, min(PROBE_TOKENS, most_tokens)))
+
+
+def _store_token(folder: Path) -> str:
+    """The secret of the run's store. It outlives the driver, so that a resumed driver can take over replicas that
+    know it; only the run's owner may read it."""
+    file = folder / TOKEN_FILE
+    if not file.exists():
+        new = file.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+            stream.write(secrets.token_urlsafe(32))
+        new.replace(file)
+    return file.read_text()
+
+
+def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
+    """The folder of the run's weights, and the folder of the node's cache of them."""
+    folder = store_base(spec) / (run_id if spec.weights.folder else f"rlhfless-{run_id}")
+    return folder, Path(f"{folder}-cache")
+
+
+def remove_stores(spec: RunSpec, run_id: str) -> None:
+    """Remove the run's weights from this machine; on the nodes of a joined cluster, `remove_everywhere` does."""
+    if not spec.placement.ray_address:
+        for folder in store_folders(spec, run_id):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
+    """The fewest and the most devices that a run can use; a learner's of another kind, which it always uses, are not
+    among them."""
+    kind = _kind_of(spec, placement)
+    engines = (FunctionRole.SAMPLES, FunctionRole.PREFILLS)
+    fewest = {each.name: each.bounds(spec).fewest for each in kinds_of(spec) if each.role in engines}
+    allocations = [each for name, of in placement.allocations.items() for each in of[: fewest.get(name)]]
+    needed = {group.name for allocation in allocations for group in placement.groups_of(allocation)}
+    groups = [group for group in placement.groups if group.kind == kind]
+    return DevicesWanted(
+        kind,
+        minimum=sum(len(group.devices) for group in groups if group.name in needed),
+        maximum=sum(len(group.devices) for group in groups),
+        unit=spec.generation.engine.devices_per_actor,
+        tenants=spec.placement.tenants,
+    )
+
+
+ROOM_S = 60.0
+"""Longest wait for the nodes' answers: seconds for a process on each. A node without one is not judged."""
+
+
+async def require_room(
+    spec: RunSpec, prepared: Prepared, placement: Placement, nodes: Sequence[Node], own: Sequence[Path]
+) -> None:
+    """Check that each node has room for what the run puts on it. `own`: folders of the run's weights, which a resumed
+    run has already. Raises InputError with what each node lacks."""
+    needed = needed_by_node(spec, prepared, placement)
+    folders = [str(folder) for folder in own]
+    rooms = await asyncio.to_thread(on_each_node, room_at, str(store_base(spec)), folders, timeout_s=ROOM_S)
+    addresses = {node.name: node.address for node in nodes}
+    problems = [
+        problem
+        for name, needs in needed.items()
+        if isinstance(room := rooms.get(address := addresses.get(name, "")), Room)
+        for problem in room_problems(needs, room, address)
+    ]
+    if problems:
+        raise InputError("the run cannot start on this cluster", problems)
+
+
+def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> Mapping[str, Needed]:
+    """What the run needs on each node with the learner or actors, by the node's name; empty if sizes are not known."""
+    if prepared.shape is None:
+        return {}
+    size = 0 if spec.supervised else version_bytes(prepared.shape, spec.model.dtype)
+    learner = placement.allocation(publisher_of(spec), 0).devices
+    kind = _kind_of(spec, placement)
+    loading = loading_bytes(spec, kind, len(_devices(placement, kind)), prepared.max_model_len)
+    ranks = Counter(device.node for device in learner)
+    engines = [each.name for each in kinds_of(spec) if each.role in (FunctionRole.SAMPLES, FunctionRole.PREFILLS)]
+    actors = {device.node for name in engines for each in placement.allocations[name] for device in each.devices}
+    kept = {learner[0].node: stored_versions(spec)}
+    return {
+        node: Needed(size, kept.get(node, CACHED_VERSIONS), loading * ranks[node] // len(learner))
+        for node in sorted(actors | ranks.keys())
+    }
+
+
+def _kind_of(spec: RunSpec, placement: Placement) -> str:
+    """The kind of the run's devices, or of generation's where the learner's are of another."""
+    apart = spec.placement.learner_kind is not None
+    name = name_of(spec, FunctionRole.SAMPLES) if apart else publisher_of(spec)
+    return placement.allocation(name, 0).devices[0].kind
+
+
+def _devices(placement: Placement, kind: str) -> set[str]:
+    return {device.name for group in placement.groups if group.kind == kind for device in group.devices}

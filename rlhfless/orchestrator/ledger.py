@@ -1,0 +1,239 @@
+"""The driver's ledger: collects every holding and invocation for the trace, and adds up the cost so far."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator
+from statistics import fmean
+
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.orchestrator.limits import Spent
+from rlhfless.orchestrator.step_context import StepBegun
+from rlhfless.records import (
+    Decision,
+    Group,
+    Holding,
+    Invocation,
+    ReplicaState,
+    StepRecord,
+    Work,
+)
+from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
+from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.acquisition import Acquired, AcquisitionLags, mean_phases, started
+from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
+
+log = logging.getLogger(__name__)
+
+RECENT_CALLS = 512
+"""The time of a load is estimated from this many recent calls: some tens of steps, so that it follows the run."""
+
+NEWEST_CALLS = 512
+"""Most calls in one report to the service: more than a hundred actors make in a second."""
+
+
+NOTHING = Trace(TraceMeta("", 0, {}, {}, {}))
+"""The trace of earlier attempts of a run that has none."""
+
+
+def held_s(trace: Trace) -> float:
+    """Time in which the attempts of a trace held devices."""
+    return length(union((holding.start_s, holding.end_s) for holding in trace.holdings))
+
+
+class Ledger:
+    """Collects records; `write` puts them on disk, periodically and at the end."""
+
+    def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Trace = NOTHING) -> None:
+        """`earlier`: the trace of earlier attempts of the run."""
+        self._writer = writer
+        self.prices = prices
+        self._closed_usd = prices.cost_usd(earlier.holdings)
+        self._rollouts_of = {rollout.step for rollout in earlier.rollouts}
+        """Steps with rollouts in the trace."""
+        self._steps = {record.step for record in earlier.steps}
+        self._written_s = time.monotonic()
+        self._behind = False
+        self._step = 0
+        self._calls: list[Invocation] = []
+        """Calls of the steps in progress."""
+        self._newest: deque[Invocation] = deque(maxlen=NEWEST_CALLS)
+        self.calls = 0
+        """Calls of this attempt."""
+        self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
+        """Rollouts of the steps in progress, by step."""
+        self._holdings = list(earlier.holdings)
+        self._invocations = list(earlier.invocations)
+        self._starts = [holding for holding in earlier.holdings if holding.state is ReplicaState.STARTING]
+        self._earlier_device_s = sum(holding.device_s for holding in earlier.holdings if prices.occupies(holding))
+        self.earlier_held_s = held_s(earlier)
+        """Time in which earlier attempts held devices."""
+        self._device_s = 0.0
+        self._since_s: float | None = None
+        """When the first holding of this attempt began."""
+        self._engine_starts = list(started(earlier.decisions))
+        """The seconds of the phases of each engine's start."""
+        self._proofs_s: dict[str, list[float]] = defaultdict(list)
+        for call in earlier.invocations:
+            self._note_proof(call)
+        self._lags = AcquisitionLags(prices, Acquired.of(earlier.decisions))
+        self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
+
+    def add_holding(self, holding: Holding) -> None:
+        """Add a span of time in which a replica held a device, in one state."""
+        self._writer.add_holding(holding)
+        self._holdings.append(holding)
+        self._device_s += holding.device_s if self.prices.occupies(holding) else 0.0
+        self._since_s = holding.start_s if self._since_s is None else min(self._since_s, holding.start_s)
+        self._closed_usd += self.prices.cost_usd([holding])
+        if holding.state == ReplicaState.STARTING:
+            self._starts.append(holding)
+
+    def calls_after(self, count: int) -> list[Invocation]:
+        """The calls after the first `count` of this attempt, the last NEWEST_CALLS of them at most."""
+        newest = list(self._newest)
+        return newest[max(len(newest) - (self.calls - count), 0) :]
+
+    def add_invocation(self, invocation: Invocation) -> None:
+        """Add a call of a function."""
+        self._writer.add_invocation(invocation)
+        self._invocations.append(invocation)
+        self._calls.append(invocation)
+        self._newest.append(invocation)
+        self.calls += 1
+        self._recent[invocation.function].append(invocation)
+        self._note_proof(invocation)
+
+    def _note_proof(self, invocation: Invocation) -> None:
+        if invocation.work is Work.PROVE_LOADING:
+            self._proofs_s[invocation.function].append(invocation.duration_s)
+
+    def has_rollouts_of(self, step: int) -> bool:
+        """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
+        return step in self._rollouts_of
+
+    def has_step(self, step: int) -> bool:
+        """Whether the step is in the trace."""
+        return step in self._steps
+
+    def add_group(self, step: int, group: Group) -> None:
+        """Add the rollouts of a group, with the scores of its samples."""
+        self._rollouts_of.add(step)
+        self._writer.add_prompt(group.prompt)
+        prompt_tokens = len(group.prompt.token_ids)
+        for sample in group.samples:
+            for rollout in sample.rollouts:
+                self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
+
+    def add_decision(self, decision: Decision) -> None:
+        """Add a decision of the scaler, with its inputs."""
+        self._engine_starts += started([decision])
+        self._writer.add_decision(decision)
+
+    def add_acquired(self, acquired: Acquired) -> None:
+        """Add a wait for devices."""
+        self._lags.add(acquired)
+        self.add_decision(acquired.decision(self._step))
+
+    def reacquire_s(self, kind: str) -> float:
+        """Expected wait for devices of a kind on a node that is not in the cluster yet: see AcquisitionLags."""
+        return self._lags.lag_s(kind)
+
+    def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
+        """Add a finished step, and forget its calls, except calls since `others_since_s`, when the other steps in
+        progress began."""
+        self._steps.add(record.step)
+        self._step = record.step
+        self._writer.add_step(record)
+        since_s = record.end_s if others_since_s is None else others_since_s
+        self._calls = [call for call in self._calls if call.end_s > since_s]
+        self._drawn.pop(record.step, None)
+
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
+        """Cost of the run up to now, with the holdings that are still open."""
+        return self._closed_usd + sum(
+            device_s * self.prices.device(kind).usd_per_hour / SECONDS_PER_HOUR for kind, device_s in _open(pools)
+        )
+
+    def spent(self, pools: Collection[ReplicaPool]) -> Spent:
+        """What all attempts of the run have spent up to now."""
+        device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
+        held_s = self.earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
+        return Spent(self.cost_usd(pools), device_s, held_s)
+
+    def records(self) -> tuple[list[Holding], list[Invocation]]:
+        """The records of the run's bill, of all its attempts: holdings that have been closed, and calls."""
+        return list(self._holdings), list(self._invocations)
+
+    def calls_since(self, at_s: float) -> list[Invocation]:
+        """The calls that had not ended then (unix time), of all attempts."""
+        return [call for call in self._invocations if call.end_s > at_s]
+
+    def mean_start_s(self, function: str) -> float | None:
+        """See FleetFigures."""
+        starts = cold_starts([holding for holding in self._starts if holding.function == function])
+        if not starts:
+            return None
+        opened_s = self._proofs_s.get(function, [])
+        return fmean(end_s - start_s for start_s, end_s in starts) + (fmean(opened_s) if opened_s else 0.0)
+
+    def mean_start_phases(self) -> dict[str, float]:
+        """See FleetFigures."""
+        return mean_phases(self._engine_starts)
+
+    def mean_load_s(self) -> float:
+        """Mean duration of an actor's recent weight loads; 0 if there was none."""
+        loads = [
+            call.duration_s for recent in self._recent.values() for call in recent if call.work is Work.LOAD_WEIGHTS
+        ]
+        return sum(loads) / len(loads) if loads else 0.0
+
+    def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
+        """The calls of a step in progress, and its rollouts that are in the ledger."""
+        return tuple(call for call in self._calls if call.step == step), tuple(self._drawn[step])
+
+    def step_times(self, begun: StepBegun, end_s: float) -> StepTimes:
+        """How the time of a step in progress was spent so far."""
+        metrics: dict[str, float] = {}
+        if begun.recovers:
+            metrics["recovery_s"] = max(recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s, 0.0)
+        return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
+
+    def write(self, pools: Iterable[ReplicaPool]) -> None:
+        """Write all rows to disk, with the holdings up to now. Raises OSError if the disk is full; the rows are
+        kept."""
+        self._written_s = time.monotonic()
+        for pool in pools:
+            for replica in pool.replicas():
+                replica.cut()
+        self._behind = True
+        self._writer.flush(self._step)
+        self._behind = False
+
+    def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
+        """Write all rows if none were written for `lag_s`; a full disk is left to `catch_up`."""
+        if time.monotonic() - self._written_s >= lag_s:
+            try:
+                self.write(pools)
+            except OSError as error:
+                log.warning("the trace could not be written; the end of the step tries again: %s", error)
+
+    def catch_up(self, pools: Iterable[ReplicaPool]) -> None:
+        """Write the rows that could not be written before. Raises OSError if the disk is still full."""
+        if self._behind:
+            self.write(pools)
+
+    def close(self) -> None:
+        """Write the remaining rows."""
+        self._writer.close()
+
+
+def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
+    """Device kind and device-seconds of the holdings that are not closed yet."""
+    for pool in pools:
+        for replica in pool.replicas():
+            yield from replica.open_device_s.items()

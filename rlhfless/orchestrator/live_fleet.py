@@ -1,0 +1,252 @@
+"""The live fleet as policies see it: slots with prices and measured times, their replicas, starts and releases.
+
+A slot has an allocation of the placement. Functions on a device hold shares of it at the same time, or take turns by
+themselves (rlhfless.fleet.turns): a policy does not decide that. No KV of samples moves between actors; that of shared
+prefixes does where there is a connector. The learner is never released, so its devices are paid for throughout.
+The price of an actor is the saving of its release, so in a fleet that never changes it is 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.functions.base import Call
+from rlhfless.orchestrator.engine_starts import EngineStarts
+from rlhfless.orchestrator.sample_table import SampleTable
+from rlhfless.records import Decision, FunctionRole, Invocation
+from rlhfless.records.traces import TracedRollout
+from rlhfless.scaling.assignment import PolicyFault
+from rlhfless.scaling.capabilities import MOVE_S
+from rlhfless.scaling.engine_speeds import CALLS_S, EngineSpeeds, PrefixMoves
+from rlhfless.scaling.latency.startup import START_S
+from rlhfless.scaling.leases import RentalTerms
+from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
+from rlhfless.scaling.prefill_pool import PrefillPool
+from rlhfless.scaling.prices import PriceBook, Rate
+from rlhfless.spec import RunSpec
+
+NODE = "cluster"
+"""The node of every slot: devices do not say which node they are on."""
+
+
+class FleetFigures(Protocol):
+    """The ledger of a run (rlhfless.orchestrator.ledger), as scaling uses it."""
+
+    prices: PriceBook
+
+    def mean_start_s(self, function: str) -> float | None:
+        """Mean duration of the function's cold starts, with the proof of an engine's loads; None if there was none."""
+
+    def mean_start_phases(self) -> dict[str, float]:
+        """The mean seconds of each phase of the engines' starts, by StartPhase; empty if there was no start."""
+
+    def mean_load_s(self) -> float:
+        """Mean duration of an actor's recent weight loads; 0 if there was none."""
+
+    def reacquire_s(self, kind: str) -> float:
+        """Expected time until devices of a kind are there whose node has to come; not billed."""
+
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
+        """Cost of the run up to now, with the holdings of these pools that are still open."""
+
+    def has_rollouts_of(self, step: int) -> bool:
+        """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
+
+    def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
+        """The calls of a step in progress, and its rollouts that are in the ledger."""
+
+    def add_decision(self, decision: Decision) -> None:
+        """Add a decision of the scaler, with its inputs."""
+
+
+class LiveFleet:
+    """All slots of a run: first the slots of its generation actors, then one for each other function."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        call: Call,
+        pools: Sequence[ReplicaPool],
+        ledger: FleetFigures,
+        speeds: EngineSpeeds,
+        max_model_len: int,
+        moves: PrefixMoves | None = None,
+        starts: EngineStarts | None = None,
+    ) -> None:
+        """`pools`: the pool of the generation actors first. Every other pool but that of prefill, which is scaled by
+        what waits there (rlhfless.orchestrator.prefill) and of which policies see nothing, has one replica."""
+        self._spec = spec
+        self._call = call
+        self._actors = pools[0]
+        self._pools = [pool for pool in pools if pool.kind.role is not FunctionRole.PREFILLS]
+        self._unusable: frozenset[int] = frozenset()
+        """Actors' slots whose devices another run has."""
+        self._prefill = [pool for pool in pools if pool.kind.role is FunctionRole.PREFILLS]
+        self._slots = [(pool, number) for pool in self._pools for number in range(len(pool.allocations))]
+        self._ledger = ledger
+        self._speeds = speeds
+        self._max_model_len = max_model_len
+        self._moves = moves
+        self._starts = starts or EngineStarts(spec, None)
+
+    def keep_starts(self) -> None:
+        """Keep the time of the engines' starts for later runs."""
+        phases = self._ledger.mean_start_phases()
+        if phases and self._actors.allocations:
+            self._starts.keep(self._actors.allocations[0].devices[0].kind, phases)
+
+    def slot_of(self, function: str) -> int:
+        """The slot of a function that has one replica."""
+        return next(slot for slot, (pool, _) in enumerate(self._slots) if pool.function == function)
+
+    def kinds(self) -> dict[str, str]:
+        """Device kinds of the engines, by name."""
+        engines = (actor for pool in (self._actors, *self._prefill) for actor in pool.replicas())
+        return {actor.name: actor.allocation.devices[0].kind for actor in engines}
+
+    def limit_actors(self, most: int) -> None:
+        """Use at most so many slots for generation actors from now on; actors at others are released. Between steps
+        only: a policy's step has the slots that it began with."""
+        slots = range(len(self._actors.allocations))
+        in_use_first = sorted(slots, key=lambda slot: (not self._actors.expects(slot), slot))
+        self._unusable = frozenset(in_use_first[most:])
+        for slot in self._unusable:
+            if self._actors.expects(slot):
+                self._actors.release(slot)
+
+    def view(self) -> FleetView:
+        """The slots, with the best figures known so far."""
+        return FleetView(
+            replica_slots=tuple(replica_slot for pool in self._pools for replica_slot in self._replica_slots(pool)),
+            load_s=self._ledger.mean_load_s() or max(map(self._starts.expected_load_s, self._kinds()), default=0.0),
+            move_s=MOVE_S.value,
+            beat_s=self._spec.generation.progress_interval_s,
+            max_tokens=self._spec.generation.max_tokens,
+            kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
+            terms=self._terms(),
+            prefix_token_s=float("inf") if self._moves is None else self._moves.token_s,
+            prefill=self._prefill_pool(),
+        )
+
+    def _prefill_pool(self) -> PrefillPool | None:
+        """The actors that compute the prompts of a step that begins now: those that start meanwhile get none of it."""
+        actors = sum(len(pool.up()) for pool in self._prefill)
+        if not actors or self._moves is None:
+            return None
+        kind = self._prefill[0].up()[0].allocation.devices[0].kind
+        return PrefillPool(actors, self._speeds.model(kind), self._moves.token_s, CALLS_S)
+
+    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+        """The state of each slot, and its number of samples."""
+        actors = len(self._actors.allocations)
+        return tuple(
+            SlotView(pool.state(number), *(table.counts(slot) if slot < actors else ()))
+            for slot, (pool, number) in enumerate(self._slots)
+        )
+
+    def expects(self, slot: int) -> bool:
+        """Whether a generation actor is up or starting at a slot."""
+        return slot < len(self._actors.allocations) and self._actors.expects(slot)
+
+    def start(self, slot: int, at_s: float | None, step: int) -> None:
+        """Carry out rlhfless.scaling.policy.Start, in the background, at once or later. Raises PolicyFault.
+
+        A lost learner is started by the run's recovery, because it must load a checkpoint.
+        """
+        pool, number = self._slots[slot]
+        if pool.kind.role is FunctionRole.UPDATES:
+            return
+        if at_s is None and (state := pool.state(number)) is not None:
+            raise PolicyFault(f"slot {slot} is asked to start, and has an actor ({state})")
+        pool.start(number, self._at(step), at_s)
+
+    def release(self, slot: int, step: int) -> None:
+        """Carry out rlhfless.scaling.policy.Release. A replica that the spec's bounds keep is not released, and the
+        ledger records that. Raises PolicyFault."""
+        pool, number = self._slots[slot]
+        if pool.kind.role is FunctionRole.UPDATES:
+            raise PolicyFault(f"slot {slot} is released: it is the learner's, which keeps the run's state")
+        if not pool.expects(number):
+            raise PolicyFault(f"slot {slot} is released, and has no actor")
+        if not pool.release(number):
+            self._note(step, "keep", f"slot {slot} stays", pool)
+
+    def idle(self, function: str, step: int) -> None:
+        """Release a function's idle replica if the spec does not allow it. Called after the policy has decided."""
+        slot = self.slot_of(function)
+        pool, number = self._slots[slot]
+        if not pool.bounds.idle and pool.expects(number):
+            pool.release(number)
+            self._note(step, "release", f"slot {slot} gives its devices back", pool)
+
+    def _note(self, step: int, kind: str, choice: str, pool: ReplicaPool) -> None:
+        inputs: dict[str, float | int | str | bool] = {"function": pool.function, "reason": pool.bounds.reason}
+        self._ledger.add_decision(Decision(step, time.time(), kind, choice, inputs))
+
+    def _at(self, step: int) -> Call:
+        return Call(self._call.run_id, self._call.attempt, step)
+
+    def _replica_slots(self, pool: ReplicaPool) -> list[ReplicaSlot]:
+        """The slots of a pool. A start takes as long as the pool's starts have taken on average, and before the first
+        one as long as an engine's is expected to."""
+        function, samples = pool.function, pool is self._actors
+        measured_s = self._ledger.mean_start_s(function)
+        kinds = {allocation.devices[0].kind for allocation in pool.allocations} if samples else ()
+        engines = {kind: self._engine(kind) for kind in kinds}
+        expected_s = {} if measured_s is not None else {kind: self._starts.expected_s(kind) for kind in kinds}
+        return [
+            ReplicaSlot(
+                function=function,
+                role=pool.kind.role,
+                kind=allocation.devices[0].kind,
+                devices=tuple(device.name for device in allocation.devices),
+                node=NODE,
+                usd_per_s=0.0
+                if self._is_kept(pool)
+                else self._ledger.prices.usd_per_s(allocation.shared, "saved_usd_per_hour"),
+                start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
+                engine=engines.get(allocation.devices[0].kind),
+                usable=not samples or number not in self._unusable,
+                reacquire_s=self._reacquire_s(pool, number),
+            )
+            for number, allocation in enumerate(pool.allocations)
+        ]
+
+    def _reacquire_s(self, pool: ReplicaPool, number: int) -> float:
+        """See ReplicaSlot."""
+        return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
+
+    def _terms(self) -> RentalTerms:
+        """The terms of the actors' devices, by the price book and by the waits that were measured."""
+        kinds = self._kinds()
+        prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
+        lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
+        return RentalTerms.of([price.billing for price in prices], lag_s)
+
+    def _kinds(self) -> set[str]:
+        """The kinds of the actors' devices."""
+        return {device.kind for allocation in self._actors.allocations for device in allocation.devices}
+
+    def _is_kept(self, pool: ReplicaPool) -> bool:
+        """Whether a release in the pool saves nothing, because there is none."""
+        fixed = pool is self._actors and self._spec.scaling.generation.fixed
+        return fixed or pool.kind.role in (FunctionRole.UPDATES, FunctionRole.PREFILLS)
+
+    def _kept_usd_per_s(self, pool: ReplicaPool) -> float:
+        """The cost of the pool that no release saves."""
+        rate: Rate = "usd_per_hour" if self._is_kept(pool) else "released_usd_per_hour"
+        return sum(self._ledger.prices.usd_per_s(allocation.shared, rate) for allocation in pool.allocations)
+
+    def _engine(self, kind: str) -> EngineLimits:
+        limits = self._spec.generation.engine
+        alike = (actor for actor in self._actors.replicas() if actor.allocation.devices[0].kind == kind)
+        reported = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
+        return EngineLimits(
+            model=self._speeds.model(kind),
+            # Until an engine has reported the size of its KV cache, only its limit of sequences is known.
+            kv_capacity_tokens=max(reported, default=0) or limits.sequence_limit * self._max_model_len,
+            max_sequences=limits.sequence_limit,
+        )

@@ -1,0 +1,159 @@
+"""The actors that compute prompts for those that draw: which of them computes what, and how many there are.
+
+An actor gets the prompts for which the least is to be computed before they are done: what waits for it already, and the
+tokens of the prompts that it has not computed yet. So prompts behind the same prefix come to the same actor until its
+queue is longer by more than the prefix. Another actor is started while the wait for those that are there takes longer
+than the start, and actors above `scaling.prefill.min_actors` are released when no prompt waits.
+
+Nothing depends on these actors but time: prompts that no actor takes are computed by the actor that draws from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.base import Call
+from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest
+from rlhfless.prefixes.evicted import CachedBlocks
+from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.records import Work
+from rlhfless.scaling.engine_speeds import EngineSpeeds
+
+log = logging.getLogger(__name__)
+
+Prompt = tuple[int, ...]
+Offers = tuple[KvOffer | None, ...]
+
+
+class PrefillActors:
+    """The pool of prefill actors, and what waits there."""
+
+    def __init__(self, pool: ReplicaPool, speeds: EngineSpeeds, start_s: Callable[[], float], limit_s: float) -> None:
+        """`start_s`: the seconds that a start is expected to take. `limit_s` bounds each call."""
+        self._pool = pool
+        self._speeds = speeds
+        self._start_s = start_s
+        self._limit_s = limit_s
+        self._queue: Counter[str] = Counter()
+        """Tokens that each actor was asked for and has not computed, by its name."""
+        self._waiting: Counter[int] = Counter()
+        """Prompts by length whose KV has not reached the actor that draws from them."""
+        self._computed: dict[tuple[str, str], CachedBlocks] = {}
+        """What each actor has computed, by its name and the weight version."""
+        self._changed = asyncio.Event()
+        pool.watch(self)
+
+    @contextlib.asynccontextmanager
+    async def offers(self, call: Call, prompts: Sequence[Prompt], version: str) -> AsyncIterator[Offers]:
+        """An offer of the KV of each prompt, which stands within the block; empty if no actor has computed them."""
+        lengths = Counter(map(len, prompts))
+        self._waiting += lengths
+        try:
+            self._start_if_it_pays(call)
+            yield await self._computed_by_one(call, tuple(prompts), version)
+        finally:
+            self._waiting -= lengths
+            if not self._waiting:
+                self._release()
+
+    async def _computed_by_one(self, call: Call, prompts: tuple[Prompt, ...], version: str) -> Offers:
+        failed: set[str] = set()
+        # The actor that draws may have loaded its weights sooner.
+        await self._until(lambda: bool(self._able(version)) or not self._pool.up())
+        while (actor := self._nearest(prompts, version, failed)) is not None:
+            try:
+                return await self._compute(actor, call, prompts, version)
+            except (CallTimeout, ReplicaLost) as error:
+                log.warning("%s; another actor computes the prompts", error)
+                failed.add(actor.name)
+                self._pool.replace_missing(call)
+        return ()
+
+    async def _compute(self, actor: Replica, call: Call, prompts: tuple[Prompt, ...], version: str) -> Offers:
+        computed = self._of(actor, version)
+        new_tokens = sum(len(prompt) - computed.add(prompt) for prompt in prompts)
+        self._queue[actor.name] += new_tokens
+        try:
+            offers: Offers = await actor.call(
+                "precompute",
+                call,
+                PrecomputeRequest(prompts, version, actor.name, offer=True),
+                timeout_s=self._limit_s,
+                waiting_for="prompts",
+                work=Work.PRECOMPUTE,
+            )
+        finally:
+            self._queue[actor.name] -= new_tokens
+            self._changed.set()
+        return offers
+
+    def _nearest(self, prompts: Sequence[Prompt], version: str, failed: set[str]) -> Replica | None:
+        """The actor that would have computed the prompts first."""
+
+        def tokens(actor: Replica) -> int:
+            computed = self._of(actor, version)
+            return self._queue[actor.name] + sum(len(prompt) - computed.held(prompt) for prompt in prompts)
+
+        return min((actor for actor in self._able(version) if actor.name not in failed), key=tokens, default=None)
+
+    def _able(self, version: str) -> list[Replica]:
+        return [actor for actor in self._pool.serving() if actor.served == version]
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, no longer than for a call."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limit_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _of(self, actor: Replica, version: str) -> CachedBlocks:
+        key = actor.name, version
+        if key not in self._computed:
+            self._computed = {known: of for known, of in self._computed.items() if known[1] == version}
+            self._computed[key] = CachedBlocks(CPU_BLOCK_TOKENS)
+        return self._computed[key]
+
+    # -- actors that come and go (rlhfless.fleet.pool)
+
+    @property
+    def over(self) -> bool:
+        return False
+
+    def joined(self, slot: int) -> None:  # noqa: ARG002 (see Listener)
+        """An actor serves."""
+        self._changed.set()
+
+    def missed(self, slot: int) -> None:  # noqa: ARG002 (see Listener)
+        """No actor will come to a slot."""
+        self._changed.set()
+
+    async def drain(self, replica: Replica) -> None:
+        """Wait for what an actor was asked for; it gets nothing more."""
+        await self._until(lambda: not self._queue[replica.name])
+
+    def _start_if_it_pays(self, call: Call) -> None:
+        """Start another actor if the prompts that wait keep those that are there for longer than a start takes; where
+        there is none, the actors that draw."""
+        free = [slot for slot in range(len(self._pool.allocations)) if self._pool.state(slot) is None]
+        if not free:
+            return
+        engine = self._speeds.model(self._pool.allocations[free[0]].devices[0].kind)
+        work_s = sum(engine.prefill_s(length) * count for length, count in self._waiting.items())
+        wait_s = work_s / max(self._pool.expected, 1)
+        if wait_s > self._start_s():
+            log.info("%d prompts wait for %.0f s: another prefill actor starts", self._waiting.total(), wait_s)
+            self._pool.start(free[0], call)
+
+    def _release(self) -> None:
+        # A start that is called off counts as expected until it has ended.
+        spare = max(self._pool.expected - self._pool.bounds.fewest, 0)
+        there = [slot for slot in range(len(self._pool.allocations)) if self._pool.expects(slot)]
+        for slot in there[len(there) - spare :]:
+            self._pool.release(slot)

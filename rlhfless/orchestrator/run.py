@@ -1,0 +1,286 @@
+"""A run that generates what it learns from: engines, published weights and an algorithm. Each stage of a step is one
+method."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.functions.base import Call
+from rlhfless.orchestrator.actor_weights import ActorWeights
+from rlhfless.orchestrator.algorithm_state import AlgorithmState
+from rlhfless.orchestrator.failures import added_up, readable
+from rlhfless.orchestrator.generation import GenerationStage
+from rlhfless.orchestrator.one_version import OneVersion
+from rlhfless.orchestrator.prompt_history import PromptHistory
+from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
+from rlhfless.orchestrator.scaler import Scaler
+from rlhfless.orchestrator.selection import select
+from rlhfless.orchestrator.stages import ComputeColumn, ScoredGroups, ScoreGroups
+from rlhfless.orchestrator.staleness import Staleness
+from rlhfless.orchestrator.step_context import StepContext
+from rlhfless.orchestrator.trained_run import TrainedRun
+from rlhfless.records import (
+    Experience,
+    FloatArray,
+    FunctionRole,
+    Group,
+    PublishedWeights,
+    StepRecord,
+    Work,
+)
+from rlhfless.records.checkpoints import CheckpointNotes
+from rlhfless.util.tasks import gather_or_cancel
+from rlhfless.weights.monitor import RolloutMonitor
+
+log = logging.getLogger(__name__)
+
+HELD_OUT_SEED_STEP = -1
+"""All evaluations draw with the same seeds, so that they differ by the weights alone."""
+
+
+_GroupKey = tuple[str, tuple[int, ...]]
+
+
+def _key(group: Group) -> _GroupKey:
+    """A group of a step, drawn as it is."""
+    return group.prompt.prompt_id, tuple(sample.model_tokens for sample in group.samples)
+
+
+@dataclass(kw_only=True)
+class Run(TrainedRun):
+    """A run that draws what it learns from."""
+
+    weights: ActorWeights
+    scaler: Scaler
+    monitor: RolloutMonitor
+    history: PromptHistory
+    """What the run has drawn of each prompt."""
+    evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
+    """Called with the step and the scored samples of an evaluation: sampled ones, and greedy ones."""
+    under_way: dict[int, StepContext] = field(default_factory=dict)
+    """The steps in progress, by number."""
+    algorithms: AlgorithmState = field(init=False)
+    """The algorithm that the spec selects, as of each step."""
+
+    versions: OneVersion = field(init=False)
+    _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
+    """By step and column: the values of groups, while the step is in progress."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.algorithms = AlgorithmState(self.spec.algorithm)
+        self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
+
+    @property
+    def generation(self) -> ReplicaPool:
+        """The generation actors."""
+        (pool,) = self.with_role(FunctionRole.SAMPLES)
+        return pool
+
+    @property
+    def prefill(self) -> ReplicaPool | None:
+        """The actors that compute prompts for them, if the spec allows any."""
+        return next(iter(self.with_role(FunctionRole.PREFILLS)), None)
+
+    # -- weights
+
+    @property
+    def published(self) -> PublishedWeights:
+        """The newest weights; first set by `open_weights`."""
+        return self.versions.newest
+
+    @published.setter
+    def published(self, published: PublishedWeights) -> None:
+        self.versions.newest = published
+
+    @property
+    def digest(self) -> str:
+        """See TrainedRun."""
+        return self.published.version.digest
+
+    async def open_weights(self, step: int) -> None:
+        """See TrainedRun. Publishes the learner's weights as the version of `step`, and a perturbed version of them."""
+        self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
+        self.published = await self.publish(self.call(step))
+
+    # -- generation
+
+    def begin(self, step: int) -> StepContext:
+        """Begin a step, or do it again; the context says which samples it draws, and with which seeds."""
+        begun = self.clock.begin(step, fleet_is_up=bool(self.generation.settled()))
+        context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published.version.step)
+        return context
+
+    def _request_of(self, step: int) -> RolloutRequest:
+        spec = self.spec
+        prompts, selection = select(spec, step, self.order, self.history, self.journal)
+        return RolloutRequest(
+            call=self.call(step),
+            prompts=tuple(prompts),
+            samples_per_prompt=spec.samples_per_prompt,
+            sampling=sampling_of(spec),
+            work=Work.GENERATE,
+            seed=spec.seed,
+            seed_step=step,
+            selection=selection,
+        )
+
+    def held_out_request(self, step: int, *, greedy: bool) -> RolloutRequest:
+        """The samples of an evaluation."""
+        spec = self.spec
+        return RolloutRequest(
+            call=self.call(step),
+            prompts=tuple(self.held_out),
+            samples_per_prompt=1 if greedy else spec.evaluation.samples_per_prompt,
+            sampling=sampling_of(spec, greedy=greedy),
+            work=Work.HELD_OUT,
+            seed=spec.seed,
+            seed_step=HELD_OUT_SEED_STEP,
+        )
+
+    def generate(self, request: RolloutRequest, *, again: bool = False) -> GenerationStage:
+        """The generation of a step or of an evaluation, or what a step draws `again`. An evaluation takes nothing from
+        the journal. The trace is written while the engines are at work."""
+        stage = GenerationStage(
+            self.generation,
+            request,
+            self.spec,
+            self.scaler.even_split() if again else self.scaler.runner_of(request.call.step, request.work),
+            self.journal if request.work is Work.GENERATE else None,
+            at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
+            no_weights=self._no_weights,
+            moves=self.scaler.moves,
+            prefill=self.scaler.prefill,
+            history=self.history,
+        )
+        self.generation.watch(stage)
+        return stage
+
+    def _no_weights(self) -> str:
+        """Why no actor can load the newest weights any more; empty if one can."""
+        served = "://" in self.published.location
+        return "the learner, which serves them, was lost" if served and not self.learner.replicas() else ""
+
+    # -- functions that work on complete groups
+
+    def scoring_of(self, call: Call) -> ScoreGroups:
+        """The scoring stage of a step. A replica that was released is started again; the ledger records the start."""
+
+        async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
+            return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
+
+        async def score(groups: Sequence[Group]) -> ScoredGroups:
+            pools = self.with_role(FunctionRole.SCORES)
+            scored = await gather_or_cancel(*(parts(pool, groups) for pool in pools))
+            return added_up(groups, scored, self.spec.scoring)
+
+        return score
+
+    def columns_of(self, call: Call, *, learned: bool = False) -> dict[str, ComputeColumn]:
+        """The stages of a step that compute a column, by its name, while it is drawn; with `learned`, when it is to be
+        learned from. The latter are the columns of functions that learn from another step meanwhile, such as a critic.
+        A step that is done again takes what it has: a function may have learned from it since."""
+
+        def stage(pool: ReplicaPool) -> ComputeColumn:
+            async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
+                known = self._columns.setdefault((call.step, pool.kind.column), {})
+                if new := [group for group in groups if _key(group) not in known]:
+                    replica = await pool.ready(call)
+                    batch = pack(readable(new))
+                    values = await self.work(replica, Work.LOGPROBS, "compute", call, batch)
+                    known.update(zip(map(_key, new), by_sample(batch, values, new), strict=True))
+                return [known[_key(group)] for group in groups]
+
+            return computed
+
+        late = self.keepers.pools if self.spec.schedule.steps_ahead else ()
+        return {
+            pool.kind.column: stage(pool)
+            for pool in self.pools.values()
+            if pool.kind.column and (pool in late) is learned
+        }
+
+    def release_idle(self, step: int) -> None:
+        """Let the policy keep or release the helpers, which have finished their work of this step."""
+        for pool in self.helpers:
+            self.scaler.idle(pool.function, step)
+
+    # -- learner
+
+    async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
+        """Old logprobs `[tokens]`: the policy before the first update of the step."""
+        return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
+
+    async def average(self) -> PublishedWeights | None:
+        """Have the learner publish the average of its weights; None if it keeps none."""
+        if self.spec.learner.average_decay is None:
+            return None
+        return await self.publish(self.call(self.published.version.step), averaged=True)
+
+    async def publish(self, call: Call, *, sent: asyncio.Event | None = None, **form: bool) -> PublishedWeights:
+        """Write the learner's weights to the store, as the version of `call`'s step; with `perturbed`, a perturbed
+        version of them, and with `averaged`, their average.
+
+        If it is called together with `learn` of that step, the learner runs both in order, with no round trip to the
+        driver in between.
+        """
+        return await self.work(self._the_learner, Work.PUBLISH, "publish", call, **form, sent=sent)
+
+    # -- checkpoints
+
+    def _notes(self, step: int) -> CheckpointNotes:
+        """See TrainedRun."""
+        return replace(
+            super()._notes(step),
+            digest=self.published.version.digest,
+            kl_coefficient=self.algorithms.coefficient_after(step),
+        )
+
+    async def restore(self) -> int:
+        """See TrainedRun."""
+        self._columns.clear()  # of weights that are restored
+        step = await super().restore()
+        newest = self.checkpoints.newest()
+        self.algorithms.restore(step, newest.notes.kl_coefficient if newest else None)
+        return step
+
+    async def publish_again(self, before: int) -> None:
+        """See TrainedRun."""
+        version = self.published.version
+        if self.learner.replicas()[0].learned_step == version.step and version.step < before:
+            self.published = await self.publish(self.call(version.step))
+
+    # -- ledger
+
+    def take(self, step: int, experience: Experience) -> None:
+        """Put the rollouts into ledger and history, and update the estimates of engine speed. A step that is done again
+        counts once."""
+        if not self.ledger.has_rollouts_of(step):
+            for group in experience.groups:
+                self.ledger.add_group(step, group)
+            self.history.learned(self.ledger.done_in_step(step)[1])
+            self.scaler.learn_speeds(step)
+
+    def close_step(self, record: StepRecord, experience: Experience) -> None:
+        """Put the step into the ledger, and show its figures."""
+        self.scaler.end_step(record)
+        self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
+        self.under_way.pop(record.step, None)
+        for step, column in list(self._columns):
+            if step <= record.step:
+                del self._columns[step, column]
+
+    def check_rollouts(self, record: StepRecord, staleness: Staleness | None) -> None:
+        """Check the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned is
+        not checked."""
+        difference_nats = record.metrics.get("rollout_logprob_difference")
+        if difference_nats is None or staleness is None:
+            return
+        warning = self.monitor.observe(staleness.oldest, difference_nats, staleness.most)
+        if warning is not None:
+            log.warning("step %d: %s", record.step, warning)

@@ -1,0 +1,334 @@
+"""From a checked spec to a run in progress; everything is closed again at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.each_node import fetch_on_nodes, hub_models, on_each_node, remove_folders
+from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
+from rlhfless.fleet.leaving import LeavingWatch
+from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
+from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.fleet.turns import Turns
+from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
+from rlhfless.functions.base import Call
+from rlhfless.orchestrator.actor_weights import ActorWeights
+from rlhfless.orchestrator.feeding import Feeding
+from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.janitor import janitor
+from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
+from rlhfless.orchestrator.learner_size import size_of
+from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
+from rlhfless.orchestrator.prompt_history import PromptHistory
+from rlhfless.orchestrator.recovery import clear
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.scaler import scaler_of
+from rlhfless.orchestrator.supervised import SupervisedRun
+from rlhfless.orchestrator.trained_run import TrainedRun
+from rlhfless.planning.inputs import devices_of, memory_problems, settled_on
+from rlhfless.prepare.mixture import order_of
+from rlhfless.prepare.prepared import Prepared
+from rlhfless.records import Decision, FunctionName, FunctionRole
+from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
+from rlhfless.records.journal import Journal
+from rlhfless.records.run_folder import JOURNAL_FILE as JOURNAL_FILE
+from rlhfless.records.run_folder import TRACE_FOLDER
+from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
+from rlhfless.scaling.function_kinds import name_of, place_run, publisher_of
+from rlhfless.scaling.latency.shape import DTYPE_BYTES
+from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
+from rlhfless.scaling.prices import PriceBook, load_price_book
+from rlhfless.scaling.quantization import quantization_problems
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
+from rlhfless.spec.load import SPEC_FILE, resolved_yaml
+from rlhfless.telemetry.progress import RunProgress
+from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
+from rlhfless.weights.monitor import RolloutMonitor
+
+log = logging.getLogger(__name__)
+
+REMOVE_S = 10.0
+"""Longest wait for the nodes of a cluster to remove a run's weights: seconds to start a process, none for the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The inputs of a driver. The folder is the run's own; if it holds earlier attempts, they are resumed."""
+
+    spec: RunSpec
+    prepared: Prepared
+    run_id: str
+    folder: Path
+    console: RunProgress
+    sinks: MetricSinks
+    host: Host = field(default_factory=Host)
+    priority: int = 0
+    """Rank of the run among those that share devices."""
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return checkpoints_of(self.folder, self.spec.checkpoint)
+
+
+@asynccontextmanager
+async def open_session(session: Session) -> AsyncIterator[tuple[TrainedRun, int]]:
+    """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before step
+    1)."""
+    with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
+        attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
+        earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
+        joined = bool(session.spec.placement.ray_address)
+        code = gather_modules(session.spec, session.folder) if joined else None
+        prices = load_price_book(session.spec.scaling.prices)
+        if attempt > 1:
+            newest = session.checkpoints.newest()
+            session.console.resumed(newest.notes.step if newest else 0, attempt, held_s(earlier) if earlier else 0.0)
+        with session.console.waiting("starting Ray"):
+            cluster = await Cluster.start(session.spec.placement, session.folder, prices.kinds, code)
+        try:
+            await _reach_nodes(session, code)
+            if joined:
+                session = await _resolve_for_devices(session, cluster)
+            # Opened here, because the trace keeps the spec as the devices have settled it.
+            with contextlib.closing(_ledger(session, prices, attempt, earlier)) as ledger:
+                async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
+                    yield under_way
+        finally:
+            await to_the_end(cluster.stop())
+
+
+async def _reach_nodes(session: Session, code: Path | None) -> None:
+    """Bring code and models to the nodes of the cluster. Raises CodeNotThere, ModelNotThere."""
+    spec = session.spec
+    if spec.placement.ray_address and targets(spec):
+        with session.console.waiting("importing your modules on every node"):
+            await asyncio.to_thread(check_on_nodes, spec, code)
+    if models := hub_models(spec):
+        with session.console.waiting(f"fetching {', '.join(models)} on every node"):
+            await asyncio.to_thread(fetch_on_nodes, models, spec.timeouts.download_s)
+
+
+async def _resolve_for_devices(session: Session, cluster: Cluster) -> Session:
+    """The session with everything that the devices of a joined cluster decide; the run's folder keeps the spec.
+
+    Raises PlacementError if there are no devices, and InputError if they cannot hold the run.
+    """
+    spec = session.spec
+    kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
+    spec = settled_on(spec, kind, count)
+    problems = [
+        *quantization_problems(spec, kind, session.prepared.shape),
+        *memory_problems(spec, kind, count, session.prepared.max_model_len),
+    ]
+    if problems:
+        raise InputError("the run cannot start on this cluster", problems)
+    (session.folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
+    shape = session.prepared.shape
+    if shape is not None:
+        shape = replace(shape, weight_bytes=DTYPE_BYTES[spec.model.dtype])
+    return replace(session, spec=spec, prepared=replace(session.prepared, shape=shape))
+
+
+def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | None) -> Ledger:
+    spec, folder = session.spec, session.folder / TRACE_FOLDER
+    spec_values: dict[str, Any] = spec.model_dump(mode="json")
+    meta = TraceMeta(session.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
+    return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, earlier or NOTHING)
+
+
+@asynccontextmanager
+async def _fleet(
+    session: Session, cluster: Cluster, ledger: Ledger, journal: Journal, earlier: Trace | None
+) -> AsyncIterator[tuple[TrainedRun, int]]:
+    spec = session.spec
+    call = Call(session.run_id, journal.attempt, 0)
+    nodes = await cluster.nodes(spec.placement.kind)
+    placement = place_run(spec, nodes)
+    folders = store_folders(spec, session.run_id)
+    if spec.placement.ray_address:  # of this machine, preflight knows
+        await require_room(spec, session.prepared, placement, nodes, folders)
+    devices = RunDevices(cluster, placement, call, spec, session.priority, session.console.stage)
+    devices.acquired = ledger.add_acquired
+    launch = launch_of(spec, session.prepared, placement, session.run_id, session.folder)
+    await session.host.devices(devices_wanted(spec, placement))
+    by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
+    pools = list(by_name.values())
+    lease_s = spec.recovery.lease_s
+    beat = Heartbeat(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
+    watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
+    watches += [asyncio.create_task(each.lend(call)) for each in turns]
+    run = _run_of(session, by_name, ledger, journal, earlier)
+    run.learner_size = size_of(run, session.prepared.max_model_len, nodes, placement, devices)
+    scaler = run.scaler if isinstance(run, Run) else None
+    if scaler is not None:
+        devices.left_s = scaler.due.left_s
+    actors = session.host.began(run, devices.held)
+    if actors is not None and scaler is not None:
+        scaler.fleet.limit_actors(actors)
+    # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
+    with contextlib.nullcontext() if spec.placement.ray_address else janitor(folders):
+        try:
+            yield run, await _begin(session, run, cluster, devices, turns, earlier.decisions if earlier else ())
+        finally:
+            if scaler is not None:
+                scaler.fleet.keep_starts()
+            for watch in watches:
+                watch.cancel()
+            with session.console.waiting("stopping all functions"):
+                if is_stopping():
+                    ledger.keep_up(pools, 0.0)  # the stop may be cut short
+                await to_the_end(_stop(pools, devices))
+                await to_the_end(_remove(folders, cluster, everywhere=bool(spec.placement.ray_address)))
+
+
+def _run_of(
+    session: Session, pools: Mapping[str, ReplicaPool], ledger: Ledger, journal: Journal, earlier: Trace | None
+) -> TrainedRun:
+    spec, prepared = session.spec, session.prepared
+    common: dict[str, Any] = {
+        "run_id": session.run_id,
+        "attempt": journal.attempt,
+        "spec": spec,
+        "order": order_of(prepared.train, spec.data, spec.seed),
+        "held_out": prepared.held_out,
+        "pools": pools,
+        "ledger": ledger,
+        "sinks": session.sinks,
+        "journal": journal,
+        "checkpoints": session.checkpoints,
+    }
+    if spec.supervised:
+        return SupervisedRun(**common)
+    call, history = Call(session.run_id, journal.attempt, 0), PromptHistory(spec)
+    of_learner = pools[publisher_of(spec)] if spec.weights.transport == "cuda_ipc" else None
+    feeding = None if of_learner is None else Feeding(of_learner, spec.timeouts.sync_s)
+    if earlier is not None:
+        history.read(earlier, session.folder / TRACE_FOLDER)
+    return Run(
+        **common,
+        weights=ActorWeights(
+            pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL), feeding
+        ),
+        scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, history.lengths, earlier),
+        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit, spec.generation.quantization),
+        history=history,
+    )
+
+
+async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:
+    """Remove the run's weights, here or on all nodes: shared memory outlives the processes that wrote to it."""
+    names = [str(folder) for folder in folders]
+    if everywhere and not cluster.lost:
+        await asyncio.to_thread(on_each_node, remove_folders, names, timeout_s=REMOVE_S)
+    await asyncio.to_thread(remove_folders, names)
+
+
+async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
+    await gather_or_cancel(*(pool.close() for pool in pools))
+    try:
+        await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+    finally:
+        await devices.close()
+
+
+async def _begin(
+    session: Session,
+    run: TrainedRun,
+    cluster: Cluster,
+    devices: RunDevices,
+    turns: Sequence[Turns],
+    earlier: Sequence[Decision],
+) -> int:
+    """Bring the fleet up; returns the first step. `earlier`: the decisions of earlier attempts.
+
+    If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
+    because it would fail again.
+    """
+    left = await cluster.running(f"{run.run_id}-")
+    await devices.adopt()
+    if run.learner_size is not None:
+        run.learner_size.resume(earlier)
+    await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
+    await devices.settle()
+    await gather_or_cancel(*(each.put_all_to_sleep(run.call(0)) for each in turns))
+    tries = session.spec.recovery.per_step if run.attempt > 1 else 0
+    while True:
+        try:
+            return await _start(session, run)
+        except RECOVERABLE as fault:
+            if not tries or is_stopping():
+                raise
+            tries -= 1
+            log.warning("the start failed and is tried again (%d tries left): %s", tries, fault)
+            await clear(run, run.call(0))
+
+
+async def start_functions(run: Run, actors: int) -> None:
+    """Start the fewest replicas that a run needs, all at once; on GPUs that they share, engines last: an engine counts
+    as its own what its neighbours take while it measures how much memory is free, and needs its share to be free when
+    it starts."""
+    others = (*run.helpers, *run.keepers.pools)
+    ready = [pool.ready(run.call(0)) for pool in others]
+    engines = [(run.generation, actors)]
+    if run.prefill is not None:
+        engines.append((run.prefill, run.prefill.bounds.fewest))
+    if any(_on_one_gpu(pool, others) for pool, _ in engines):
+        await gather_or_cancel(*ready)
+        ready = []
+    await gather_or_cancel(*(pool.fill(fewest) for pool, fewest in engines), *ready)
+
+
+def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
+    def gpus(pool: ReplicaPool) -> set[str]:
+        devices = (device for allocation in pool.allocations for device in allocation.devices)
+        return {device.name for device in devices if device.kind != CPU_KIND}
+
+    return any(gpus(pool) & gpus(other) for other in others)
+
+
+async def _start(session: Session, run: TrainedRun) -> int:
+    """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
+    step = await (_start_drawing(session, run) if isinstance(run, Run) else _start_learning(session, run))
+    if step:
+        session.console.show(f"resumed after step {step}, attempt {run.attempt}")
+    return step + 1 if step else 0
+
+
+async def _start_learning(session: Session, run: TrainedRun) -> int:
+    """Of a run without actors; returns the step to go on from."""
+    with session.console.waiting("starting the learner and helpers"):
+        await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.keepers.pools)))
+    with session.console.waiting("loading the weights to continue from"):
+        return await run.restore()
+
+
+async def _start_drawing(session: Session, run: Run) -> int:
+    """As `_start_learning`, of a run with actors: they have the weights then."""
+    actors = session.spec.scaling.generation.min_actors
+    with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
+        await gather_or_cancel(start_functions(run, actors), asyncio.to_thread(warm_up))
+    with session.console.waiting("checking that weight loads reach every tensor"):
+        step = await run.restore()
+        await run.open_weights(step)
+        newest = run.checkpoints.newest()
+        if newest and newest.notes.digest != run.published.version.digest:
+            raise CheckpointError(
+                f"{newest.location} was saved with weights {newest.notes.digest}, and gives "
+                f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
+            )
+        engines = [*run.generation.up(), *(run.prefill.up() if run.prefill else ())]
+        async with run.generation.turn(run.call(step)):
+            await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in engines))
+        await run.weights.sync(run.published, run.call(step))
+    return step

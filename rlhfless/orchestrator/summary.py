@@ -1,0 +1,173 @@
+"""The figures of a step and of an evaluation, under the names that telemetry declares."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from rlhfless.orchestrator.generation import GenerationStage
+from rlhfless.orchestrator.redraws import has_signal
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.step_context import StepContext
+from rlhfless.prefixes.trie import shared_prefixes
+from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
+from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
+from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.step_times import Phase, StepTimes
+
+
+def drawn_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
+    """Figures of the rollouts of a step for `prompts` prompts. `kept` are those that did not fail."""
+    samples = experience.samples
+    lengths = np.array([sample.model_tokens for sample in samples])
+    prompt_tokens = np.array([len(group.prompt.token_ids) for group in experience.groups for _ in group.samples])
+    signal = sum(map(has_signal, kept.groups))
+    cached = sum(rollout.cached_tokens for sample in samples for rollout in sample.rollouts)
+    return {
+        **reward_metrics(kept.scores),
+        "failed_rewards": float(len(list(experience.failed()))),
+        "redrawn_groups": float(max(len(experience.groups) - prompts, 0)),
+        "groups_without_signal": 1 - signal / len(experience.groups),
+        "prompt_tokens_mean": float(prompt_tokens.mean()),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": float(lengths.max()),
+        "truncated": float(np.mean([sample.finish_reason == FinishReason.LENGTH for sample in samples])),
+        "cached_prompt_tokens": cached / float(prompt_tokens.sum()),
+    }
+
+
+def step_metrics(
+    run: Run,
+    context: StepContext,
+    experience: Experience,
+    kept: Experience,
+    drawn: Mapping[str, float],
+    learned: Mapping[str, float],
+) -> dict[str, float]:
+    """All metrics of a step that ends now. `kept` is the part of its experience that was trained on; `drawn` are the
+    result of `drawn_metrics`."""
+    begun, stage = context.begun, context.stage
+    times = run.ledger.step_times(begun, time.time())
+    seconds = times.phases_s
+    calls = run.ledger.done_in_step(begun.step)[0]
+    return {
+        **drawn,
+        "step_s": times.wall_s,
+        "generation_s": seconds[Phase.GENERATION],
+        "scoring_s": seconds[Phase.SCORING],
+        "reference_s": seconds[Phase.REFERENCE],
+        **own_seconds(times),
+        "learn_s": seconds[Phase.LEARN],
+        "sync_s": seconds[Phase.SYNC],
+        "outside_s": times.outside_s,
+        "recovery_s": times.recovery_s,
+        "generation_tokens_per_s": tokens_per_s(calls),
+        **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
+        **(carried_metrics(stage) if stage else {}),
+        **prompt_token_metrics(calls, experience, kept, run.spec.epochs_of),
+        **draft_metrics(calls),
+        "actors": float(len(run.generation.serving())),
+        **run.scaler.runner.figures(begun.step),
+        "cost_usd": run.ledger.cost_usd(run.pools.values()),
+        **learned,
+    }
+
+
+def own_seconds(times: StepTimes) -> dict[str, float]:
+    """Seconds of functions that few runs have: a critic, and columns of the user's own."""
+    seconds = times.phases_s
+    return {f"{phase}_s": seconds[phase] for phase in (Phase.CRITIC, Phase.COLUMNS) if seconds[phase]}
+
+
+def carried_metrics(stage: GenerationStage) -> dict[str, float]:
+    """Figures of what a step took over from earlier ones, and left to later ones; none if its schedule does neither."""
+    selection = stage.request.selection
+    if selection is None:
+        return {}
+    samples, tokens = stage.carried
+    left = len(stage.request.prompts) - selection.groups
+    return {"left_groups": float(left), "carried_samples": float(samples), "carried_tokens": float(tokens)}
+
+
+def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:
+    """Figures of drafts; none without speculation. Evaluations count: their engines are the same."""
+    calls = list(calls)
+    drafted, accepted = (added(*(getattr(call, name) for call in calls)) for name in ("drafted", "accepted"))
+    if not sum(drafted):
+        return {}
+    places = enumerate(zip(drafted, accepted, strict=True), 1)
+    return {
+        "drafted_tokens": float(sum(drafted)),
+        "accepted_tokens": float(sum(accepted)),
+        "draft_s": sum(call.draft_s for call in calls),
+        "verify_s": sum(call.verify_s for call in calls),
+        **{f"draft_acceptance/{place}": taken / asked for place, (asked, taken) in places if asked},
+    }
+
+
+def tokens_per_s(calls: Iterable[Invocation]) -> float:
+    """Response tokens per second in which these calls drew any; 0 if none did."""
+    drawing = [call for call in calls if call.work is Work.GENERATE]
+    drawing_s = length(union((call.start_s, call.end_s) for call in drawing))
+    return sum(call.output_tokens for call in drawing) / drawing_s if drawing_s else 0.0
+
+
+def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean and spread of the reward, and the mean of each of its parts."""
+    totals = np.array([score.total for score in scores])
+    return {
+        "reward_mean": float(totals.mean()),
+        "reward_std": float(totals.std()),
+        **{f"reward/{part}": value for part, value in mean_parts(scores).items()},
+    }
+
+
+def mean_parts(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean of each part of the reward, over the samples that have it; a part that no sample has is left out."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for part, value in score.parts.items():
+            values.setdefault(part, []).append(value)
+    return {part: float(np.mean(numbers)) for part, numbers in values.items()}
+
+
+ENGINES = frozenset({Work.GENERATE, Work.PRECOMPUTE})
+"""Calls that compute prompts, and draw the responses."""
+
+COUNTED = frozenset({*ENGINES, Work.LOGPROBS, Work.LEARN})
+"""Calls that compute the prompts of a step, and have the tokens that they did not compute in the ledger."""
+
+
+def prompt_token_metrics(
+    calls: Iterable[Invocation], drawn: Experience, kept: Experience, epochs_of: Callable[[str], int]
+) -> dict[str, float]:
+    """`prompt_tokens_computed` and `prompt_tokens_unique` of each function with a call, and `prefix_tokens_evicted`.
+    `kept` is the part of the drawn samples that is trained on; `epochs_of` gives a function's passes over it."""
+    computed: defaultdict[tuple[str, Work], int] = defaultdict(int)
+    evicted = 0
+    for call in calls:
+        evicted += call.evicted_tokens
+        if call.work in COUNTED:
+            # Prompts are computed, and the responses drawn, by calls of several kinds.
+            work = Work.GENERATE if call.work in ENGINES else call.work
+            computed[call.function, work] += call.input_tokens - call.cached_tokens
+    unique = {id(experience): unique_prompt_tokens(experience) for experience in (drawn, kept)}
+    draws = any(work is Work.GENERATE for _, work in computed)
+    metrics: defaultdict[str, float] = defaultdict(float, {PREFIX_TOKENS_EVICTED: float(evicted)} if draws else {})
+    for (function, work), tokens in computed.items():
+        fed, passes = (kept, epochs_of(function)) if work is Work.LEARN else (drawn, 1)
+        # Functions other than engines are fed the responses, too, and compute all of their tokens.
+        responses = 0 if work in ENGINES else sum(sample.model_tokens for sample in fed.samples)
+        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] += float(tokens - passes * responses)
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] += float(passes * unique[id(fed)])
+    return dict(metrics)
+
+
+def unique_prompt_tokens(experience: Experience) -> int:
+    """Prompt tokens when each shared prefix is counted once."""
+    prompts = [group.prompt.token_ids for group in experience.groups]
+    counts = [len(group.samples) for group in experience.groups]
+    return shared_prefixes(prompts, counts, last_alone=False).unique_tokens

@@ -1,0 +1,121 @@
+"""A run that learns from written responses: its steps, and the evaluation on held-out examples.
+
+A step takes the next examples, adds reference logprobs if the loss needs them, and learns. Nothing is drawn, scored or
+published. Which examples a step has follows from the seed and its number alone, so a step that is done again, after a
+fault or in a resumed run, learns the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.algorithms.supervised import Objective, evaluate, objective_of, pack_examples
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.functions.base import Call
+from rlhfless.orchestrator.step_context import StepBegun
+from rlhfless.orchestrator.summary import own_seconds
+from rlhfless.orchestrator.trained_run import TrainedRun
+from rlhfless.records import FloatArray, StepRecord, Work
+from rlhfless.records.examples import Example
+from rlhfless.scaling.step_times import Phase
+
+
+@dataclass(kw_only=True)
+class SupervisedRun(TrainedRun):
+    """A run in progress. `order` and `held_out` are of examples."""
+
+    under_way: dict[int, StepBegun] = field(default_factory=dict)
+    """The steps in progress, by number."""
+    _objective: Objective = field(init=False)
+    _columns: dict[str, list[FloatArray]] = field(default_factory=dict)
+    """By example: the reference logprobs of its sequences. They never change, and are computed once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._objective = objective_of(self.spec.type, self.spec.dpo, self.spec.learner.dtype)
+
+    def begin(self, step: int) -> StepBegun:
+        """Begin a step, or do it again."""
+        begun = self.under_way[step] = self.clock.begin(step, fleet_is_up=self.keepers.all_there)
+        return begun
+
+    def examples(self, step: int) -> list[Example]:
+        """The examples of a step."""
+        return cast(list[Example], self.order.batch(step - 1, self.spec.prompts_per_step))
+
+    async def batch_of(self, call: Call, examples: Sequence[Example]) -> PackedBatch:
+        """The batch of examples, with all columns that the loss needs."""
+        batch = pack_examples(examples)
+        for pool in self.helpers:
+            new = [example for example in examples if example.prompt_id not in self._columns]
+            if new:
+                await self._compute(pool, call, new)
+            parts = [values for example in examples for values in self._columns[example.prompt_id]]
+            batch = batch.with_columns(**{pool.kind.column: batch.placed(np.concatenate(parts))})
+            if not pool.bounds.idle or len(self._columns) == len(self.order) + len(self.held_out):
+                pool.release(0)  # it is not needed again soon, or ever
+        return batch
+
+    async def _compute(self, pool: ReplicaPool, call: Call, examples: Sequence[Example]) -> None:
+        batch = pack_examples(examples)
+        values = await self.work(await pool.ready(call), Work.LOGPROBS, "compute", call, batch)
+        parts = iter(np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1]))
+        for example in examples:
+            self._columns[example.prompt_id] = [next(parts) for _ in example.sequences]
+
+    async def evaluate(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
+        """The figures of held-out examples, by the learner as it is now."""
+        outputs = await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
+        return evaluate(self._objective, batch, outputs)
+
+    def response_tokens(self, examples: Sequence[Example]) -> list[int]:
+        """Tokens of each response, with the end-of-sequence token that a policy learns."""
+        beside = int(self.spec.type == "reward_model")  # the token that stands for the score
+        return [len(tokens) - len(each.token_ids) - beside for each in examples for tokens in each.sequences]
+
+    def close_step(self, record: StepRecord, response_tokens: Sequence[int]) -> None:
+        """Put the step into the ledger, and show its figures."""
+        self._close(record, {"response_tokens": response_tokens})
+        self.under_way.pop(record.step, None)
+
+
+async def rollout(run: SupervisedRun, begun: StepBegun) -> PackedBatch:
+    """The examples of a step. Raises ReplicaLost and CallTimeout, of the reference."""
+    return await run.batch_of(run.call(begun.step), run.examples(begun.step))
+
+
+async def train(run: SupervisedRun, begun: StepBegun, batch: PackedBatch) -> StepRecord:
+    """Learn from the examples of a step. Raises as `rollout` does."""
+    learned = await run.keepers.learn(run.learner, run.call(begun.step), batch)
+    times = run.ledger.step_times(begun, time.time())
+    examples = run.examples(begun.step)
+    responses = run.response_tokens(examples)
+    metrics = {
+        "step_s": times.wall_s,
+        "reference_s": times.phases_s[Phase.REFERENCE],
+        **own_seconds(times),
+        "learn_s": times.phases_s[Phase.LEARN],
+        "outside_s": times.outside_s,
+        "recovery_s": times.recovery_s,
+        "prompt_tokens_mean": float(np.mean([len(example.token_ids) for example in examples])),
+        "response_tokens_mean": float(np.mean(responses)),
+        "response_tokens_max": float(max(responses)),
+        "cost_usd": run.ledger.cost_usd(run.pools.values()),
+        **learned,
+    }
+    record = StepRecord(begun.step, begun.start_s, time.time(), metrics)
+    run.close_step(record, responses)
+    return record
+
+
+async def evaluate_held_out(run: SupervisedRun, step: int) -> Mapping[str, float]:
+    """The loss and its figures on the held-out examples, of which there is at least one."""
+    run.clock.interrupt()
+    call = run.call(step)
+    return await run.evaluate(call, await run.batch_of(call, cast(Sequence[Example], run.held_out)))

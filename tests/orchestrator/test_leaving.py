@@ -1,0 +1,93 @@
+"""A learner whose node leaves: it is saved after the step, and goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhfless.fleet.leaving import LeavingWatch
+from rlhfless.functions.base import Call
+from rlhfless.orchestrator.driver import RunSteps
+from rlhfless.orchestrator.host import Host
+from rlhfless.orchestrator.keepers import Keepers
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.step_context import StepClock
+
+
+class FakeRun:
+    """Says what was done, in order. Its steps are saved every ten."""
+
+    held_out = ()
+
+    def __init__(self, *, must_move: bool) -> None:
+        self.done: list[str] = []
+        pool = SimpleNamespace(must_move=must_move, replicas=lambda: ["old"], stop=self.stop, function="learner")
+        self.keepers = Keepers([pool], None, None)  # type: ignore[arg-type, list-item]
+        self.spec = SimpleNamespace(
+            steps=20,
+            checkpoint=SimpleNamespace(every_steps=10),
+            evaluation=SimpleNamespace(every_steps=None),
+            limits=SimpleNamespace(cost_usd=None, device_hours=None, wall_s=None),
+        )
+        self.checkpoints = None
+        self.clock = StepClock()
+        self.learner_size = None
+
+    async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
+        begun.set()
+        self.done.append(f"save {step}")
+
+    async def move_keepers(self) -> None:
+        await Run.move_keepers(self)  # type: ignore[arg-type]
+
+    async def stop(self, *replicas: str) -> None:
+        self.done.append(f"stop {replicas[0]}")
+
+    async def restore(self) -> int:
+        self.done.append("restore")
+        return 3
+
+    async def open_weights(self, step: int) -> None:
+        self.done.append(f"publish {step}")
+
+
+@pytest.mark.parametrize(
+    ("must_move", "step", "done"),
+    [
+        (False, 3, []),
+        (True, 3, ["save 3", "stop old", "restore", "publish 3"]),
+        (False, 10, ["save 10"]),
+        (True, 0, []),  # nothing is learned yet
+        (True, 20, ["save 20"]),  # it ends anyway
+    ],
+)
+async def test_a_learner_moves_after_the_step(
+    monkeypatch: pytest.MonkeyPatch, must_move: bool, step: int, done: list[str]
+) -> None:
+    monkeypatch.setattr(RunSteps, "_obey", _does_not_obey)
+    run = FakeRun(must_move=must_move)
+    await RunSteps(run, SimpleNamespace(spec=run.spec, host=Host()), step).close(step)  # type: ignore[arg-type]
+    assert run.done == done
+
+
+async def _does_not_obey(_: Any, step: int, *, saved: bool) -> None: ...
+
+
+def test_each_notice_reaches_every_pool() -> None:
+    heard: list[tuple[str, frozenset[str]]] = []
+
+    def pool(name: str) -> Any:
+        return SimpleNamespace(leave_nodes=lambda nodes, _: heard.append((name, nodes)))
+
+    watch = LeavingWatch([pool("actors"), pool("learner")], Call("run", 1, 0))
+    watch.update(["n1"])
+    watch.update([])
+    assert heard == [
+        ("actors", frozenset({"n1"})),
+        ("learner", frozenset({"n1"})),
+        ("actors", frozenset()),
+        ("learner", frozenset()),
+    ]

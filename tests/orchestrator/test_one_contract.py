@@ -1,0 +1,315 @@
+"""The live loop and the simulator are given the same answers: they refuse the same ones, and each sample ends up at the
+same slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes.small_fleet import actor, setup_of
+from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.functions.generation.messages import Ended, SampleItem
+from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.orchestrator.sample_table import SampleTable
+from rlhfless.records import FunctionName, FunctionRole, ReplicaState
+from rlhfless.scaling.assignment import PolicyFault
+from rlhfless.scaling.latency.fitted import LinearEngine
+from rlhfless.scaling.policy import (
+    UNASSIGNED,
+    Action,
+    Assign,
+    Beat,
+    EngineLimits,
+    Event,
+    FleetView,
+    Lost,
+    Move,
+    Release,
+    ReplicaSlot,
+    SlotView,
+    Start,
+    StepBegan,
+    StepView,
+)
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.events import SpotInterrupted
+from rlhfless.sim.fleet import SimulationError
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Links, Setup
+from rlhfless.sim.simulation import Simulation
+
+PLACES, GROUPS, SIBLINGS = 3, 4, 3
+SAMPLES = GROUPS * SIBLINGS
+MODEL = LinearEngine(0.01, 0.0001, 0.0, 0.0, 0.0)
+
+
+def ints(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@dataclass
+class Told:
+    """Answers with what the test says, and keeps what was lost."""
+
+    answer: Sequence[Action] = ()
+    lost: list[Lost] = field(default_factory=list)
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        self.lost += [event] if isinstance(event, Lost) else []
+        return self.answer
+
+
+class Slots:
+    """A live fleet of three slots, in which a replica is up at once."""
+
+    def __init__(self) -> None:
+        self.up = {0, 1}
+
+    def view(self) -> FleetView:
+        engine = EngineLimits(MODEL, 10_000, 64)
+        names = [f"h100-{slot}" for slot in range(PLACES)]
+        replica_slots = [
+            ReplicaSlot(FunctionName.GENERATION, FunctionRole.SAMPLES, "h100", (name,), "n", 1e-3, 1.0, {}, {}, engine)
+            for name in names
+        ]
+        return FleetView(tuple(replica_slots), 0.05, 0.01, float("inf"), 0.5, 100)
+
+    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+        states = [ReplicaState.SERVING if slot in self.up else None for slot in range(PLACES)]
+        return tuple(SlotView(state, *table.counts(slot)) for slot, state in enumerate(states))
+
+    def expects(self, slot: int) -> bool:
+        return slot in self.up
+
+    def start(self, slot: int, at_s: float | None, step: int) -> None:
+        if slot in self.up:
+            raise PolicyFault(f"slot {slot} has an actor")
+        self.up.add(slot)
+
+    def release(self, slot: int, step: int) -> None:
+        if slot not in self.up:
+            raise PolicyFault(f"slot {slot} has no actor")
+        self.up.discard(slot)
+
+
+class Live:
+    """The live loop's side: the table and the runner, without actors."""
+
+    def __init__(self) -> None:
+        self.policy, self.fleet, self.faults = Told(), Slots(), list[Exception]()
+        items = [SampleItem(f"p{group}", index, (1,), seed=0) for group in range(GROUPS) for index in range(SIBLINGS)]
+        self.table = SampleTable(1, items, PLACES)
+        self.runner = PolicyRunner(self.policy, self.fleet, lambda _: None)
+        self.runner._count_fault = lambda event, fault: self.faults.append(fault)  # type: ignore[method-assign]
+
+    def ask(self, event: Event, answer: Sequence[Action]) -> Exception | None:
+        """The fault of an answer, or None."""
+        self.faults.clear()
+        self.policy.answer = answer
+        if isinstance(event, StepBegan):
+            self.runner.begin(self.table)
+        else:
+            self.runner.ask(event, self.table.step)
+        return self.faults[0] if self.faults else None
+
+    def end(self, samples: np.ndarray) -> None:
+        """These samples have ended by now."""
+        for number in samples.tolist():
+            self.table.on[number] = 0
+            self.table.apply_beat(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
+            del self.table.on[number]
+
+
+class Simulated:
+    """The simulator's side: a whole simulation, of which the test makes the events."""
+
+    def __init__(self, lengths: Sequence[int], answer: Sequence[Action]) -> None:
+        self.policy = Told(answer)
+        self.simulation = Simulation(setup(), self.policy, load_price_book())
+        group = np.repeat(np.arange(GROUPS), SIBLINGS)
+        names = tuple(f"p{number}" for number in range(GROUPS))
+        batch = RolloutBatch(1, names, np.ones(GROUPS, np.int64), group, ints(lengths))
+        self.step = self.simulation._begin(batch)
+
+    @property
+    def generation(self) -> Generation:
+        return self.step.generation
+
+    @property
+    def home(self) -> np.ndarray:
+        return self.generation.assignment.home
+
+    @property
+    def finished(self) -> np.ndarray:
+        return self.generation.progress.finished
+
+    @property
+    def up(self) -> set[int]:
+        return {slot for slot in range(PLACES) if self.simulation.fleet.awake_or_asked(slot)}
+
+    def wait(self) -> None:
+        """Goes on to the next event, with a policy that says nothing."""
+        self.policy.answer = ()
+        if self.step.generated_s is None:
+            self.simulation._advance()
+
+    def ask(self, answer: Sequence[Action]) -> SimulationError | None:
+        self.policy.answer = answer
+        try:
+            self.simulation._query([Beat()], self.step)
+        except SimulationError as fault:
+            return fault
+        return None
+
+    def lose(self, slot: int, answer: Sequence[Action]) -> SimulationError | None:
+        self.policy.answer = answer
+        event = SpotInterrupted(slot, self.simulation.fleet.replicas[slot].number)
+        try:
+            self.simulation._interrupted(self.simulation.now_s, event)
+        except SimulationError as fault:
+            return fault
+        return None
+
+    def follow(self, home: np.ndarray) -> None:
+        """Gives samples to the slots that the live side split them to after a fault."""
+        for sample in np.flatnonzero(~self.finished & (self.home != home)).tolist():
+            source, target = int(self.home[sample]), int(home[sample])
+            action = Assign(target, ints([sample])) if source == UNASSIGNED else Move(source, target, ints([sample]))
+            if not self.finished[sample]:  # it may have ended while another one was moved
+                self.simulation._do(action, self.step)
+
+
+def setup() -> Setup:
+    """Three actors, of which each step takes some seconds, and no connector that moves KV."""
+    shape = EngineShape(max_sequences=8, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
+    actors = [actor(slot, engine=shape, prices=PricedModel(MODEL, 8)) for slot in range(PLACES)]
+    return setup_of(*actors, links=Links(0.5, 0.01), node_s=0.0, max_tokens=500)
+
+
+slots, numbers = st.integers(-1, PLACES + 1), st.integers(-1, SAMPLES)
+some = st.lists(numbers, min_size=1, max_size=4).map(ints) | st.lists(numbers, max_size=4, unique=True).map(ints)
+actions = st.one_of(
+    st.builds(Assign, slots, some),
+    st.builds(Move, slots, slots, some),
+    st.builds(Start, st.integers(0, PLACES - 1)),
+    st.builds(Release, st.integers(0, PLACES - 1)),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The simulator goes on by some events; then an actor is lost, or time has passed, and the policy answers."""
+
+    events: int
+    lost: int | None
+    answer: list[Action]
+    sensible: bool
+    """Whether what was lost is given to some actor before the rest of the answer."""
+
+
+turns = st.builds(
+    Turn, st.integers(0, 6), st.none() | st.integers(0, PLACES - 1), st.lists(actions, max_size=4), st.booleans()
+)
+lengths = st.lists(st.integers(1, 400), min_size=SAMPLES, max_size=SAMPLES)
+
+
+@given(lengths, st.lists(turns, max_size=12))
+def test_both_refuse_the_same_and_keep_the_same(lengths: list[int], turns: list[Turn]) -> None:
+    first = [Assign(0, np.arange(6)), Assign(1, np.arange(6, SAMPLES))]
+    live, simulated = Live(), Simulated(lengths, [Start(0), Start(1), *first])
+    assert live.ask(StepBegan(), first) is None
+    for turn in turns:
+        for _ in range(turn.events):
+            simulated.wait()
+        if simulated.step.generated_s is not None:
+            return
+        mirror(live, simulated)
+        if not play(live, simulated, turn):
+            return
+
+
+def mirror(live: Live, simulated: Simulated) -> None:
+    """What the simulator's clock did is done on the live side: samples end."""
+    live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
+    np.testing.assert_array_equal(live.table.home, simulated.home)
+    assert live.fleet.up == simulated.up
+
+
+def play(live: Live, simulated: Simulated, turn: Turn) -> bool:
+    """One answer on both sides. Returns False if no actor is left."""
+    ended = int(simulated.finished.sum())
+    try:
+        refused, fault = answers(live, simulated, turn)
+    except ReplicaLost:
+        assert not live.fleet.up
+        return False
+    if simulated.finished.sum() == ended:  # else the fault may be that of a sample that ended in the simulator alone
+        assert (refused is None) == (fault is None), (refused, fault)
+        if isinstance(refused, SimulationError) and isinstance(refused.__cause__, PolicyFault):
+            assert str(refused) == str(fault)
+        kept = ~simulated.finished & np.isin(simulated.home, list(live.fleet.up))
+        np.testing.assert_array_equal(live.table.home[kept], simulated.home[kept])
+        assert refused is not None or np.array_equal(live.table.home, simulated.home)
+    live.fleet.up = simulated.up
+    live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
+    simulated.follow(live.table.home)
+    live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
+    return bool(live.fleet.up)
+
+
+def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | None, Exception | None]:
+    """What each side says to the answer."""
+    slot = turn.lost
+    if slot not in simulated.simulation.fleet.replicas or len(live.fleet.up) == 1:
+        return simulated.ask(turn.answer), live.ask(Beat(), turn.answer)
+    live.fleet.up.discard(slot)
+    lost = live.table.lose(slot)
+    answer = [Assign(min(live.fleet.up), lost), *turn.answer] if turn.sensible else turn.answer
+    refused = simulated.lose(slot, answer)
+    # Some may have ended in the simulator, which goes on to the end of an iteration first.
+    assert simulated.policy.lost[-1].samples.tolist() == lost[~simulated.finished[lost]].tolist()
+    return refused, live.ask(Lost(slot, lost), answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([Assign(3, ints([0]))], "slot 3 draws no samples; generation has the slots 0 to 2"),
+        ([Move(0, -1, ints([0]))], "slot -1 draws no samples"),
+        ([Assign(1, ints([0]))], "sample 0, given to slot 1, has ended or has a slot; Move it"),
+        ([Assign(1, ints([12]))], "there is no sample 12; the step has 12"),
+        ([Move(0, 1, ints([-1]))], "there is no sample -1"),
+        ([Move(0, 1, ints([2, 2]))], "an action names a sample twice"),
+        ([Move(0, 1, ints([7]))], "sample 7 is to move from slot 0, and does not belong there"),
+        ([Move(0, 2, ints([0]))], "1 samples are left, and no actor serves or will serve at slot 2"),
+        ([Start(2, at_s=1e9), Move(0, 2, ints([0]))], "no actor serves or will serve at slot 2"),
+        ([Release(0)], "slot 0 is released with 6 samples; Move them first"),
+    ],
+)
+def test_what_is_refused(answer: list[Action], reason: str) -> None:
+    first = [Assign(0, np.arange(6)), Assign(1, np.arange(6, SAMPLES))]
+    live, simulated = Live(), Simulated([100] * SAMPLES, [Start(0), Start(1), *first])
+    live.ask(StepBegan(), first)
+    live.fleet.start = lambda slot, at_s, step: None  # type: ignore[method-assign] # for a later step
+    for refused in (simulated.ask(answer), live.ask(Beat(), answer)):
+        assert refused is not None
+        assert reason in str(refused)
+
+
+def test_an_ended_sample_stays_out_of_a_move_and_nothing_is_refused() -> None:
+    first = [Assign(0, np.arange(6)), Assign(1, np.arange(6, SAMPLES))]
+    live, simulated = Live(), Simulated([2, *[400] * (SAMPLES - 1)], [Start(0), Start(1), *first])
+    live.ask(StepBegan(), first)
+    while not simulated.finished[0]:
+        simulated.wait()
+    mirror(live, simulated)
+    answer = [Move(0, 1, ints([0, 1]))]
+    assert simulated.ask(answer) is live.ask(Beat(), answer) is None
+    assert live.table.home[:3].tolist() == simulated.home[:3].tolist() == [UNASSIGNED, 1, 0]

@@ -1,0 +1,258 @@
+"""A policy's decisions are carried out, and its faults cost nothing but the forecast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from fakes.fleet import FakeFleet, FakePool
+from fakes.stage import SPEC, Reader, draw, until
+from rlhfless.functions.generation.messages import Ended
+from rlhfless.orchestrator.generation import GenerationStage
+from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.records import Decision, ReplicaState
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Event,
+    Generated,
+    Lost,
+    Move,
+    Note,
+    Release,
+    Serving,
+    Start,
+    StepBegan,
+    StepEnded,
+    StepView,
+)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+class Scripted:
+    """Answers with what the test wrote down for a kind of event, and keeps what it was asked."""
+
+    def __init__(self, **answers: Callable[[StepView], Sequence[Action]] | Sequence[Action]) -> None:
+        self.answers = answers
+        self.asked: list[Event] = []
+        self.views: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        assert at_s == 100.0
+        self.asked.append(event)
+        self.views.append((view.tokens.copy(), view.finished.copy(), view.truncated.copy(), view.home.copy()))
+        answer = self.answers.get(type(event).__name__, ())
+        return answer(view) if callable(answer) else answer
+
+    @property
+    def kinds(self) -> list[type]:
+        return [type(event) for event in self.asked]
+
+
+class Scene:
+    """A stage over a fake pool, steered by a script; its clock goes on when the test says so."""
+
+    def __init__(self, pool: FakePool, names: str, policy: Scripted, samples: int = 2) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.fleet = FakeFleet(pool)
+        self.notes: list[Decision] = []
+        self.now_s = 0.0
+        self.runner = PolicyRunner(policy, self.fleet, self.notes.append, clock=lambda: 100.0)
+        self.stage = GenerationStage(pool, draw(names, samples), SPEC, self.runner, clock=lambda: self.now_s)
+        self.reader = Reader(self.stage)
+
+    async def ended(self, *actors: str) -> None:
+        for actor in actors:
+            self.pool[actor].finish()
+        await self.reader.task
+
+
+async def test_samples_go_where_the_policy_said_and_in_its_order() -> None:
+    policy = Scripted(StepBegan=[Assign(1, ints(3, 0)), Assign(0, ints(2, 1))])
+    scene = Scene(FakePool("a", "b"), "pq", policy)
+    await until(lambda: bool(scene.pool["a"].requests and scene.pool["b"].requests))
+    assert [item.key for item in scene.pool["b"].requests[0].items] == [("q", 1), ("p", 0)]
+    assert [item.key for item in scene.pool["a"].requests[0].items] == [("q", 0), ("p", 1)]
+    await scene.ended("a", "b")
+    assert policy.kinds == [StepBegan, Generated]
+    assert scene.runner.figures(3) == {"moved_samples": 0.0, "actors_wanted": 2.0, "policy_faults": 0.0}
+
+
+async def test_samples_wait_for_an_actor_that_was_started_for_them() -> None:
+    policy = Scripted(StepBegan=[Start(1), Assign(1, ints(3, 2)), Assign(0, ints(0, 1)), Start(2, at_s=160.0)])
+    scene = Scene(FakePool("a"), "pq", policy)
+    await until(lambda: bool(scene.pool["a"].requests))
+    assert scene.fleet.started == [(1, None, 3), (2, 160.0, 3)]
+    scene.pool.join("b")
+    scene.stage.joined(1)
+    await until(lambda: bool(scene.pool["b"].requests))
+    assert [item.key for item in scene.pool["b"].requests[0].items] == [("q", 1), ("q", 0)]
+    assert policy.asked[-1] == Serving(1)
+    await scene.ended("a", "b")
+
+
+async def test_an_actor_that_never_came_gives_back_what_waited_for_it() -> None:
+    policy = Scripted(
+        StepBegan=[Start(1), Assign(1, ints(2, 3)), Assign(0, ints(0, 1))],
+        Lost=lambda view: [Assign(0, np.flatnonzero((view.home < 0) & ~view.finished))],
+    )
+    scene = Scene(FakePool("a"), "pq", policy)
+    await until(lambda: bool(scene.pool["a"].requests))
+    scene.fleet.starting.clear()
+    scene.stage.missed(1)
+    await until(lambda: len(scene.pool["a"].running) == 4)
+    lost = policy.asked[-1]
+    assert isinstance(lost, Lost)
+    assert (lost.slot, lost.samples.tolist()) == (1, [2, 3])
+    await scene.ended("a")
+
+
+async def test_moved_samples_go_on_at_the_slot_that_was_named() -> None:
+    policy = Scripted(StepBegan=[Assign(0, ints(0, 1, 2, 3))], Beat=[Move(0, 2, ints(1, 3))])
+    scene = Scene(FakePool("a", "b", "c"), "pq", policy)
+    await until(lambda: bool(scene.pool["a"].running))
+    scene.now_s = 1.0
+    scene.pool["a"].beat(dict.fromkeys(scene.pool["a"].running, 5))
+    await until(lambda: len(scene.pool["c"].running) == 2)
+    assert set(scene.pool["c"].running) == {("p", 1), ("q", 1)}
+    assert all(len(item.prior.token_ids) == 5 for item in scene.pool["c"].running.values() if item.prior)
+    assert not scene.pool["b"].requests
+    await scene.ended("a", "c")
+    assert scene.runner.figures(3)["moved_samples"] == 2.0
+    assert scene.runner.figures(3)["redrawn_tokens"] == 2.0
+    ended = StepEnded(0.0, 1.0)
+    for _ in range(2):
+        scene.runner.end(ended, 3)
+    assert [note.choice for note in scene.notes if note.kind == "redrawn"] == ["0 of 2 tokens differ"]
+    drawn = {(r.prompt_id, r.sample_index): r.actor for group in scene.reader.groups for r in group.rollouts}
+    assert drawn == {("p", 0): "a", ("p", 1): "c", ("q", 0): "a", ("q", 1): "c"}
+
+
+async def test_a_beat_shows_tokens_and_lengths_and_is_asked_once_an_interval() -> None:
+    policy = Scripted(StepBegan=[Assign(0, ints(0, 1)), Assign(1, ints(2, 3))])
+    scene = Scene(FakePool("a", "b"), "pq", policy)
+    await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
+    scene.now_s = 0.6
+    scene.pool["a"].beat({("p", 0): 12}, {("p", 1): Ended(30, truncated=True)})
+    scene.pool["b"].beat({("q", 0): 7, ("q", 1): 8})
+    await until(lambda: scene.stage.progress == {("p", 0): 12, ("q", 0): 7, ("q", 1): 8})
+    assert policy.kinds == [StepBegan, Beat]
+    tokens, finished, truncated, home = policy.views[1]
+    assert tokens.tolist() == [12, 30, 0, 0]
+    assert finished.tolist() == truncated.tolist() == [False, True, False, False]
+    assert home.tolist() == [0, -1, 1, 1]
+    scene.now_s = 1.2
+    scene.pool["b"].beat({("q", 0): 9})
+    await until(lambda: policy.kinds == [StepBegan, Beat, Beat])
+    assert policy.views[2][0].tolist() == [12, 30, 9, 8]
+    await scene.ended("a", "b")
+
+
+async def test_what_was_lost_starts_anew_where_the_policy_says() -> None:
+    policy = Scripted(
+        StepBegan=[Assign(0, ints(0, 1, 2, 3))],
+        Lost=lambda view: [Assign(2, np.flatnonzero(view.home < 0))],
+    )
+    scene = Scene(FakePool("a", "b", "c"), "pq", policy)
+    await until(lambda: bool(scene.pool["a"].running))
+    scene.now_s = 1.0
+    scene.pool["a"].beat({("p", 0): 12})
+    await until(lambda: Beat in policy.kinds)
+    scene.pool["a"].die()
+    await until(lambda: len(scene.pool["c"].running) == 4)
+    assert policy.views[2][0].tolist() == [0, 0, 0, 0]  # the tokens are gone with the actor
+    await scene.ended("c")
+    assert sorted(scene.reader.names) == ["p", "q"]
+
+
+async def test_decisions_are_noted_and_the_planned_time_is_a_metric() -> None:
+    plan = Decision(3, 100.0, "plan", "1 actors", {"step_s": 2.5})
+    policy = Scripted(StepBegan=[Note(plan), Assign(0, ints(0, 1))], Generated=[Release(1), Start(2, at_s=130.0)])
+    scene = Scene(FakePool("a", "b"), "p", policy)
+    await until(lambda: bool(scene.pool["a"].running))
+    await scene.ended("a")
+    assert scene.notes == [plan]
+    assert scene.runner.figures(3)["planned_generation_s"] == 2.5
+    assert scene.fleet.released == [1]
+    assert scene.fleet.started == [(2, 130.0, 3)]
+
+
+async def test_a_contract_that_cannot_be_kept_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    told = {"feasible": False, "reason": "no plan ends before 9 s", "nearest": "cheapest within 9 s"}
+    late, fine = (Decision(3, 100.0, "plan", "1 actors", {"feasible": True, **more}) for more in (told, {}))
+    policy = Scripted(StepBegan=[Note(late), Note(late), Note(fine), Note(late), Assign(0, ints(0, 1))])
+    with caplog.at_level(logging.WARNING, "rlhfless.orchestrator.policy_runner"):
+        scene = Scene(FakePool("a"), "p", policy)
+        await until(lambda: bool(scene.pool["a"].running))
+        await scene.ended("a")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2  # and again when it had been kept in between
+    assert "no plan ends before 9 s" in said[0]
+    assert "the nearest is kept: cheapest within 9 s" in said[0]
+
+
+def boom(view: StepView) -> Sequence[Action]:
+    raise ZeroDivisionError("no lengths")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        boom,
+        [],  # forgets all
+        [Assign(0, ints(0, 1))],  # forgets some
+        [Assign(0, ints(0, 1, 2, 3)), Assign(1, ints(2))],  # gives one twice
+        [Assign(2, ints(0, 1, 2, 3))],  # a slot without an actor
+        [Assign(0, ints(0, 1, 2, 3)), Start(1)],  # a slot with an actor
+        [Assign(0, ints(0, 1, 2, 3)), Release(0)],  # with samples
+        [Assign(7, ints(0, 1, 2, 3))],  # no such slot
+        [Assign(0, ints(0, 1, 2, 9))],  # no such sample
+    ],
+)
+async def test_a_fault_of_the_policy_costs_no_sample(answer: Sequence[Action]) -> None:
+    scene = Scene(FakePool("a", "b"), "pq", Scripted(StepBegan=answer))
+    await until(lambda: len(scene.pool["a"].running) + len(scene.pool["b"].running) == 4)
+    for actor in scene.pool.actors.values():
+        actor.finish()
+    await scene.reader.task
+    assert sorted(scene.reader.names) == ["p", "q"]
+    assert scene.runner.figures(3)["policy_faults"] == 1.0
+
+
+async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(FakePool("a", "b"), "pq", Scripted(StepBegan=boom, Beat=boom, Generated=boom))
+    with caplog.at_level(logging.ERROR):
+        await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
+        assert {key[0] for key in scene.pool["a"].running} == {"p"}  # split evenly
+        scene.now_s = 1.0
+        scene.pool["a"].beat({("p", 0): 3})
+        await scene.ended("a", "b")
+    assert scene.runner.figures(3)["policy_faults"] == 3.0
+    assert [record.message for record in caplog.records] == [
+        "the scaling policy failed at StepBegan; samples without a slot are split evenly, there and whenever it "
+        "fails again (metric policy_faults)"
+    ]
+
+
+async def test_a_drained_actor_is_shown_as_such_and_its_samples_as_unassigned() -> None:
+    seen: list[ReplicaState | None] = []
+
+    def elsewhere(view: StepView) -> Sequence[Action]:
+        seen.append(view.slots[0].state)
+        return [Assign(1, np.flatnonzero(view.home < 0))]
+
+    scene = Scene(FakePool("a", "b"), "p", Scripted(StepBegan=[Assign(0, ints(0, 1))], Lost=elsewhere))
+    await until(lambda: bool(scene.pool["a"].running))
+    await scene.stage.drain(scene.pool["a"])  # returns when nothing is left there
+    assert seen == [ReplicaState.DRAINING]
+    assert not scene.pool["a"].running
+    await until(lambda: len(scene.pool["b"].running) == 2)
+    await scene.ended("b")

@@ -1,0 +1,263 @@
+"""What counts as mended, and that the time a fault costs is in the step it happened in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fakes.ledgers import ledger_in
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.base import Call, ReplicaInfo
+from rlhfless.orchestrator.recovery import Recovered, Recovery
+from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.step_context import StepClock
+from rlhfless.orchestrator.summary import tokens_per_s
+from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+
+
+class FakeRun:
+    """What a recovery needs of a run. Its learner is gone if the test says so; the newest checkpoint is of step 4."""
+
+    def __init__(self, *pools: Any, faults: tuple[Exception, ...] = (), learner_lost: bool = False) -> None:
+        self.pools = dict(enumerate([FakePool(*faults), *pools]))
+        self.decisions: list[Any] = []
+        self.ledger = SimpleNamespace(add_decision=self.decisions.append)
+        self.spec = SimpleNamespace(recovery=SimpleNamespace(per_step=2))
+        learner = SimpleNamespace(learned_step=7)
+        self.learner = SimpleNamespace(replicas=lambda: [learner])
+        self.keepers = SimpleNamespace(all_there=not learner_lost)
+        self.published = SimpleNamespace(version=WeightVersion("run", 1, 7, "d"))
+        self.before = {"reward": 1.0}
+        self.learner_size = None
+
+    def call(self, step: int) -> Call:
+        return Call("run", 1, step)
+
+    async def restore(self) -> int:
+        return 4
+
+    async def open_weights(self, step: int) -> None:
+        assert step == 4
+
+    async def publish(self, call: Call) -> Any:
+        return self.published
+
+    async def publish_again(self, before: int) -> None:
+        await Run.publish_again(self, before)  # type: ignore[arg-type]
+
+
+class FakePool:
+    """A pool in which no replica is lost; asking its replicas for a sign of life raises the faults one by one."""
+
+    lost = 0
+
+    def __init__(self, *faults: Exception) -> None:
+        self._faults = list(faults)
+
+    async def probe_all(self, call: Call) -> None:
+        if self._faults:
+            raise self._faults.pop(0)
+
+    async def remove_dead(self) -> None: ...
+
+
+def lost_pool(*states: str) -> Any:
+    """A pool whose replicas were lost while they served, or while they left."""
+    replicas = [replica_that(state) for state in states]
+    pool = FakePool()
+    pool.lost = sum(replica.lost for replica in replicas)  # type: ignore[misc]
+    return pool
+
+
+def replica_that(end: str) -> Replica:
+    recorder = SimpleNamespace(add_holding=lambda _: None)
+    allocation = Allocation.of([Device("cpu-0", CPU_KIND, 0)])
+    replica = Replica("r", FunctionName.SCORING, allocation, recorder)  # type: ignore[arg-type]
+    replica.mark_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
+    if end == "leaves":
+        replica.drain()
+    replica.give_up("it died")
+    replica.give_up("it is still dead")
+    return replica
+
+
+async def test_a_step_that_is_done_again_counts_once_also_if_the_mending_failed_at_first() -> None:
+    run = FakeRun(faults=(CallTimeout("no answer"),))
+    recovery = Recovery(run)  # type: ignore[arg-type]
+    assert await recovery.after(8, ReplicaLost("scoring died")) == 8
+    assert recovery.recovered == Recovered(replicas_lost=0, steps_again=1)
+    assert [decision.inputs["fault"] for decision in run.decisions] == ["CallTimeout: no answer"]
+
+
+async def test_steps_that_a_new_learner_takes_again_count() -> None:
+    recovery = Recovery(FakeRun(learner_lost=True))  # type: ignore[arg-type]
+    assert await recovery.after(8, ReplicaLost("the learner died")) == 5
+    assert recovery.recovered.steps_again == 4  # 5, 6, 7 and 8
+
+
+async def test_the_fault_that_ends_the_run_was_not_mended() -> None:
+    recovery = Recovery(FakeRun())  # type: ignore[arg-type]
+    for _ in range(2):
+        await recovery.after(8, ReplicaLost("scoring died"))
+    with pytest.raises(ReplicaLost, match="the third time"):
+        await recovery.after(8, ReplicaLost("the third time"))
+    assert recovery.recovered.steps_again == 2
+
+
+async def test_lost_replicas_count_whether_or_not_a_step_is_done_again_for_them() -> None:
+    run = FakeRun(lost_pool("serves", "serves", "leaves"), lost_pool("serves"))
+    assert Recovery(run).recovered == Recovered(replicas_lost=3, steps_again=0)  # type: ignore[arg-type]
+
+
+async def test_a_fault_with_any_text_is_kept_as_what_can_be_stored() -> None:
+    run = FakeRun()
+    await Recovery(run).after(1, ReplicaLost("engine: \udcff\x1b"))  # type: ignore[arg-type]
+    assert run.decisions[0].inputs["fault"] == "ReplicaLost: engine: \\udcff\\x1b"
+
+
+class Clock:
+    """`time` for the steps of a run, whose time the test sets."""
+
+    now_s = 100.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rlhfless.orchestrator.step_context.time", clock)
+    return clock
+
+
+def begin(steps: StepClock, step: int, *, up: bool = True) -> tuple[float, float, bool]:
+    """(begin of its first try, begin of this one, whether it recovers)."""
+    begun = steps.begin(step, fleet_is_up=up)
+    assert begun.step == step
+    return begun.start_s, begun.tried_s, begun.recovers
+
+
+def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(clock: Clock) -> None:
+    steps = StepClock()
+    assert begin(steps, 5) == (100, 100, False)
+    assert steps.end(5, 110.0) == 110
+    clock.now_s = 112.0
+    assert begin(steps, 6) == (110, 112, False)  # the learner dies in it
+    clock.now_s = 150.0
+    assert begin(steps, 5) == (150, 150, False)  # the new one takes 5 again, which is in the ledger
+    assert steps.end(5, 160.0) == 110
+    clock.now_s = 161.0
+    assert begin(steps, 6) == (110, 161, True)
+    assert steps.end(6, 170.0) == 170
+    assert begin(steps, 7) == (170, 161, False)
+
+
+def test_an_evaluation_between_two_steps_is_in_neither(clock: Clock) -> None:
+    steps = StepClock()
+    begin(steps, 1)
+    steps.end(1, 110.0)
+    steps.interrupt()
+    clock.now_s = 130.0
+    assert begin(steps, 2) == (130, 130, False)
+
+
+def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_since_it_began(
+    tmp_path: Path, clock: Clock
+) -> None:
+    ledger, steps = ledger_in(tmp_path), StepClock()
+    first = steps.begin(1, fleet_is_up=True)
+    clock.now_s = 104.0
+    second = steps.begin(2, fleet_is_up=True)
+    for step, work, start_s, end_s in (
+        (1, Work.GENERATE, 100, 103),
+        (2, Work.GENERATE, 105, 109),
+        (1, Work.LEARN, 104, 107),
+    ):
+        function = FunctionName.LEARNER if work is Work.LEARN else FunctionName.GENERATION
+        ledger.add_invocation(Invocation(function, "r", "a", work, step, start_s, end_s))
+    assert [call.step for call in ledger.done_in_step(1)[0]] == [1, 1]
+    assert ledger.step_times(first, 107.0).phases_s["learn"] == 3
+    ledger.add_step(StepRecord(1, first.start_s, 107.0, {}), steps.end(1, 107.0))
+    assert ledger.calls == 3
+    assert [call.work for call in ledger.calls_after(1)] == [Work.GENERATE, Work.LEARN], "also of a step that has ended"
+    times = ledger.step_times(second, 110.0)
+    assert (times.wall_s, times.phases_s["generation"], times.phases_s["learn"]) == (3, 2, 0), "from the end of step 1"
+    assert [call.work for call in ledger.done_in_step(2)[0]] == [Work.GENERATE], "with what it did before that"
+    ledger.close()
+
+
+def test_the_times_of_steps_that_overlap_add_up_to_the_time_of_the_run(clock: Clock) -> None:
+    """Step 2 is drawn from 104 on, an evaluation from 110 to 115 is in no step, and step 3 is drawn from 116 on."""
+    steps = StepClock()
+    first = steps.begin(1, fleet_is_up=True)
+    clock.now_s = 104.0
+    second = steps.begin(2, fleet_is_up=True)
+    assert steps.end(1, 110.0) == 104
+    steps.interrupt()
+    clock.now_s = 115.0
+    steps.resume()
+    assert (first.start_s, second.start_s) == (100, 115)
+    clock.now_s = 116.0
+    third = steps.begin(3, fleet_is_up=True)
+    assert steps.end(2, 120.0) == 116
+    steps.resume()
+    assert (second.start_s, third.start_s) == (115, 120)
+
+
+def test_a_step_that_is_drawn_on_while_a_new_learner_takes_others_again_counts_from_the_last_of_them(
+    clock: Clock,
+) -> None:
+    steps = StepClock()
+    steps.begin(5, fleet_is_up=True)
+    steps.end(5, 110.0)
+    steps.begin(6, fleet_is_up=True)
+    clock.now_s = 112.0
+    later = steps.begin(7, fleet_is_up=True)  # it is drawn while step 6 is learned, in which the learner dies
+    clock.now_s = 150.0
+    steps.begin(5, fleet_is_up=True)
+    steps.end(5, 160.0)
+    clock.now_s = 161.0
+    again = steps.begin(6, fleet_is_up=True)
+    assert (again.start_s, again.recovers) == (110, True)
+    steps.end(6, 170.0)
+    assert (later.start_s, later.recovers) == (170, False)
+
+
+def test_a_step_that_begins_without_an_actor_recovers(clock: Clock) -> None:
+    assert begin(StepClock(), 3, up=False) == (100, 100, True)
+
+
+def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any, clock: Clock) -> None:
+    ledger, steps = ledger_in(tmp_path), StepClock()
+
+    def work(what: Work, start_s: float, end_s: float) -> None:
+        ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", what, 6, start_s, end_s))
+
+    steps.begin(6, fleet_is_up=True)
+    work(Work.GENERATE, 101, 104)
+    clock.now_s = 120.0
+    begun = steps.begin(6, fleet_is_up=True)
+    work(Work.LOAD_WEIGHTS, 128, 130)
+    work(Work.GENERATE, 131, 132)
+    times = ledger.step_times(begun, 133.0)
+    assert (times.wall_s, times.recovery_s, times.outside_s) == (33, 31, 1)
+    assert {phase: seconds for phase, seconds in times.phases_s.items() if seconds} == {"generation": 1}
+    ledger.close()
+
+
+def test_the_speed_of_generation_is_that_of_the_steps_own_calls() -> None:
+    """Two requests draw 90 tokens from second 2 to 5; a precomputation draws none."""
+
+    def call(work: Work, start_s: float, end_s: float, tokens: int) -> Invocation:
+        return Invocation(
+            FunctionName.GENERATION, "r", "a", work, 6, start_s, end_s, input_tokens=9, output_tokens=tokens
+        )
+
+    calls = [call(Work.GENERATE, 2, 4, 50), call(Work.GENERATE, 3, 5, 40), call(Work.PRECOMPUTE, 0, 1, 0)]
+    assert tokens_per_s(calls) == 30
+    assert tokens_per_s(calls[2:]) == 0, "all of its samples came from the journal"
