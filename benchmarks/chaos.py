@@ -28,8 +28,7 @@ from demo_run import demo_command
 from smoke import parsed
 from where import machine
 
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import Trace, compare_samples, read_trace
 from rlhfless.scaling.accounting import check_holdings
 
 VICTIMS = ("generation", "engine", "scoring", "learner", "rank", "driver")

@@ -45,8 +45,7 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FunctionName, Work
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import Trace, compare_samples, read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress
 

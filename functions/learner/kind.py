@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.records.weights import BUCKET_BYTES
+from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (

@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from rlhfless.algorithms.base import LossOutputs
 from rlhfless.algorithms.batch import NO_DENOMINATORS, PackedBatch, own_denominators
 from rlhfless.records import FloatArray
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import DPOSpec, DType, RunType
 
 ROUNDING: Mapping[DType, float] = MappingProxyType({"float32": 2**-18, "float16": 2**-11, "bfloat16": 2**-7})

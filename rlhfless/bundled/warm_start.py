@@ -24,7 +24,7 @@ from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.bundled.model import ModelSize, build_model, build_tokenizer
 from rlhfless.bundled.task import Demonstration, TaskRecipe, draw_demonstrations
 from rlhfless.functions.learner.supervised import SupervisedRank
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec
 
 POOL_DEMONSTRATIONS = 2048

@@ -13,7 +13,7 @@ from rich.text import Text
 from rlhfless.cli.tables import final_report, functions_table, table
 from rlhfless.orchestrator.driver import Outcome
 from rlhfless.prepare.faults import SkippedRows
-from rlhfless.records.run_folder import TRACE_FOLDER
+from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import Summary, summarise
 from rlhfless.scaling.acquisition import by_kind, mean_phases

@@ -45,8 +45,7 @@ def summary(folder: TraceFolder) -> None:
 
 def compare(first: TraceFolder, second: TraceFolder) -> None:
     """Print which share of the samples of two runs has the same tokens, such as a resumed run and an unbroken one."""
-    from rlhfless.records.compare import compare_samples
-    from rlhfless.records.traces import read_trace, trace_folder
+    from rlhfless.records.traces import compare_samples, read_trace, trace_folder
 
     result = compare_samples(read_trace(trace_folder(first)), read_trace(trace_folder(second)))
     typer.echo(f"{result.identical:,} of {result.compared:,} samples are token-identical ({result.fraction:.4f})")

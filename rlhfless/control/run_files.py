@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhfless.records.run_folder import TRACE_FOLDER
+from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.util.folders import replace_text
 
 FIND_S = 5.0

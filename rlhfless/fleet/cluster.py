@@ -30,7 +30,7 @@ from ray.serve.schema import ApplicationStatus
 from rlhfless.fleet import private_ray, ray_session
 from rlhfless.fleet.nodes import ambiguous, nodes_of
 from rlhfless.functions.on_node import on_node
-from rlhfless.prepare.devices import first_gpu_bytes
+from rlhfless.prepare.machine import first_gpu_bytes
 from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.scaling.placement import Node
 from rlhfless.spec import PlacementSpec

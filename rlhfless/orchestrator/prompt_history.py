@@ -31,7 +31,7 @@ import numpy as np
 
 from rlhfless.orchestrator.failures import usable
 from rlhfless.orchestrator.redraws import differ
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import IntArray, Prompt, Rollout
 from rlhfless.records.traces import Trace, TracedRollout, newest_responses
 from rlhfless.scaling.lengths import LengthPredictor

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from rlhfless.orchestrator.failures import too_many_failed, usable_of
 from rlhfless.orchestrator.rollout_request import RolloutRequest
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Experience, Group
 from rlhfless.spec import ScoringSpec
 

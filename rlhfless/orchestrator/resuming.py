@@ -14,7 +14,7 @@ from rlhfless.functions.training.learning_rate import learning_rate
 from rlhfless.prepare.inputs import KINDS, as_json, changes, from_json, inputs_of
 from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
 from rlhfless.records.journal import Journal, has_rollouts
-from rlhfless.records.run_folder import JOURNAL_FILE
+from rlhfless.records.ledger import JOURNAL_FILE
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.run import OPTIMIZER_KEYS

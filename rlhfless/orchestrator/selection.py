@@ -18,7 +18,7 @@ from itertools import islice
 
 from rlhfless.orchestrator.prompt_history import PromptHistory
 from rlhfless.orchestrator.rollout_request import Selection
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Prompt
 from rlhfless.records.journal import BegunGroup, Journal
 from rlhfless.scaling.selection import is_due, new_groups

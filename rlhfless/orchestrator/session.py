@@ -34,13 +34,13 @@ from rlhfless.orchestrator.scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.planning.inputs import devices_of, memory_problems, settled_on
-from rlhfless.prepare.mixture import order_of
 from rlhfless.prepare.prepared import Prepared
+from rlhfless.prepare.prompt_order import order_of
 from rlhfless.records import Decision, FunctionName, FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
-from rlhfless.records.run_folder import JOURNAL_FILE as JOURNAL_FILE
-from rlhfless.records.run_folder import TRACE_FOLDER
+from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
+from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.function_kinds import name_of, place_run, publisher_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES

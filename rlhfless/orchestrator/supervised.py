@@ -22,7 +22,7 @@ from rlhfless.orchestrator.step_context import StepBegun
 from rlhfless.orchestrator.summary import own_seconds
 from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.records import FloatArray, StepRecord, Work
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.scaling.step_times import Phase
 
 

@@ -16,7 +16,7 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.keepers import Keepers
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.step_context import StepClock
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Decision, FunctionRole, Prompt, StepRecord, Work
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal

@@ -135,7 +135,7 @@ def local_devices(spec: RunSpec) -> tuple[str, int]:
 
     Raises PlacementError, UnknownAccelerator, or InputError if the price book cannot be read.
     """
-    from rlhfless.prepare.devices import local_node  # imports torch
+    from rlhfless.prepare.machine import local_node  # imports torch
 
     return devices_of(spec, [local_node(load_price_book(spec.scaling.prices).kinds)])
 

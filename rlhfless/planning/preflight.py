@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from rlhfless.planning.resolve import is_set
-from rlhfless.prepare.attention import attention_warnings
-from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
-from rlhfless.prepare.checkpoint_trial import checkpoint_problems
-from rlhfless.prepare.critic import critic_problems
 from rlhfless.prepare.data_rows import read_rows
-from rlhfless.prepare.model import PolicyModel, load_policy
+from rlhfless.prepare.machine import capacity_problems, capacity_warnings, checkpoint_problems, learning_rate_warnings
+from rlhfless.prepare.model import PolicyModel, attention_warnings, critic_problems, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prepared import Prepared, load_sets
 from rlhfless.prepare.prompts import PromptSets
 from rlhfless.prepare.rewards import reward_problems, reward_warnings, trial_calls
 from rlhfless.records import Prompt
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import OWN_DEVICES, load_price_book
@@ -147,7 +144,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
     # Imported here, because it imports torch: a fault found earlier should not wait for that.
-    from rlhfless.prepare.devices import local_node
+    from rlhfless.prepare.machine import local_node
     from rlhfless.scaling.accelerators import UnknownAccelerator
     from rlhfless.scaling.function_kinds import place_run
     from rlhfless.scaling.placement import PlacementError

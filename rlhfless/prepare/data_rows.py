@@ -11,12 +11,13 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import numpy as np
 import yaml
 
 from rlhfless.spec import SizesSpec
@@ -26,6 +27,9 @@ from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.sizes import too_large
 from rlhfless.util.errors import class_and_line
 from rlhfless.util.text import parsed_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # With an owner: without one, `datasets` takes `json` and `text` for its own readers of files in the working directory.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
@@ -120,8 +124,6 @@ def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
-    from rlhfless.prepare.arrow_rows import arrow_rows
-
     try:
         with file.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
             table = pyarrow.parquet.ParquetFile(stream)
@@ -142,8 +144,6 @@ def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
         hint = "install it with `pip install 'rlhfless[data]'`, or name a file"
         raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", hint)
     import datasets
-
-    from rlhfless.prepare.arrow_rows import arrow_rows
 
     name, _, configuration = (path, "", "") if is_path(path) else path.partition(":")
     try:
@@ -222,3 +222,78 @@ def _named(values: Any, within: bool = False) -> Iterator[str]:
 def _is_foreign(text: str) -> bool:
     text = unquote(text)
     return "://" in text or "::" in text or text.startswith(("/", "~")) or ".." in text.split("/")
+
+
+_Read = Callable[[Any], Any]
+
+
+def arrow_rows(batch: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows of a table. Raises ValueError for a value that Python does not have, or two columns of one name."""
+    names = batch.schema.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two columns are called {twice[0]!r}")
+    columns = []
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        try:
+            values = column.to_pylist()
+        except (ValueError, OverflowError) as error:  # bytes that are no text, a date after the year 9999
+            raise ValueError(f"the column {field.name!r} of type {field.type}: {error}") from error
+        read = _reader(field.type)
+        columns.append(values if read is None else map(read, values))
+    for row in zip(*columns, strict=True):
+        yield dict(zip(names, row, strict=True))
+
+
+def _reader(kind: pa.DataType) -> _Read | None:
+    """What changes a value of an Arrow type; None if it stays as pyarrow gives it."""
+    import pyarrow as pa
+
+    types = pa.types
+    if isinstance(kind, pa.JsonType):
+        return lambda value: None if value is None else parsed_json(value, as_written=True)
+    if types.is_dictionary(kind):
+        return _reader(kind.value_type)
+    if types.is_float16(kind) or types.is_float32(kind):
+        # 0.1 as a person writes it, and not 0.10000000149
+        narrow = np.float16 if types.is_float16(kind) else np.float32
+        return lambda value: None if value is None else float(str(narrow(value)))
+    if types.is_struct(kind):
+        readers = ((field.name, _reader(field.type)) for field in kind)
+        return _struct_reader([(name, read) for name, read in readers if read is not None])
+    if types.is_map(kind):
+        texts = (types.is_string, types.is_large_string, types.is_string_view)
+        return _map_reader(_reader(kind.item_type)) if any(each(kind.key_type) for each in texts) else None
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if any(each(kind) for each in lists):
+        read = _reader(kind.value_type)
+        return None if read is None else lambda value: None if value is None else list(map(read, value))
+    return None
+
+
+def _struct_reader(readers: list[tuple[str, _Read]]) -> _Read:
+    """`readers`: of the fields whose values change."""
+
+    def read(value: Any) -> Any:
+        if value is None:
+            return None
+        given = {name: item for name, item in value.items() if item is not None}
+        for name, change in readers:
+            if name in given:
+                given[name] = change(given[name])
+        return given
+
+    return read
+
+
+def _map_reader(inner: _Read | None) -> _Read:
+    """Pairs of a key and a value as one mapping."""
+
+    def read(value: Any) -> Any:
+        if value is None:
+            return None
+        mapping = {key: item if inner is None else inner(item) for key, item in value}
+        if len(mapping) < len(value):
+            raise ValueError(f"a map has a key twice: {[key for key, _ in value]}")
+        return mapping
+
+    return read

@@ -22,8 +22,8 @@ from rlhfless.prepare.faults import Faults
 from rlhfless.prepare.model import PolicyModel, load_policy
 from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.records import Prompt
-from rlhfless.records.examples import Example
 from rlhfless.records.fields import dotted_names, field_value, find_field
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import DataSpec, DemonstrationsSpec, PreferencesSpec, RunSpec
 from rlhfless.spec.explain import nearest, shown
 

@@ -6,9 +6,11 @@ spread over it: reading it whole would take longer than loading the model. A nam
 
 from __future__ import annotations
 
+import ast
 import base64
 import difflib
 import hashlib
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from rlhfless.prepare.own_code import code_files
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path
+from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.targets import fields_of_targets
 
 Kind = Literal["data", "model", "code"]
@@ -263,3 +265,64 @@ def _counts(old: Sequence[bytes], new: Sequence[bytes]) -> tuple[int, int, int]:
             both = min(i2 - i1, j2 - j1)
             changed, added, removed = changed + both, added + (j2 - j1) - both, removed + (i2 - i1) - both
     return changed, added, removed
+
+
+PACKAGE = "rlhfless"
+"""Code of the package itself changes with its version."""
+
+
+def code_files(target: str) -> Mapping[str, str]:
+    """Digests of the module of an import path and of the modules beside it that it imports, directly or not, by their
+    paths below their folder. Empty for code of rlhfless, and for a target that cannot be imported."""
+    module = target.partition(":")[0]
+    top = module.partition(".")[0]
+    if top == PACKAGE:
+        return {}
+    with suppress(TargetError):
+        load_target(target)  # searches the current folder, too
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return {}
+    if spec is None or spec.origin is None:
+        return {}
+    origin = Path(spec.origin)
+    root = origin.parent.parent if spec.submodule_search_locations else origin.parent
+    installed = "site-packages" in root.parts or "dist-packages" in root.parts
+    found: dict[Path, str] = {}
+    _follow(root, module, top if installed else None, found)
+    return {str(file.relative_to(root)): digest for file, digest in sorted(found.items())}
+
+
+def _follow(root: Path, module: str, within: str | None, found: dict[Path, str]) -> None:
+    """Add the files of a module, of its packages, and of what they import from `root`; with `within` only from that
+    package."""
+    parts = module.split(".")
+    if within is not None and parts[0] != within:
+        return
+    for length in range(1, len(parts) + 1):
+        path = root.joinpath(*parts[:length])
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file() and file not in found:
+                content = file.read_bytes()
+                found[file] = hashlib.sha256(content).hexdigest()
+                package = parts[:length] if file.name == "__init__.py" else parts[: length - 1]
+                for name in _imported(content, package):
+                    _follow(root, name, within, found)
+
+
+def _imported(content: bytes, package: list[str]) -> Iterator[str]:
+    """The modules that a file of a package may import, anywhere in it."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names = [*base, *(node.module.split(".") if node.module else [])]
+            if names:
+                yield ".".join(names)
+            yield from (".".join([*names, alias.name]) for alias in node.names if alias.name != "*")

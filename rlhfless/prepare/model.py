@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.spec import ModelSpec
+from rlhfless.scaling.memory import GIB
+from rlhfless.spec import ModelSpec, RunSpec
 from rlhfless.spec.data import NOT_HERE, is_path, shadowed
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
@@ -242,3 +244,73 @@ def _vocabulary_problems(info: TokenizerInfo, rows: int | None) -> list[Problem]
 
 def _error(field: str, what: str, hint: str) -> InputError:
     return InputError("model", [Problem(field, what, hint)])
+
+
+KEY = "critic.model"
+
+
+def critic_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
+    """The problems of the run's critic, if it has one, or of the reward model that it trains, which has such a form."""
+    if spec.type == "reward_model":
+        return _form_problems(spec.model, read_config(spec.model), new_head=True, key="model.path")
+    if spec.critic is None:
+        return []
+    source = spec.critic_source.model_copy(update={"tokenizer": None})
+    try:
+        check_folder(source.path, KEY)
+        config = read_config(source, KEY)
+        if problems := _form_problems(source, config, new_head=spec.critic.new_head):
+            return problems
+        if spec.critic.new_head:  # its files are the policy's, which are judged as such
+            return []
+        problems = _token_problems(source, policy)
+    except InputError as error:
+        return list(error.problems)
+    trusted = source.trust_remote_code
+    return problems or weight_problems(
+        KEY, source.path, "AutoModelForSequenceClassification", trust_remote_code=trusted, config_is_right=True
+    )
+
+
+def _form_problems(source: ModelSpec, config: Any, *, new_head: bool, key: str = KEY) -> list[Problem]:
+    """A critic is transformers' classifier of sequences with one label."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not source.trust_remote_code:
+        what = f"{source.path!r} is a {config.model_type}, of which transformers has no form with a head of values"
+        other = ", or an algorithm without a critic, such as grpo" if key == KEY else ""
+        return [Problem(key, what, f"take a policy of another family{other}")]
+    if not new_head and config.num_labels != 1:
+        what = f"{source.path!r} has {config.num_labels} labels; a critic has one, its value"
+        hint = "name a reward model or a critic's checkpoint, or leave it out to start from the policy with a new head"
+        return [Problem(KEY, what, hint)]
+    return []
+
+
+def _token_problems(source: ModelSpec, policy: PolicyModel) -> list[Problem]:
+    """It reads the policy's tokens, not their text."""
+    theirs, ours = read_tokenizer(source, KEY).get_vocab(), policy.tokenizer.get_vocab()
+    if theirs == ours:
+        return []
+    differs = next((token for token in ours if theirs.get(token) != ours[token]), None)
+    what = f"{source.path!r} reads other tokens than the policy ({differs or 'it has more'!r} is the first)"
+    return [Problem(KEY, what, "name a model with the policy's tokenizer, or leave it out to start from the policy")]
+
+
+def attention_warnings(spec: RunSpec, longest: int) -> list[str]:
+    """What `eager` attention takes for a micro-batch of sequences of `longest` tokens, beyond the memory plan."""
+    # Here: it imports torch, which takes long, and a fault found earlier should not wait for that.
+    from rlhfless.functions.attention_form import eager_reason
+
+    config = read_config(spec.model)
+    reason = eager_reason(config)
+    if not reason:
+        return []
+    heads = config.get_text_config().num_attention_heads
+    layer = 4 * heads * longest * max(longest, spec.learner.pass_tokens)
+    return [
+        f"model.path: {spec.model.path!r} is trained with transformers' eager attention, because {reason}. Its scores "
+        f"take {layer / GIB:.3g} GiB in each layer for learner.micro_batch_tokens of {spec.learner.pass_tokens} "
+        f"and sequences of {longest} tokens, which the memory plan does not count; if the learner runs out of memory, "
+        "lower learner.micro_batch_tokens or shorten the sequences"
+    ]

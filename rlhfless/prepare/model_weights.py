@@ -6,11 +6,14 @@ checked when the functions load it (rlhfless.functions.loading), by the same rep
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfless.prepare.model_files import RESTORE, ModelFiles, all_there, read_model_files
 from rlhfless.spec.data import is_path
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
@@ -99,3 +102,186 @@ def _not_finite(field: str, files: ModelFiles) -> list[Problem]:
             what = f"{file.name} has NaN or infinite values in {counted('tensor', bad)}"
             problems.append(Problem(field, what, RESTORE))
     return problems
+
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""In the order of transformers. `<name>.index.json` is the index of a file's shards."""
+
+RESTORE = "fetch the file again from where the model came from"
+
+# What Git leaves in place of a large file that was not fetched (https://git-lfs.com).
+_LFS_POINTER = b"version https://git-lfs"
+# A safetensors file begins with the length of its header (https://github.com/huggingface/safetensors).
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a weight file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    floating: bool
+    """Whether its values are floating point."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The weights of a folder."""
+
+    files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def holder(self, names: Iterable[str]) -> str:
+        """The name of the file that holds these tensors; `the checkpoint` if several files or none do."""
+        holders = {self.tensors[name].file for name in names if name in self.tensors}
+        if len(self.files) == 1 or len(holders) == 1:
+            return next(iter(holders), self.files[0]).name
+        return f"the checkpoint of {len(self.files)} files"
+
+
+def read_model_files(folder: Path, field: str) -> ModelFiles:
+    """Read the headers. `field` is the spec's field that named the folder. Raises InputError with all problems."""
+    files, index = _chosen(folder, field)
+    problems: list[Problem] = []
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        what = f"{str(folder)!r} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}"
+        problems.append(Problem(field, what, "download the model again"))
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        if file.is_file():
+            held = _tensors(file, field, problems)
+            if held is None:
+                continue
+            if index is not None:
+                problems += _index_problems(file, held, index, field)
+            for name in tensors.keys() & held.keys():
+                what = f"tensor {name!r} is both in {tensors[name].file.name} and in {file.name}"
+                problems.append(Problem(field, what, "download the model again"))
+            tensors |= held
+    if problems:
+        raise InputError("model", problems)
+    return ModelFiles(files, tensors)
+
+
+def all_there(folder: Path) -> bool:
+    """Whether the folder has all weight files that its index names. A hub cache may have only some of them."""
+    try:
+        return all(file.is_file() for file in _chosen(folder, "")[0])
+    except InputError:
+        return False
+
+
+def _chosen(folder: Path, field: str) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:
+    """The files to load, and their index (tensor to file), if they have one. Raises InputError."""
+    for name in WEIGHT_FILES:
+        if (folder / name).exists():
+            return (folder / name,), None
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            weight_map = _weight_map(index, field)
+            return tuple(folder / file for file in sorted(set(weight_map.values()))), weight_map
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    what = f"{str(folder)!r} has no weights ({' or '.join(WEIGHT_FILES)}, in one file or in shards with an index)"
+    hint = f"{others[0]} has a name that no loader looks for" if others else "name the folder that holds them"
+    raise InputError("model", [Problem(field, what, hint)])
+
+
+def _weight_map(index: Path, field: str) -> dict[str, str]:
+    """Tensor to file. Raises InputError."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        # transformers would open what leads out of the folder, too.
+        if weight_map and all(isinstance(file, str) and file == Path(file).name for file in weight_map.values()):
+            return dict(weight_map)
+        what = "its `weight_map` names no files of its folder"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+    raise InputError("model", [Problem(field, f"{index.name} is no index of weight files: {what}", RESTORE)])
+
+
+def _index_problems(
+    file: Path, held: Mapping[str, StoredTensor], index: Mapping[str, str], field: str
+) -> list[Problem]:
+    problems = []
+    hint = "the index and its files are of different models, or a file was changed: download the model again"
+    lacking = [repr(name) for name in sorted(index) if index[name] == file.name and name not in held]
+    if lacking:
+        problems.append(
+            Problem(field, f"{file.name} lacks {counted('tensor', lacking)}, which the index says it holds", hint)
+        )
+    strange = [repr(name) for name in sorted(held) if index.get(name) != file.name]
+    if strange:
+        what = f"{file.name} holds {counted('tensor', strange)}, which the index does not place there"
+        problems.append(Problem(field, what, hint))
+    return problems
+
+
+def _tensors(file: Path, field: str, problems: list[Problem]) -> dict[str, StoredTensor] | None:
+    """The tensors of a file; None, with a problem, if it cannot be read."""
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            what = f"{str(file)!r} is a Git LFS pointer, not the weights"
+            problems.append(Problem(field, what, "fetch the weights with `git lfs pull`"))
+            return None
+    try:
+        return _of_pickle(file) if file.suffix == ".bin" else _of_safetensors(file)
+    except _Unreadable as error:
+        problems.append(Problem(field, f"{str(file)!r} {error}", RESTORE))
+        return None
+
+
+class _Unreadable(Exception):
+    """A weight file cannot be read; the message says why."""
+
+
+def _of_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """Raises _Unreadable: the library checks that the header is whole, and that its tensors fill the file exactly."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype().startswith(("F", "BF")))
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size
+        wanted = _size_by_header(file)
+        if wanted is not None and size < wanted:
+            raise _Unreadable(f"is cut short: it has {size:,} of {wanted:,} bytes") from error
+        raise _Unreadable(f"is no safetensors file: {error}") from error
+
+
+def _size_by_header(file: Path) -> int | None:
+    """The size in bytes that a safetensors file should have; None if its header is damaged."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if length > file.stat().st_size:
+            return _LENGTH_BYTES + length if length < 100_000_000 else None  # the library's own limit of a header
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return _LENGTH_BYTES + length + max(ends, default=0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return None
+
+
+def _of_pickle(file: Path) -> dict[str, StoredTensor]:
+    """Raises _Unreadable."""
+    import torch
+
+    try:
+        held = torch.load(file, map_location="meta", weights_only=True)
+    except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise _Unreadable(f"cannot be read as a torch checkpoint: {class_and_line(error)}") from error
+    if not isinstance(held, Mapping) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise _Unreadable("holds something other than tensors by name; save the model's `state_dict()`")
+    return {name: StoredTensor(file, tuple(value.shape), value.dtype.is_floating_point) for name, value in held.items()}

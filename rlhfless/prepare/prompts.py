@@ -8,21 +8,17 @@ resumed run sees what an uninterrupted one would have seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
-import numpy as np
-
-from rlhfless.chat.messages import DataFault
-from rlhfless.chat.template import kwargs_problems
+from rlhfless.chat.encoding import Encoder
+from rlhfless.chat.messages import ASSISTANT, DataFault, Message, conversation, tools_of
+from rlhfless.chat.template import ChatTemplate, kwargs_problems
 from rlhfless.prepare.data_rows import Row, read_rows
-from rlhfless.prepare.faults import Faults, SkippedRows
-from rlhfless.prepare.prompt_text import PromptReader
-from rlhfless.prepare.prompt_warnings import prompt_warnings
-from rlhfless.records import IntArray, Prompt
+from rlhfless.prepare.faults import Faults, SkippedRows, prompt_warnings
+from rlhfless.records import Prompt
 from rlhfless.records.fields import dotted_names, find_field
 from rlhfless.spec import DataSpec, MixtureSetSpec, NamedSetSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -31,9 +27,6 @@ from rlhfless.util.text import storable, storable_values
 
 # 64 bits: a collision among 1e5 prompts has a chance of 3e-10.
 _ID_BYTES = 8
-
-OTHERS = 1
-"""Makes the order of `PromptOrder.others` another than any of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,55 +135,6 @@ def _first_of_each(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
     """At most so many prompts, the first; of a mixture as many of each set."""
     sets = {name: [prompt for prompt in prompts if prompt.source == name] for name in (p.source for p in prompts)}
     return [prompt for of_set in sets.values() for prompt in of_set[: max(most // len(sets), 1)]][:most]
-
-
-class PromptOrder:
-    """The prompts of each step.
-
-    Shuffled: every epoch has an order of its own. A batch never crosses from one epoch into the next, so that
-    no prompt is in it twice; the prompts left over at the end of an epoch (fewer than n) are skipped in that epoch.
-    Not shuffled: the prompts in file order, again from the start after the last.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order = lru_cache(maxsize=2)(self._draw)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def batch(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a step, counted from 0. Raises ValueError if there are fewer than n."""
-        total = len(self._prompts)
-        if not 1 <= n <= total or step < 0:
-            raise ValueError(f"no batch of {n} for step {step}: there are {total} prompts")
-        if not self._shuffle:
-            return [self._prompts[(step * n + i) % total] for i in range(n)]
-        epoch, position = divmod(step, total // n)
-        chosen = self._order(epoch)[position * n : (position + 1) * n]
-        return [self._prompts[i] for i in chosen]
-
-    def prompt(self, prompt_id: str) -> Prompt:
-        """The prompt with an id. Raises InputError if the data has none, or no longer."""
-        if prompt_id not in self._by_id:
-            what = f"the run has begun to draw responses to prompt {prompt_id!r}, which the data no longer has"
-            raise InputError("prompts", [Problem("prompts", what, "put it back, or start a new run")])
-        return self._by_id[prompt_id]
-
-    def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
-        """Up to n prompts for a step, counted from 0, whose ids are not `used`, in an order of the step's own."""
-        order = np.random.default_rng([self._seed % 2**64, step, OTHERS]).permutation(len(self._prompts))
-        unused = (self._prompts[i] for i in order if self._prompts[i].prompt_id not in used)
-        return list(islice(unused, n))
-
-    @cached_property
-    def _by_id(self) -> dict[str, Prompt]:
-        return {prompt.prompt_id: prompt for prompt in self._prompts}
-
-    def _draw(self, epoch: int) -> IntArray:
-        return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,3 +273,102 @@ def _without(train: list[Prompt], held_out: list[Prompt], section: str, warnings
         dropped = len(train) - len(kept)
         warnings.append(f"{section}.held_out: {dropped} training prompts are held out too, and are not trained on")
     return kept
+
+
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+
+_ENDED_BY_ASSISTANT = {
+    "prompts": "end it with the user's message; a run of `type: sft` learns written answers",
+    "demonstrations": "set demonstrations.response_field: null to learn the whole conversation",
+    "preferences": "end it with the user's message; the answers are `chosen` and `rejected`",
+}
+"""Hints for a prompt that ends with a message of the assistant, by section."""
+
+
+class PromptReader:
+    """Reads the prompts of one source. `end_token_ids`: further tokens that end a response. `answered`: see
+    load_prompts."""
+
+    def __init__(self, spec: DataSpec, tokenizer: Any, end_token_ids: Sequence[int], *, answered: bool) -> None:
+        self._answered = answered
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer, end_token_ids, templated=spec.chat_template)
+        self._template = (
+            ChatTemplate(tokenizer, spec.chat_template_kwargs, end_token_ids, f"{spec.section}.chat_template")
+            if spec.chat_template
+            else None
+        )
+        self._opened: set[str] = set()
+
+    def text(self, row: Row, faults: Faults, notes: Faults) -> str | None:
+        """The prompt as the policy sees it; None, with a fault, if the row has no usable one. `notes` gets what a
+        warning is for."""
+        try:
+            text = self._text(row, notes)
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, as in cut-off JSON escapes
+            hint = "remove the character, or write it in full"
+            faults.add(f"`{self._spec.prompt_field}` is not valid Unicode", row, str(error), hint)
+        except DataFault as fault:
+            faults.add(fault.kind, row, fault.detail, fault.hint)
+        else:
+            return text
+        return None
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        return self._encoder.prompts(texts)
+
+    def check_tokens(self, row: Row, token_ids: Sequence[int], faults: Faults, notes: Faults) -> None:
+        """Add a fault if the prompt has two beginnings, or an end."""
+        if not self._answered and (what := self._encoder.fault(token_ids)):
+            hint = "remove that token from the prompt, or from the chat template"
+            faults.add("the prompt has a special token too many", row, what, hint)
+        if self._template and self._encoder.begins and self._tokenizer.bos_token_id not in token_ids:
+            what = f"the tokenizer begins a text with {self._tokenizer.bos_token!r}"
+            notes.add("the chat template writes no beginning", row, what, "compare it with how the model was trained")
+
+    def _text(self, row: Row, notes: Faults) -> str:
+        name, section = self._spec.prompt_field, self._spec.section
+        value = find_field(row.values, name)
+        if value is None:
+            fields = ", ".join(row.values) or "none"
+            near = nearest(name, dotted_names(row.values))
+            near = near or next((f"did you mean `{each}`? " for each in _CONVERSATIONS if each in row.values), "")
+            hint = f"{near}Set {section}.prompt_field to the field with the prompt"
+            raise DataFault(f"no field `{name}`", f"its fields are {fields}", hint)
+        if not isinstance(value, str | list):
+            hint = "a prompt is a string, or a list of chat messages"
+            raise DataFault(f"`{name}` is not a string", f"got {shown(value)}", hint)
+        if not (value.strip() if isinstance(value, str) else value):
+            raise DataFault(f"`{name}` is empty", f"got {shown(value)}", "remove these rows, or fill them in")
+        if self._template:
+            return self._rendered(self._template, row, value, notes)
+        if isinstance(value, str):
+            return value
+        hint = f"set {section}.chat_template: true, or give the prompt as a string"
+        raise DataFault(f"`{name}` is a list of chat messages", f"got {shown(value)}", hint)
+
+    def _rendered(self, template: ChatTemplate, row: Row, value: str | list[Any], notes: Faults) -> str:
+        name = self._spec.prompt_field
+        messages, tools = conversation(value, name, row.values), tools_of(row.values)
+        if messages[-1].role == ASSISTANT:
+            hint = _ENDED_BY_ASSISTANT[self._spec.section]
+            what = f"message {len(messages)} is {shown(messages[-1].text)}"
+            raise DataFault(f"`{name}` ends with a message of the assistant", what, hint)
+        if not any(message.text.strip() or message.calls for message in messages):
+            raise DataFault(f"`{name}` is empty", f"got {shown(value)}", "remove these rows, or fill them in")
+        template.require_no_control(messages, name, is_text=isinstance(value, str))
+        rendering, cut = template.render(messages, opens=True, kept=[False] * len(messages), tools=tools)
+        for text in cut[:1]:
+            what = f"{text.what} of message {text.message + 1}, {shown(text.text)}"
+            notes.add("the chat template leaves out earlier thoughts", row, what, "the policy does not see them")
+        self._require_opening(template, messages, rendering)
+        return rendering.text
+
+    def _require_opening(self, template: ChatTemplate, messages: list[Message], rendering: Any) -> None:
+        """Once for each role that a prompt ends with."""
+        if not self._answered and messages[-1].role not in self._opened:
+            template.require_opening(messages, rendering)
+            self._opened.add(messages[-1].role)

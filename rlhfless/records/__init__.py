@@ -1,6 +1,5 @@
 """The records of a run: rollouts and experience, weight versions, and the ledger of holdings and invocations."""
 
-from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (
     KV_CAPACITY,
     PREFIXES,
@@ -11,22 +10,31 @@ from rlhfless.records.ledger import (
     FunctionRole,
     Holding,
     Invocation,
+    Probe,
+    PublishedWeights,
     ReplicaState,
     SleepTier,
     Slept,
     StartPhase,
     StepRecord,
+    WeightSample,
+    WeightVersion,
     Work,
     in_order,
 )
 from rlhfless.records.rollouts import (
+    Experience,
     FinishReason,
     FloatArray,
+    GivenSegment,
+    Group,
     IntArray,
     Prompt,
     Rollout,
+    Sample,
     Score,
+    Segment,
+    Source,
     VersionSpan,
     sample_seed,
 )
-from rlhfless.records.weights import Probe, PublishedWeights, WeightSample, WeightVersion

@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhfless.records.ledger import (
+    TRACE_FOLDER,
     Decision,
     Holding,
     Invocation,
@@ -37,10 +38,17 @@ from rlhfless.records.ledger import (
     StepRecord,
     Work,
 )
-from rlhfless.records.parts import check_version, read_part, write_part, write_whole
 from rlhfless.records.rollouts import FinishReason, IntArray, Prompt, Rollout, Score, VersionSpan
-from rlhfless.records.run_folder import TRACE_FOLDER
-from rlhfless.records.schema import RECORDED, TABLES, TRACE_VERSION, TraceError
+from rlhfless.records.schema import (
+    RECORDED,
+    TABLES,
+    TRACE_VERSION,
+    TraceError,
+    check_version,
+    read_part,
+    write_part,
+    write_whole,
+)
 from rlhfless.util.redaction import redacted
 from rlhfless.util.text import parsed_json, storable, storable_values
 
@@ -398,3 +406,46 @@ def _rollout(row: dict[str, Any]) -> TracedRollout:
 
 def _decision(row: dict[str, Any]) -> Decision:
     return Decision(**(row | {"inputs": json.loads(row["inputs"])}))
+
+
+Key = tuple[int, str, int]
+"""(step, prompt id, sample index)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Samples of two runs, compared by their key."""
+
+    compared: int
+    """Number of samples that both runs have."""
+    identical: int
+    """Number of samples with the same tokens."""
+    first_difference: Key | None
+    """The first of the samples that differ."""
+    only_in_first: int
+    only_in_second: int
+
+    @property
+    def fraction(self) -> float:
+        """Share of the compared samples that are token-identical; 1 if none were compared."""
+        return self.identical / self.compared if self.compared else 1.0
+
+
+def compare_samples(first: Trace, second: Trace) -> Comparison:
+    """Compare all samples that both traces hold. Raises TraceError for a trace without token ids."""
+    samples, others = _by_key(first), _by_key(second)
+    common = sorted(samples.keys() & others.keys())
+    different = [key for key in common if samples[key].token_ids != others[key].token_ids]
+    return Comparison(
+        compared=len(common),
+        identical=len(common) - len(different),
+        first_difference=next(iter(different), None),
+        only_in_first=len(samples.keys() - others.keys()),
+        only_in_second=len(others.keys() - samples.keys()),
+    )
+
+
+def _by_key(trace: Trace) -> Mapping[Key, TracedRollout]:
+    if any(rollout.token_ids is None for rollout in trace.rollouts):
+        raise TraceError(f"the trace of {trace.meta.run_id} has no token ids; record it with logging.record_tokens")
+    return {(rollout.step, rollout.prompt_id, rollout.sample_index): rollout for rollout in trace.rollouts}

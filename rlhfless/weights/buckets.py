@@ -28,7 +28,7 @@ import xxhash
 from torch.multiprocessing import reductions
 
 from rlhfless.records import WeightVersion
-from rlhfless.records.weights import BUCKET_BYTES
+from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.spec import Transport
 from rlhfless.weights.device_hash import device_piece_hash
 from rlhfless.weights.digest import NO_HASHES, Digest, dtype_name

@@ -24,7 +24,7 @@ from rlhfless.algorithms.supervised import (
     objective_of,
     pack_examples,
 )
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import DPOSpec
 
 PAIRS, WIDTH = 5, 9

@@ -15,7 +15,7 @@ import pytest
 from fakes.field_templates import BY_NAME, FIELD, FieldTemplate
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.prompts import load_prompts
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import PromptsSpec, RunSpec, SizesSpec
 from rlhfless.spec.supervised import DATA
 

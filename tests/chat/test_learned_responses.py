@@ -13,7 +13,7 @@ import pytest
 from fakes.field_templates import BY_NAME, FieldTemplate
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.prompts import PromptSets
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.supervised import DATA

@@ -15,7 +15,7 @@ import pytest
 from fakes.field_templates import BY_NAME
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.examples import load_examples
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import RunSpec, SizesSpec
 from rlhfless.spec.errors import InputError
 

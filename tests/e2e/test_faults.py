@@ -14,8 +14,7 @@ from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.run import Run
 from rlhfless.records import PublishedWeights
-from rlhfless.records.compare import Comparison, compare_samples
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import Comparison, compare_samples, read_trace
 from rlhfless.scaling.accounting import check_holdings
 from rlhfless.scaling.step_times import Phase, step_times
 

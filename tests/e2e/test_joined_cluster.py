@@ -19,8 +19,7 @@ from fakes.commands import COMMAND, start, wait_for, write_spec
 from fakes.joined_ray import believed_gpu, replicas, started
 from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import compare_samples, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 

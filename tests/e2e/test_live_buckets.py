@@ -13,9 +13,8 @@ from fakes.live_runs import Whole, check_one_awake, fault_opening
 from rlhfless.orchestrator import transports
 from rlhfless.orchestrator.run import Run
 from rlhfless.records import Work
-from rlhfless.records.compare import compare_samples
 from rlhfless.records.ledger import TRANSPORT
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import compare_samples, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -16,8 +16,7 @@ from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.run import Run
 from rlhfless.records import Experience, FinishReason, FunctionName, ReplicaState, Work
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import compare_samples, read_trace
 from rlhfless.rewards import RewardSample
 from rlhfless.spec import RewardModelSpec
 

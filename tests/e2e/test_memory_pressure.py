@@ -14,8 +14,7 @@ import yaml
 from fakes.commands import start, wait_for
 from fakes.joined_ray import replicas, started
 from fakes.live_runs import Whole, fault_values
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import compare_samples, read_trace
 from rlhfless.scaling.accounting import check_holdings
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]

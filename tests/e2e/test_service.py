@@ -26,8 +26,7 @@ from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.runs import RunObject
 from rlhfless.records import Work
 from rlhfless.records.checkpoints import Checkpoints
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import compare_samples, read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

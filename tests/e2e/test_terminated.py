@@ -12,8 +12,7 @@ import yaml
 from fakes.commands import assert_nothing_is_left, offspring, start, wait_for
 from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
-from rlhfless.records.compare import compare_samples
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import compare_samples, read_trace
 from rlhfless.scaling.accounting import check_holdings
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.seldom, pytest.mark.timeout(900)]

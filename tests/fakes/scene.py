@@ -19,7 +19,7 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.prompt_history import PromptHistory
 from rlhfless.orchestrator.run import Run
 from rlhfless.orchestrator.step import rollout
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import (
     FunctionName,
     Group,

@@ -23,7 +23,7 @@ from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.learner.supervised import SupervisedRank
 from rlhfless.records import Group, Prompt
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, CriticSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec, PPOSpec
 
 VOCABULARY = 40

@@ -19,7 +19,7 @@ from fakes.traced import traced
 from rlhfless.orchestrator import prompt_history
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.prompt_history import PromptHistory
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import FinishReason, Prompt, Score
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter

@@ -21,7 +21,7 @@ from rlhfless.orchestrator.failures import LOGPROBS, usable_of
 from rlhfless.orchestrator.redraws import has_signal, redrawn, with_signal
 from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.orchestrator.step import rollout, train
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Experience, Group, Score, Work
 from rlhfless.spec import AlgorithmSpec, DAPOSpec, RLOOSpec, ScoringSpec
 

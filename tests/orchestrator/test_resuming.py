@@ -20,7 +20,7 @@ from rlhfless.orchestrator.resuming import INPUTS_FILE, NOT_RECORDED, hold_input
 from rlhfless.prepare import inputs
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
-from rlhfless.records.run_folder import JOURNAL_FILE
+from rlhfless.records.ledger import JOURNAL_FILE
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 

@@ -19,7 +19,7 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.prompt_history import PromptHistory
 from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
 from rlhfless.orchestrator.selection import select
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Work
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.selection import GroupGate

@@ -455,7 +455,7 @@ def test_scoring_that_outlasts_its_own_call_is_refused(check):
 
 def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, monkeypatch):
     """An engine at 0.85 of an L40S leaves 7 GB, too little for a learner whose batches have 16 million tokens."""
-    monkeypatch.setattr("rlhfless.prepare.devices.local_node", lambda _: Node("", "here", 8, 8, "l40s", 1, 1))
+    monkeypatch.setattr("rlhfless.prepare.machine.local_node", lambda _: Node("", "here", 8, 8, "l40s", 1, 1))
     parts = {
         "placement": {"mode": "colocated", "turns": False},
         "learner": {"dtype": "bfloat16", "micro_batch_tokens": 2**24, "gradient_checkpointing": False},
@@ -472,7 +472,7 @@ def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, m
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr("rlhfless.prepare.devices.local_node", lambda _: Node("", "this machine", 2, 2))
+    monkeypatch.setattr("rlhfless.prepare.machine.local_node", lambda _: Node("", "this machine", 2, 2))
     monkeypatch.setattr("rlhfless.planning.inputs.host_memory_bytes", lambda: 24 << 30)
 
 

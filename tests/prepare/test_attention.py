@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import Gemma2Config
 
-from rlhfless.prepare.attention import attention_warnings
+from rlhfless.prepare.model import attention_warnings
 from rlhfless.spec import RunSpec
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhfless.prepare import checkpoint_trial
-from rlhfless.prepare.checkpoint_trial import checkpoint_problems
+from rlhfless.prepare import machine
+from rlhfless.prepare.machine import checkpoint_problems
 from rlhfless.prepare.model import load_policy
 from rlhfless.spec import RunSpec
 
@@ -62,7 +62,7 @@ def test_room_for_a_checkpoint(spec: Any, tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(path)
         return Usage(2000, 1000, 1000)
 
-    monkeypatch.setattr(checkpoint_trial.shutil, "disk_usage", usage)
+    monkeypatch.setattr(machine.shutil, "disk_usage", usage)
     if url is None:
         (problem,) = problems(spec())
         assert "output" in problem

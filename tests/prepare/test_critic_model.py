@@ -8,8 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fakes.tiny_learner import save_tiny_critic, save_tiny_model
-from rlhfless.prepare.critic import critic_problems
-from rlhfless.prepare.model import PolicyModel, TokenizerInfo
+from rlhfless.prepare.model import PolicyModel, TokenizerInfo, critic_problems
 from rlhfless.spec import RunSpec
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhfless.prepare import examples
 from rlhfless.prepare.examples import load_examples
 from rlhfless.prepare.model import PolicyModel, TokenizerInfo
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.supervised import DATA

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.prepare.mixture import MixtureOrder
+from rlhfless.prepare.prompt_order import MixtureOrder
 from rlhfless.records import Prompt
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Prompt
 
 

@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from rlhfless.prepare.prompts import load_prompts
-from rlhfless.prepare.reward_inputs import gets_of
 from rlhfless.prepare.rewards import reward_problems, reward_warnings
+from rlhfless.prepare.shown_rows import gets_of
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import RewardSample, checker
 from rlhfless.rewards.mathematics import MathReward

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rlhfless.records import FinishReason
-from rlhfless.records.compare import compare_samples
 from rlhfless.records.schema import TraceError
-from rlhfless.records.traces import Trace, TracedRollout, TraceMeta
+from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, compare_samples
 
 META = TraceMeta("run", 1, {}, {}, {})
 

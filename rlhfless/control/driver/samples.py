@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfless.prepare.reward_inputs import gets_of
+from rlhfless.prepare.shown_rows import gets_of
 from rlhfless.records import Experience, Group, Prompt, Sample
 from rlhfless.rewards.protocol import Unscorable
 from rlhfless.spec import RewardSpec

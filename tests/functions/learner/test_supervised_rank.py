@@ -14,7 +14,7 @@ from fakes.tiny_learner import make_pairs, make_supervised
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import pack_examples
-from rlhfless.records.examples import Example
+from rlhfless.records.rollouts import Example
 from rlhfless.spec import AdamWSpec, DPOSpec
 
 PLAIN = AdamWSpec(learning_rate=0.5, eps=1.0, weight_decay=0.0, max_grad_norm=0.3)

@@ -11,13 +11,66 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import islice
 
 import numpy as np
 
-from rlhfless.prepare.prompts import OTHERS, PromptOrder
 from rlhfless.records import IntArray, Prompt
 from rlhfless.spec import DataSpec
+from rlhfless.spec.errors import InputError, Problem
+
+OTHERS = 1
+"""Makes the order of `PromptOrder.others` another than any of an epoch."""
+
+
+class PromptOrder:
+    """The prompts of each step.
+
+    Shuffled: every epoch has an order of its own. A batch never crosses from one epoch into the next, so that
+    no prompt is in it twice; the prompts left over at the end of an epoch (fewer than n) are skipped in that epoch.
+    Not shuffled: the prompts in file order, again from the start after the last.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._draw)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def batch(self, step: int, n: int) -> list[Prompt]:
+        """The n prompts of a step, counted from 0. Raises ValueError if there are fewer than n."""
+        total = len(self._prompts)
+        if not 1 <= n <= total or step < 0:
+            raise ValueError(f"no batch of {n} for step {step}: there are {total} prompts")
+        if not self._shuffle:
+            return [self._prompts[(step * n + i) % total] for i in range(n)]
+        epoch, position = divmod(step, total // n)
+        chosen = self._order(epoch)[position * n : (position + 1) * n]
+        return [self._prompts[i] for i in chosen]
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt with an id. Raises InputError if the data has none, or no longer."""
+        if prompt_id not in self._by_id:
+            what = f"the run has begun to draw responses to prompt {prompt_id!r}, which the data no longer has"
+            raise InputError("prompts", [Problem("prompts", what, "put it back, or start a new run")])
+        return self._by_id[prompt_id]
+
+    def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
+        """Up to n prompts for a step, counted from 0, whose ids are not `used`, in an order of the step's own."""
+        order = np.random.default_rng([self._seed % 2**64, step, OTHERS]).permutation(len(self._prompts))
+        unused = (self._prompts[i] for i in order if self._prompts[i].prompt_id not in used)
+        return list(islice(unused, n))
+
+    @cached_property
+    def _by_id(self) -> dict[str, Prompt]:
+        return {prompt.prompt_id: prompt for prompt in self._prompts}
+
+    def _draw(self, epoch: int) -> IntArray:
+        return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))
 
 
 @dataclass(frozen=True, slots=True)
