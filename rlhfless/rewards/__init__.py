@@ -1,4 +1,4 @@
-"""Rewards: the parts of a run's score."""
+"""Rewards: score responses."""
 
 from rlhfless.rewards.combine import Rewards, checker, combined
 from rlhfless.rewards.protocol import Failed, Outcome, RewardError, RewardSample

@@ -1,5 +1,8 @@
-"""Expected answers: values of the data as the text that the data has, and the messages about those that cannot be
-used."""
+"""Read answers of mathematics: expected ones from the data, final ones from a response.
+
+A final answer is the last `\\boxed{}`, else the last `<answer>`, else what the response states last. Answers that are
+words, dates or choices are normalised here; `units_of` compares units, which parsers of mathematics drop.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ AnswerSpec = ExactMatchSpec | RegexSpec | MathSpec
 
 
 def answer_text(value: Any) -> str | None:
-    """A value as it is written in the data; None if it is no text, number, truth value or date.
+    """Return a value as written in the data; None unless it is text, a number, a bool or a date.
 
     `1.50` of JSON stays `1.50`. Formats without a written form (Parquet) give the shortest decimal without an exponent:
-    0.00001, and not 1e-05.
+    0.00001, not 1e-05.
     """
     if isinstance(value, np.generic):
         narrow = isinstance(value, np.floating) and value.dtype.itemsize < np.dtype(float).itemsize
@@ -54,7 +57,7 @@ def answer_text(value: Any) -> str | None:
 
 
 def answer_of(columns: Mapping[str, Any], spec: AnswerSpec) -> str:
-    """The expected answer as text. Raises Unscorable."""
+    """Return the expected answer as text. Raises Unscorable."""
     assert spec.answer_field is not None
     value = find_field(columns, spec.answer_field)
     text = answer_text(value)
@@ -70,7 +73,7 @@ def answer_of(columns: Mapping[str, Any], spec: AnswerSpec) -> str:
 
 
 def answer_faults(spec: AnswerSpec, prompts: Sequence[Prompt]) -> list[str]:
-    """A message if the expected answers of some prompts cannot be used."""
+    """Report expected answers that cannot be used."""
     assert spec.answer_field is not None
     if problems := column_problems(spec.answer_field, prompts, lambda value: answer_text(value) is not None):
         return [*problems]
@@ -109,16 +112,16 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """The text of an answer, in a box or stated."""
+    """The text of a final answer."""
 
     text: str
     boxed: bool
     joined: str = ""
-    """Of several boxes that only line breaks separate: all of them as one answer; else empty."""
+    """Boxes that only line breaks separate, joined into one answer; else empty."""
 
 
 def final_part(response: str) -> str:
-    """What the response says after its thoughts, and within its last `<answer>` if there is one."""
+    """Return the text after the thoughts, and within the last `<answer>` if there is one."""
     said = response.rpartition(_THOUGHT_ENDS)[2]
     before, ended, _ = said.rpartition(_TAG_ENDS)
     _, opened, tagged = before.rpartition(_TAG)
@@ -126,8 +129,11 @@ def final_part(response: str) -> str:
 
 
 def boxed_answer(text: str) -> FinalAnswer | None:
-    """The last box that is not empty, with those before it that are of the same answer; None without a box. A box that
-    never closes is an answer that was cut off, and empty."""
+    """Return the last box that is not empty, joined with those before it that belong to the same answer; None without a
+    box.
+
+    A box that never closes was cut off: its answer is empty.
+    """
     boxes = [box for box in _boxes(text) if box[2].strip()]
     if not boxes:
         return None
@@ -152,7 +158,7 @@ def boxed_answer(text: str) -> FinalAnswer | None:
 
 
 def stated_answers(text: str) -> Iterator[str]:
-    """Texts that may be the whole answer of a response without a box, the most likely first."""
+    """Yield texts that may be the answer of a response without a box, most likely first."""
     if stated := list(_STATED.finditer(text)):
         line = text[stated[-1].end() :].partition("\n")[0].strip()
         if line.count("**") % 2:  # opened before the answer
@@ -165,7 +171,7 @@ def stated_answers(text: str) -> Iterator[str]:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and content of each box without another in it. The end is -1 if the box does not close."""
+    """Yield (start, end, content) of each innermost box; end is -1 if it does not close."""
     closings = _closings(text)
     for opening, following in pairwise([*_BOX.finditer(text), None]):
         assert opening is not None
@@ -182,7 +188,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Where each brace closes, by where it opens."""
+    """Map the position of each opening brace to its closing brace."""
     opened, closings = [], {}
     for found in _BRACES.finditer(text):
         if found[0] == "{":
@@ -208,8 +214,7 @@ _OTHER_CHOICE = re.compile(
 
 @lru_cache(maxsize=CACHED)
 def as_text(text: str) -> str:
-    """An answer as a text in one form, to compare those that no parser reads: without sizes of brackets, braces around
-    a single character and spaces that separate no numbers or words, and with its words in lower case."""
+    """Normalise an answer that no parser reads: lower-case words, no bracket sizes, no redundant braces or spaces."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", with_units(text))
     text = re.sub(r"\\[lc]?dots(?![A-Za-z])", "...", text)
     text = re.sub(r"[A-Za-z]{3,}", lambda found: found[0] if found[0].isupper() else found[0].lower(), text)
@@ -221,7 +226,7 @@ def as_text(text: str) -> str:
 
 @lru_cache(maxsize=CACHED)
 def choice(text: str) -> tuple[str, str] | None:
-    """Letter and value of an answer to a multiple choice question: `(B) 7`, `\\textbf{(C)}\\ 9`, `D`; else None."""
+    """Return letter and value of a multiple-choice answer (`(B) 7`, `\\textbf{(C)}\\ 9`, `D`); else None."""
     text = without_delimiters(re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|mbox)\b", "", text))
     if whole := re.fullmatch(r"\{([^{}]*)\}", text):
         text = whole[1].strip()
@@ -233,8 +238,8 @@ def choice(text: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=CACHED)
 def as_words(text: str) -> str | None:
-    """The words of an answer that is no mathematics (`\\text{east}`, `No solution.`), in one form; None if it is not
-    made of words."""
+    """Normalise an answer made of words, a date or a time (`\\text{east}`, `No solution.`); None for anything
+    else."""
     text = without_delimiters(from_unicode(text))
     text = re.sub(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\\[ ,;:!]|[~$\"*_]|\\(?:q?quad)", " ", text).strip(" .!")
@@ -259,7 +264,7 @@ def as_words(text: str) -> str | None:
 
 
 Unit = tuple[Fraction, frozenset[tuple[str, int]]]
-"""A factor, and the exponents of the names in `_BASES`."""
+"""A factor, and the exponents of base units."""
 
 _BASES = {
     "m": "1 m meter metre; .001 mm millimeter millimetre; .01 cm centimeter centimetre; .1 dm decimeter decimetre; "
@@ -301,14 +306,14 @@ _TOKEN = re.compile(r"\^\s*-?\s*\d+|[A-Za-z]+|\d+|\S")
 
 
 def differ(one: frozenset[Unit], other: frozenset[Unit]) -> bool:
-    """Whether two answers name units that cannot be the same; False where one of them names none that is known."""
+    """Whether two answers name known units that cannot be the same. Nothing is converted."""
     return bool(one and other) and not one & other
 
 
 @lru_cache(maxsize=CACHED)
 def units_of(text: str) -> frozenset[Unit]:
-    """What the unit at the end of an answer may mean, `m` a meter or a minute; empty if there is none, or if some part
-    of it is not known."""
+    """Return the possible meanings of an answer's unit (`m`: meter or minute); empty if it has none or an unknown
+    part."""
     bare, whole = as_latex(text), with_units(text).strip()
     if found := _CURRENCY.match(without_delimiters(from_unicode(text))):
         return _meanings(_CURRENCIES[found[1].replace("US\\", "US")]) if whole == bare else frozenset()
@@ -316,7 +321,7 @@ def units_of(text: str) -> frozenset[Unit]:
 
 
 def _meanings(text: str) -> frozenset[Unit]:
-    """The meanings of a unit as it is written: `cm^2`, `\\text{ miles per hour}`, `kg m s^-2`."""
+    """Parse a written unit: `cm^2`, `\\text{ miles per hour}`, `kg m s^-2`."""
     text = re.sub(r"\^\s*\{?\s*\\circ", " degree ", text)
     text = re.sub(r"\\(?:text|mathrm|cdot|times|[,;:! ])|[{}()*~]", " ", text)
     text = re.sub(r"\bdeg(?:ree)?s?\s+(?=(?:C|F|celsius|fahrenheit)\b)", "", text, flags=re.IGNORECASE)
@@ -363,7 +368,7 @@ def _named(token: str) -> list[Unit]:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, list[Unit]]:
-    """The meanings of each name."""
+    """Build the table of unit names to meanings."""
     known: dict[str, list[Unit]] = {}
     for base, names in _BASES.items():
         for entry in names.split("; "):

@@ -1,4 +1,5 @@
-"""Rewards that are pure functions of the response and its row. They run in the scoring function's own process."""
+"""Built-in rewards: exact_match, regex, format and length_penalty run in the scoring process, json_schema in a
+worker."""
 
 from __future__ import annotations
 
@@ -52,10 +53,9 @@ class ExactMatch(LocalReward):
 
 @dataclass(frozen=True)
 class Regex(LocalReward):
-    """1 if the pattern is found and, if asked for, its first group equals the answer column, else 0.
+    """1 if the pattern matches and, with `answer_field`, its first group equals the answer; else 0.
 
-    Group and answer are compared without white space at their ends. The package `regex` matches as `re` does, and
-    can be given a time limit. Raises RewardError for the rare pattern that it interprets differently from `re`.
+    Uses the package `regex`, which supports a timeout. Raises RewardError for a pattern it rejects.
     """
 
     spec: RegexSpec
@@ -83,7 +83,7 @@ class Regex(LocalReward):
 
 @dataclass(frozen=True)
 class Format(LocalReward):
-    """1 if the response contains the tags, each once and in order, with text in each; else 0."""
+    """1 if the response has each tag once, in order and not empty; else 0."""
 
     spec: FormatSpec
 
@@ -132,8 +132,7 @@ class JsonSchemaReward:
         needed = "a mapping or its JSON text is needed"
         return [*column_problems(field, prompts, _is_schema, needed)] or _schema_problems(field, prompts)
 
-    def prepare(self) -> None:
-        """Nothing to prepare."""
+    def prepare(self) -> None: ...
 
     def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         for index, sample in enumerate(samples):
@@ -172,7 +171,7 @@ def _text(value: Any) -> str:
 
 
 def _schema_problems(field: str, prompts: Sequence[Prompt]) -> list[str]:
-    """A message if the schemas of some rows cannot be used; each distinct one is looked at once."""
+    """Report rows whose schema cannot be used."""
     faults: dict[str, str] = {}
     texts = [_text(field_value(prompt.columns, field)) for prompt in prompts]
     for text in dict.fromkeys(texts):
@@ -186,7 +185,7 @@ def _schema_problems(field: str, prompts: Sequence[Prompt]) -> list[str]:
 
 @lru_cache(maxsize=_SCHEMA_CACHE)
 def _validator(text: str) -> Validator:
-    """Raises Unscorable if the text is no JSON schema."""
+    """Compile a schema. Raises Unscorable."""
     try:
         return schema_validator(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -195,7 +194,7 @@ def _validator(text: str) -> Validator:
 
 
 def _candidates(response: str) -> Iterator[str]:
-    """Candidate texts, best first: the first that is JSON is used."""
+    """Yield texts that may be the JSON, most likely first."""
     yield response
     yield from json_blocks_of(response)
     last = None

@@ -1,4 +1,4 @@
-"""The response's Python program against the row's tests, each in a confined process of its own."""
+"""Run the response's Python program against the row's tests, each test in its own confined process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class CodeReward:
-    """Share of tests passed, or whether all are."""
+    """Score by the share of tests passed, or 1 if all pass."""
 
     whole = False
 
@@ -38,7 +38,7 @@ class CodeReward:
         self._spec = spec
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Read the tests of every row; run the solutions of some, where there are any."""
+        """Check the tests of every row, and run up to 16 of the rows' own solutions."""
         faults = []
         for prompt in prompts:
             try:
@@ -53,7 +53,7 @@ class CodeReward:
         return [str(listed("the tests fail their own solutions", faults, len(chosen)))] if faults else []
 
     def prepare(self) -> None:
-        """Makes the worker's memory and environment unreadable for the code that it will start."""
+        """Hide the worker's memory and environment from the code it starts."""
         processes.hide_from_others()
 
     def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
@@ -78,7 +78,7 @@ class CodeReward:
 
 
 def _names_under_test(tests: Sequence[Test]) -> set[str]:
-    """What tests use of the program; nothing where they look at its output."""
+    """Return the program names that tests use; none for output tests."""
     names: set[str] = set()
     for test in tests:
         if not isinstance(test, OutputTest):
@@ -89,7 +89,7 @@ def _names_under_test(tests: Sequence[Test]) -> set[str]:
 
 
 def _solution_fault(prompt: Prompt, spec: CodeSpec) -> str:
-    """Run a row's own solution; returns what is wrong, empty if it passes."""
+    """Run a row's own solution; return what is wrong, or an empty string."""
     assert spec.solution_field is not None
     try:
         value = field_value(prompt.columns, spec.solution_field)
@@ -110,7 +110,7 @@ def _solution_fault(prompt: Prompt, spec: CodeSpec) -> str:
 
 
 def sources_of(program: str, columns: Mapping[str, Any], spec: CodeSpec, prompt: str) -> tuple[str, ...]:
-    """The texts to run, of which the first that compiles is the program; `prompt` is used if no column has it."""
+    """Return candidate programs; the first that compiles is run. `prompt` is used if no column has the stub."""
     stub = find_field(columns, spec.prompt_field)
     stub = stub if isinstance(stub, str) else prompt
     try:
@@ -121,7 +121,7 @@ def sources_of(program: str, columns: Mapping[str, Any], spec: CodeSpec, prompt:
 
 
 def passes(sources: Sequence[str], test: Test, spec: CodeSpec) -> bool:
-    """Run the program with one test, in a confined process."""
+    """Run one test in a confined process."""
     token = secrets.token_hex()
     given = test.input if isinstance(test, OutputTest) else ""
     expected = len(test.output.encode(errors="surrogatepass")) if isinstance(test, OutputTest) else 0
@@ -137,7 +137,7 @@ def passes(sources: Sequence[str], test: Test, spec: CodeSpec) -> bool:
 
 
 def _what_to_run(test: Test, spec: CodeSpec) -> dict[str, Any]:
-    """A test as rlhfless.rewards.tested takes it."""
+    """Encode a test for rlhfless.rewards.tested."""
     if isinstance(test, OutputTest):
         return {"kind": "output"}
     if isinstance(test, CallTest):
@@ -163,11 +163,10 @@ _NUMBER = re.compile(r"(?<![\w.])([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:
-    """Compare line by line, without white space at the ends of lines and of the whole.
+    """Compare outputs line by line, ignoring trailing white space.
 
-    Where the expected line has a decimal number, such as `0.5` or `1e-3`, also within `(0.5, 1)` or `x=0.5`, the
-    program's number may differ from it by `tolerance`, absolute or relative. A whole number may be written otherwise
-    (`2.0` for `2`), as LiveCodeBench's judge has it; all else must be the same.
+    A decimal number in the expected line, also inside text (`x=0.5`), may differ by `tolerance`, absolute or relative.
+    An integer may be written as `2.0`, as in LiveCodeBench's judge.
     """
     lines, wanted = _lines(given), _lines(expected)
     if len(lines) != len(wanted):
@@ -200,10 +199,9 @@ _FUTURE = re.compile(r"^from __future__ import [^(\n]*\n", re.MULTILINE)
 
 
 def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
-    """The texts to run, of which the first that compiles is the program.
+    """Complete a program with its prompt's stub, as in HumanEval; the first candidate that compiles is run.
 
-    A program that defines the function gets what stands in the stub before it (imports, helpers); another is taken as
-    the function's body.
+    A program that defines the function gets the stub's imports and helpers; any other is taken as the function's body.
     """
     program = textwrap.dedent(program).strip("\n")
     name = function.replace("()", "").rpartition(".")[2]
@@ -225,7 +223,7 @@ def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
 
 
 def _indentation(stub: str) -> str:
-    """Of the last line of a stub; of its body, where that is the function's head."""
+    """Return the indentation that follows a stub."""
     last = next((line for line in reversed(stub.split("\n")) if line.strip()), "")
     own = last[: len(last) - len(last.lstrip())]
     return own + "    " if last.rstrip().endswith(":") else own or "    "

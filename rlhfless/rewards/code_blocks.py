@@ -1,8 +1,7 @@
-"""Finds the Python program, or the JSON, in a response: its fenced blocks, read as CommonMark with a few tolerances.
+"""Find the Python program, or the JSON, in a response: CommonMark fenced blocks with a few tolerances.
 
-The program is the last block tagged as Python, of several the last that defines what is tested; else the last block
-without a tag; else, where there is no block at all, the response. A response with blocks of other languages only has no
-program. docs/rewards.md lists the tolerances.
+The program is the last block tagged Python (the last that defines what is tested), else the last untagged block, else
+the whole response if it has no block. docs/rewards.md lists the tolerances.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ class Block:
     """A fenced block of a response."""
 
     tag: str
-    """`python`, `session` for one of Python's, empty for a block without a language, else the language."""
+    """`python`, `session` for an interactive session, empty without a language, else the language."""
     source: str
-    """Its content without the fences' indentation."""
+    """The content, without the fence's indentation."""
     first: int
-    """The line of its opening fence, from 0."""
+    """Line of the opening fence, from 0."""
     end: int
-    """The line after its last."""
+    """Line after the last one."""
 
 
 def program_of(response: str, names: Collection[str] = ()) -> str | None:
-    """The response's Python program, dedented where it is a block; None if there is none. `names`: what tests use. A
-    block after the program that shows its use or tests it defines none of them."""
+    """Return the response's Python program, or None. `names`: names that the tests use."""
     blocks, text = _answer(response)
     if not blocks:
         text = next((match[1] for match in _MARKS.finditer(text)), text)
@@ -70,21 +68,21 @@ def program_of(response: str, names: Collection[str] = ()) -> str | None:
 
 
 def definition_of(*names: str) -> re.Pattern[str]:
-    """Matches a line that defines one of the names: a function or class anywhere, or a variable of the module."""
+    """Match a line that defines one of the names: a function or class anywhere, or a module variable."""
     any_of = f"(?:{'|'.join(map(re.escape, names))})"
     function = rf"[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{any_of}\b"
     return re.compile(rf"^(?:{function}|{any_of}[ \t]*(?::[^=\n]*)?=(?!=))", re.MULTILINE)
 
 
 def json_blocks_of(response: str) -> list[str]:
-    """The blocks that may hold the response's JSON, the best first: the last tagged as JSON, the last untagged."""
+    """Return blocks that may hold the response's JSON, best first."""
     blocks, _ = _answer(response)
     found = [_last(blocks, *tags) for tags in (("json", "jsonc", "json5"), ("",))]
     return [source for source in found if source is not None]
 
 
 def _last(blocks: Sequence[Block], *tags: str) -> str | None:
-    """The last block with the first of the tags that any has; blocks with nothing in them do not count."""
+    """Return the last non-empty block with the first tag that any block has."""
     for tag in tags:
         sources = [block.source for block in blocks if block.tag == tag and block.source.strip()]
         if sources:
@@ -93,7 +91,7 @@ def _last(blocks: Sequence[Block], *tags: str) -> str | None:
 
 
 def _answer(response: str) -> tuple[list[Block], str]:
-    """The blocks of the final answer, and its text."""
+    """Return the blocks and the text of the final answer."""
     text = response.replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
     blocks = blocks_of(text)
     inside = {line for block in blocks for line in range(block.first + 1, block.end)}
@@ -103,7 +101,7 @@ def _answer(response: str) -> tuple[list[Block], str]:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The fenced blocks of a text with newlines as `\\n`, in their order."""
+    """Return the fenced blocks of a text whose lines end in `\\n`."""
     if not any(match["fence"] for match in _TEXT_LEXEMES.finditer(text)):
         return []  # no fence, or only in the strings of a program without one
     blocks = []
@@ -121,14 +119,14 @@ def blocks_of(text: str) -> list[Block]:
 
 @lru_cache(maxsize=1)
 def _markdown() -> MarkdownIt:
-    """CommonMark without blocks by indentation and without HTML, which would hide fences below `<answer>`."""
+    """CommonMark without indented code and HTML, which would hide fences below `<answer>`."""
     markdown = MarkdownIt("commonmark", {"maxNesting": 100}).disable(["code", "html_block", "reference", "inline"])
     markdown.block.ruler.at("fence", _fence, {"alt": ["paragraph", "reference", "blockquote", "list"]})
     return markdown
 
 
 def _fence(state: StateBlock, first: int, end: int, silent: bool) -> bool:
-    """The rule for fenced blocks, in the form of markdown-it: whether one opens at the line, and its token."""
+    """markdown-it rule: parse a fenced block at this line."""
     line = state.src[state.bMarks[first] + state.tShift[first] : state.eMarks[first]]
     opened = _OPENING.fullmatch(line) or _GLUED.fullmatch(line)
     if opened is None:
@@ -147,8 +145,8 @@ def _fence(state: StateBlock, first: int, end: int, silent: bool) -> bool:
 
 
 def _end(state: StateBlock, first: int, end: int, fence: str, tag: str) -> tuple[int, str, bool]:
-    """Where a block ends: a line, what belongs to the block before a fence within that line, and whether the line is
-    to be skipped."""
+    """Return the line where a block ends, text that belongs to it before the closing fence, and whether to skip the
+    line."""
     found = _end_of_program(state, first, end, fence) if tag in ("python", "") else None
     if found is not None:
         return found
@@ -165,7 +163,7 @@ def _end(state: StateBlock, first: int, end: int, fence: str, tag: str) -> tuple
 
 
 def _end_of_program(state: StateBlock, first: int, end: int, fence: str) -> tuple[int, str, bool] | None:
-    """As `_end`, by the first fence outside of strings and comments; None if a string is not closed."""
+    """Like `_end`, by the first fence outside strings and comments; None if a string is not closed."""
     stop = state.eMarks[end - 1]
     for match in _LEXEMES.finditer(state.src, state.eMarks[first], stop):
         if match["unclosed"]:
@@ -195,7 +193,7 @@ def _line_at(state: StateBlock, offset: int, first: int, end: int) -> int:
 
 
 def _tag(info: str) -> str:
-    """`python`, empty, or another language, by a fence's info string: `Python`, `{.python .numberLines}`, `c++`."""
+    """Return `python`, empty, or the language of an info string such as `{.python .numberLines}`."""
     braces = re.match(r"\s*\{([^}]*)\}?(.*)", info)
     if braces:
         words = [*re.split(r"[\s,]+", braces[1]), *braces[2].split()[:1]]
@@ -212,8 +210,7 @@ def _is_python(word: str) -> bool:
 
 
 def _bounds_of_answer(lines: Sequence[str], inside: set[int]) -> tuple[int, int]:
-    """The first line of the final answer, and the line after its last: after the last thought, and in the last
-    `<answer>` if there is one. `inside`: lines of blocks, which are not looked at."""
+    """Return the first line of the final answer and the line after it. `inside`: lines of blocks, which are skipped."""
     outside = [number for number in range(len(lines)) if number not in inside]
     thought = max((number for number in outside if "</think>" in lines[number]), default=0)
     answers = [number for number in outside if number >= thought and lines[number].lstrip().startswith("<answer>")]

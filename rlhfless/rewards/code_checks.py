@@ -1,7 +1,7 @@
-"""Test code, read without being run: what of it runs, how many checks that executes, and what it needs.
+"""Analyse test code without running it: what runs, how many checks it executes, and what it imports.
 
-Test code may be plain asserts, functions of pytest, classes of unittest, or a function `check(candidate)` as in
-HumanEval. Whatever would pass every program, because it checks nothing, is refused.
+Test code is plain asserts, pytest functions, unittest classes, or HumanEval's `check(candidate)`. Code that would pass
+every program, because it checks nothing, is refused.
 """
 
 from __future__ import annotations
@@ -22,51 +22,48 @@ from types import CodeType
 from rlhfless.rewards.protocol import Unscorable
 
 PROGRAM_MODULES = ("solution", "__main__")
-"""Names under which test code can import the response's program."""
+"""Names under which test code may import the response's program."""
 
 COUNTER = "_rlhfless_count"
-"""The function that instrumented test code calls before each check, and with what it asserts: a failed assert counts
-where the code catches it, too."""
+"""Function that instrumented test code calls before each check, so that a caught assert counts as failed."""
 
 EQUAL = "_rlhfless_equal"
-"""The function that instrumented test code calls for `==`."""
+"""Function that instrumented test code calls for `==`."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _EXITS = frozenset({"exit", "quit", "_exit", "fail"})
 _CONTEXTS = frozenset({"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns", "assertLogs"})
 _FILLING = frozenset({"patch", "given"})
-"""Decorators that give a test arguments: of unittest.mock and hypothesis."""
+"""Decorators that pass arguments to a test (unittest.mock, hypothesis)."""
 _BY_NAME = frozenset({"eval", "exec", "globals", "locals", "vars", "__import__", "import_module"})
 
 
 @dataclass(frozen=True, slots=True)
 class TestCode:
-    """Test code that can be run. Tests of pytest and unittest are named, for they must be called."""
+    """Runnable test code; pytest and unittest tests are listed by name, because they must be called."""
 
     __test__ = False  # not a test of pytest
 
     code: CodeType
-    """The code with calls of COUNTER and EQUAL."""
+    """The code, instrumented with COUNTER and EQUAL."""
     functions: tuple[str, ...]
-    """Functions of pytest, in their order."""
     classes: tuple[str, ...]
-    """Classes of pytest or unittest."""
     check: bool
-    """Whether it defines `check(candidate)` and leaves the call to its reader."""
+    """Whether it defines `check(candidate)` without calling it."""
     candidate: bool
-    """Whether it needs the function under test, as `candidate`."""
+    """Whether it needs the function under test as `candidate`."""
     imports: tuple[str, ...]
-    """Modules that it imports, without the program's."""
+    """Imported modules, except the program."""
     checks: int
-    """Checks in the text that can be reached."""
+    """Number of reachable checks."""
     uses: frozenset[str]
     """Names of the program that it uses."""
 
 
 @lru_cache(maxsize=512)
 def read_test_code(source: str) -> TestCode:
-    """Read test code. Raises Unscorable if it is not Python, or would check nothing."""
+    """Analyse and instrument test code. Raises Unscorable if it is not Python, or checks nothing."""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
@@ -118,7 +115,7 @@ class _Reader:
         self.uses = frozenset(self._free | _from_program(tree)) - {"candidate"}
 
     def _collect(self, node: _Function | ast.ClassDef, *, named: bool) -> None:
-        """Take a definition as a test if it is one. `named`: other code names it."""
+        """Register a definition as a test if it is one. `named`: other code refers to it."""
         if isinstance(node, ast.ClassDef):
             if node.name in self._cases or node.name.startswith("Test"):
                 self.classes.append(node)
@@ -130,7 +127,7 @@ class _Reader:
             self.functions.append(node)
 
     def checks(self) -> int:
-        """Number of checks that can be reached. Raises Unscorable if there are none."""
+        """Count reachable checks. Raises Unscorable if there are none."""
         reached = self._reached()
         count = sum(_is_check(statement) for statement in reached)
         if count:
@@ -146,7 +143,7 @@ class _Reader:
         raise Unscorable("the test code checks nothing: it has no assert, so every program would pass; add one")
 
     def require_program(self) -> None:
-        """Raise Unscorable if the code never uses the response's program, or imports what is not installed."""
+        """Raises Unscorable if the code never uses the program, or imports a module that is not installed."""
         for name in self.imports:
             if not _installed(name):
                 hint = "install it, or import `solution` if it is the response's program"
@@ -161,7 +158,7 @@ class _Reader:
             raise Unscorable(f"{what}; call its function, or import `solution`")
 
     def _reached(self) -> list[ast.stmt]:
-        """The statements that run: those of the module, of tests, and of what these name."""
+        """Return the statements that run: module level, tests, and what these refer to."""
         defined: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]] = {}
         for node in ast.walk(self._tree):
             if isinstance(node, _Scope):
@@ -194,7 +191,7 @@ class _Reader:
 
 
 class _Counting(ast.NodeTransformer):
-    """Puts calls of COUNTER into each check, and of EQUAL for `==`."""
+    """Insert calls of COUNTER into checks, and of EQUAL for `==`."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -223,7 +220,7 @@ def _counted(statement: ast.AST) -> list[ast.AST]:
 
 
 def _is_check(node: ast.stmt) -> bool:
-    """Whether a statement can fail the test. Raises Unscorable for an assert that never fails by mistake."""
+    """Whether a statement can fail the test. Raises Unscorable for an assert that can never fail."""
     if isinstance(node, ast.Assert):
         if isinstance(node.test, ast.Tuple) and node.test.elts:
             raise Unscorable(
@@ -244,7 +241,7 @@ def _is_check(node: ast.stmt) -> bool:
 
 
 def _never_holds(node: ast.stmt) -> bool:
-    """Whether it is `assert False`, which says what must not be reached."""
+    """Whether it is `assert False`."""
     return isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
 
 
@@ -253,7 +250,7 @@ def _exits(node: ast.stmt) -> bool:
 
 
 def _without_runners(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements without `unittest.main()`, for tests are run here, and with what stands under `__main__`."""
+    """Drop `unittest.main()` and similar, and unwrap `if __name__ == "__main__"`."""
     for node in body:
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test):
             yield from _without_runners(node.body)
@@ -270,7 +267,7 @@ def _without_runners(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _walk(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """Nodes of statements, without the bodies of functions and classes' methods: those run if they are called."""
+    """Walk statements without function bodies, which run only when called."""
     todo: list[ast.AST] = list(body)[::-1]
     while todo:
         node = todo.pop()
@@ -282,7 +279,7 @@ def _walk(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _test_cases(top: Sequence[ast.AST]) -> set[str]:
-    """Names of the classes of unittest, directly or by a class of the same code."""
+    """Return the names of unittest classes, including indirect subclasses."""
     names: set[str] = set()
     for node in top:
         if isinstance(node, ast.ClassDef):
@@ -297,7 +294,7 @@ def _methods(node: ast.ClassDef) -> list[_Function]:
 
 
 def _run_methods(node: ast.ClassDef) -> list[_Function]:
-    """The methods of a test class that pytest or unittest call."""
+    """Return the methods of a test class that pytest or unittest call."""
     names = ("test", "setUp", "setup", "tearDown", "teardown", "asyncSetUp", "asyncTearDown", "runTest")
     return [method for method in _methods(node) if method.name.startswith(names) and not _skipped(method)]
 
@@ -312,7 +309,7 @@ def _skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> boo
 
 
 def _required(node: _Function) -> list[str]:
-    """Parameters without a default."""
+    """Return parameters without a default."""
     positional = [*node.args.posonlyargs, *node.args.args]
     first = positional[: len(positional) - len(node.args.defaults)]
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
@@ -325,7 +322,7 @@ def _is_fixture(node: ast.AST) -> bool:
 
 
 def _fixtures(top: Sequence[ast.AST]) -> set[str]:
-    """Names of the fixtures that tests may use: those of the code without parameters, and some of pytest's."""
+    """Return the fixtures that tests may use: unparametrised ones of the code, and a few of pytest's."""
     names = {"capsys", "tmp_path"} | ({"monkeypatch"} if _installed("pytest") else set())
     todo = {}
     for node in top:
@@ -348,7 +345,7 @@ def _fixtures(top: Sequence[ast.AST]) -> set[str]:
 def _require_fixtures(
     node: _Function, required: Sequence[str], decorators: Sequence[ast.expr], fixtures: Collection[str]
 ) -> None:
-    """Raise Unscorable for a test that needs a fixture that is not among these, or has no parameters."""
+    """Raises Unscorable for a test that needs an unsupported fixture, or has no parameters."""
     given = set(fixtures)
     for each in decorators:
         if set(ast.unparse(each).split("(")[0].split(".")) & _FILLING:
@@ -372,7 +369,6 @@ def _require_fixtures(
 
 
 def _name(node: ast.AST) -> str:
-    """The last part of a name."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -381,7 +377,7 @@ def _names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _from_program(tree: ast.Module) -> set[str]:
-    """Names that code imports from the program, or takes as attributes of its module."""
+    """Return names that code imports from the program's module."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
@@ -400,7 +396,7 @@ def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def _free_names(source: str) -> set[str]:
-    """The global names that code uses and does not bind."""
+    """Return global names that code uses and does not bind."""
     top = symtable.symtable(source, "<tests>", "exec")
     bound = {each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()}
     used: set[str] = set()
@@ -415,7 +411,7 @@ def _free_names(source: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _installed(module: str) -> bool:
-    """Whether a confined process can import a module: of the standard library or of site-packages."""
+    """Whether a confined process can import a module."""
     top = module.split(".")[0]
     if top in sys.stdlib_module_names:
         return True

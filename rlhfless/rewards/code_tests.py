@@ -1,6 +1,6 @@
-"""The tests in a row's columns, in the shapes of APPS, LiveCodeBench, HumanEval, MBPP and others.
+"""Parse the tests in a row's columns: the shapes of APPS, LiveCodeBench, HumanEval, MBPP and others.
 
-A shape is recognised by its fields; a shape or a field that is not known is refused, never passed over.
+A shape is recognised by its fields; an unknown shape or field is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhfless.util.text import parsed_json
 
 @dataclass(frozen=True, slots=True)
 class OutputTest:
-    """Standard input for the program, and the output that it must print."""
+    """Standard input for the program, and its expected output."""
 
     input: str
     output: str
@@ -34,7 +34,7 @@ class OutputTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A call of the program's function, and the results of which one must come back, as JSON values."""
+    """A call of the program's function, and its accepted results, as JSON values."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -47,7 +47,7 @@ class CodeTest:
 
     source: str
     function: str = ""
-    """The function under test, where the code needs its name."""
+    """The function under test, if the code needs its name."""
 
 
 Test = OutputTest | CallTest | CodeTest
@@ -62,7 +62,7 @@ _SHOWN = "a test is code with asserts, or has `input` and `output`"
 
 
 def tests_of(columns: Mapping[str, Any], spec: CodeSpec) -> tuple[Test, ...]:
-    """The tests of a row, at least one. Raises Unscorable for a test that cannot be run or would check nothing."""
+    """Return the tests of a row, at least one. Raises Unscorable for a test that cannot run or would check nothing."""
     fields = _names(spec.tests_field)
     reader = _Reader(columns, spec)
     tests: list[Test] = []
@@ -88,7 +88,7 @@ def tests_of(columns: Mapping[str, Any], spec: CodeSpec) -> tuple[Test, ...]:
 
 
 def entry_point(columns: Mapping[str, Any], spec: CodeSpec) -> str:
-    """The name of the function under test in the row's own columns; empty if they do not have it. Raises Unscorable."""
+    """Return the name of the function under test from the row's columns; empty if absent. Raises Unscorable."""
     for field in _names(spec.entry_point_field):
         try:
             value = field_value(columns, field)
@@ -102,7 +102,7 @@ def entry_point(columns: Mapping[str, Any], spec: CodeSpec) -> str:
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether one of several columns has no test: null, empty, or lists of inputs and outputs that are empty."""
+    """Whether a test column is empty."""
     if isinstance(value, Mapping):
         return not any(value.values())
     return value is None or value in ("", [], (), "[]", "{}")
@@ -113,7 +113,7 @@ def _names(fields: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _function_of(value: Any, where: str) -> str:
-    """A function's name: the text itself, or `func_name` in JSON. Empty if there is none. Raises Unscorable."""
+    """Parse a function's name, or `func_name` in JSON; empty if absent. Raises Unscorable."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
             value = parsed_json(value)
@@ -129,14 +129,14 @@ def _function_of(value: Any, where: str) -> str:
 
 
 class _Reader:
-    """Reads the values of a row's columns."""
+    """Parse test values of one row."""
 
     def __init__(self, columns: Mapping[str, Any], spec: CodeSpec) -> None:
         self._columns = columns
         self._spec = spec
 
     def tests(self, value: Any) -> Iterator[Test]:
-        """The tests in a value. Raises Unscorable."""
+        """Yield the tests in a value. Raises Unscorable."""
         if isinstance(value, str):
             yield from self._of_text(value)
         elif isinstance(value, Mapping):
@@ -250,7 +250,7 @@ class _Reader:
                 raise Unscorable(f"test {number + 1} of {len(inputs)}: {error}") from error
 
     def _called(self, given: Mapping[str, Any]) -> bool:
-        """Whether a test calls a function: by its type, else by the name of one. Raises Unscorable."""
+        """Whether a test calls a function, by its type or a function's name. Raises Unscorable."""
         kinds = [given[key] for key in ("testtype", "type") if given.get(key)]
         for kind in kinds:
             if str(kind).lower() not in (*_OUTPUT_TYPES, *_CALL_TYPES):
@@ -294,7 +294,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _json(value: Any, name: str) -> Any:
-    """A value that is written as JSON or as a Python literal."""
+    """Parse a value written as JSON or as a Python literal."""
     if not isinstance(value, str):
         return _plain(value)
     try:
@@ -307,7 +307,7 @@ def _json(value: Any, name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: tuples are lists."""
+    """Convert tuples to lists, as JSON has them."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -318,7 +318,7 @@ def _plain(value: Any) -> Any:
 
 
 def _argument(value: Any) -> Any:
-    """An argument in the form of APPS, whose dicts have keys of numbers, which JSON writes as texts."""
+    """Convert an argument of APPS, whose dicts have integer keys that JSON writes as text."""
     value = _plain(value)
     if isinstance(value, dict) and value and all(re.fullmatch(r"-?\d{1,18}", key) for key in value):
         return {int(key): item for key, item in value.items()}
@@ -343,8 +343,8 @@ def _is_python(text: str) -> bool:
 
 @lru_cache(maxsize=16)
 def _unpacked(text: str) -> str:
-    """The text; private tests of LiveCodeBench are JSON in a pickle, compressed, in base64. The pickle is read without
-    running it: it may hold a text and nothing else. Raises Unscorable."""
+    """Unpack LiveCodeBench's private tests: base64, zlib, and a pickle of one text, which is parsed without running it.
+    Raises Unscorable."""
     packed = text.strip()
     if not packed.startswith("eJ") and not packed.startswith("eN"):
         return text

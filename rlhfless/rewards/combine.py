@@ -1,4 +1,4 @@
-"""Several rewards as one: each part is scored separately, all at the same time, and added up with its weight."""
+"""Score samples by several rewards concurrently, and add up their weighted scores."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSp
 
 
 class Rewards:
-    """The weighted sum of the parts that need no network of their own.
+    """All rewards of a run except reward models, which have their own replica.
 
-    Use `start` before the first samples and `close` after the last, for the worker processes.
+    Call `start` before the first samples and `close` after the last: they manage the worker processes.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], scoring: ScoringSpec) -> None:
-        """Parts of type reward_model are left out: they have a replica of their own."""
         own = [spec for spec in specs if not isinstance(spec, RewardModelSpec)]
         isolated = [spec for spec in own if isinstance(spec, VerifierSpec)]
         self._scoring = scoring
@@ -62,26 +61,24 @@ class Rewards:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The worker processes."""
         return self._workers.pids if self._workers else ()
 
     async def start(self) -> None:
-        """Start the workers. Raises RewardError if a reward cannot be made."""
+        """Start the workers. Raises RewardError if a reward cannot be created."""
         if self._workers:
             await self._workers.start()
 
     def close(self) -> None:
-        """End the workers."""
         if self._workers:
             self._workers.close()
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Score]:
-        """One Score per sample, in their order, within `scoring.timeout_s`."""
+        """Return one Score per sample, in order, within `scoring.timeout_s`."""
         columns = await gather_or_cancel(*(self._column(*each, samples) for each in self._rewards))
         return combined(self._weights, columns, len(samples), self._scoring.on_failure)
 
     async def _column(self, spec: RewardSpec, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome | None]:
-        """The outcome of each sample; None for those that the reward is not for."""
+        """Return the outcome of each sample; None where the reward does not apply."""
         outcomes: dict[int, Outcome] = {}
         own = [index for index, sample in enumerate(samples) if spec.scores(sample.source)]
         limit_s = self._scoring.timeout_s
@@ -106,8 +103,8 @@ class Rewards:
 def combined(
     weights: Mapping[str, float], columns: Sequence[Sequence[Outcome | None]], samples: int, on_failure: OnFailure
 ) -> list[Score]:
-    """One Score per sample from a column of outcomes per part, in the order of `weights` (part to weight); None where a
-    part is not for a sample."""
+    """Combine outcomes per part into one Score per sample; None where a part does not apply. `weights` is in the order
+    of `columns`."""
     scores = []
     for index in range(samples):
         own = dict(zip(weights, (column[index] for column in columns), strict=True))
@@ -123,8 +120,7 @@ def combined(
 
 
 def checker(spec: LocalSpec | VerifierSpec, hosts: tuple[str, ...] | None) -> Checked:
-    """The object that checks a reward before a run; `hosts` as in ScoringSpec.http_hosts. Raises RewardError if the
-    reward cannot be made."""
+    """Return the object that checks a reward before a run; `hosts` as in ScoringSpec.http_hosts. Raises RewardError."""
     return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec, hosts)
 
 
@@ -144,7 +140,7 @@ def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> ExactMatch | Regex
 
 
 def verifier(spec: VerifierSpec) -> Verifier:
-    """Make the verifier of a spec. Raises RewardError."""
+    """Create the verifier of a spec. Raises RewardError."""
     if isinstance(spec, CodeSpec):
         return CodeReward(spec)
     if isinstance(spec, JsonSchemaSpec):

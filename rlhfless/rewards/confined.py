@@ -1,17 +1,14 @@
-"""The process in which one test of a `code` reward runs. A script of its own: it imports nothing of rlhfless, and of
-the standard library only what starts fast (`json`, `signal` and `platform` would take three times as long as Python).
+"""The process in which one test of a `code` reward runs: a script that imports only fast modules, and nothing of
+rlhfless.
 
     python -I -S confined.py <config fd> <result fd>
 
-It reads its config (`marshal`, built by rlhfless.rewards.confinement) to the end, gives up its rights as far as
-possible, runs the program and its test (rlhfless.rewards.tested), and writes the config's `token` and the number of
-checks to the result fd once both have run to their end: an early `exit(0)` is no pass. Without code it writes which
-protections took hold.
+It reads its config (`marshal`, from rlhfless.rewards.confinement), drops privileges, runs the program and its test
+(rlhfless.rewards.tested), and writes the config's `token` and the number of checks to the result fd after both: an
+early `exit(0)` does not pass. Without code it reports which protections took effect.
 
-The order matters. Steps that need paths or privileges come first: Landlock's rules are opened, the mount namespace is
-built, then the user changes, then a user namespace is tried if there is no mount namespace, and only then
-Landlock and the filters of system calls take effect, irrevocably. Protections that the kernel does not allow are left
-out and reported.
+Order matters: open paths for Landlock, mount namespace, change of user, user namespace, and last the irrevocable
+Landlock and seccomp filters. Protections that the kernel refuses are skipped and reported.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ _SCOPES = 3  # version 6: no abstract sockets and no signals to processes outsid
 
 
 def confine(config: Config) -> dict[str, str]:
-    """Give up rights as far as possible. Returns which protections took effect, as the fields of Protection."""
+    """Drop privileges as far as the kernel allows. Returns the protections in effect, as the fields of Protection."""
     root, folder = os.getuid() == 0, config["folder"]
     paths = {path: os.open(path, os.O_PATH) for path in sys.path if os.path.isdir(path)}
     rules = _landlock_rules(config["readable"]) if config["landlock"] else None
@@ -86,7 +83,7 @@ def confine(config: Config) -> dict[str, str]:
 
 
 def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent ends. None for a parent (a keeper) whose id is not known."""
+    """Have the kernel kill this process when its parent dies. None: the parent's id is unknown (reap_children.py)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before the line above
@@ -114,7 +111,8 @@ def _set_limit(kind: int, most: int) -> None:
 
 
 def _own_root(config: Config, folder: str) -> bool:
-    """A root with the files that Python needs, read-only, and `folder`, empty and in memory. There is no /proc."""
+    """Pivot to a root with only the files that Python needs, read-only, and an in-memory `folder`. There is no
+    /proc."""
     try:
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
@@ -166,7 +164,7 @@ def _check(result: int) -> None:
 
 
 def _own_user(config: Config, paths: dict[str, int]) -> bool:
-    """Become a user that owns nothing but the folder, if Python can be used then. `paths` are `sys.path`, opened."""
+    """Switch to a user that owns only the folder, if Python still works. `paths`: `sys.path`, opened."""
     header, data = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()
     _LIBC.capget(header, data)
     if data[0] & _NEEDED_TO_DROP != _NEEDED_TO_DROP:
@@ -194,8 +192,8 @@ def _own_user(config: Config, paths: dict[str, int]) -> bool:
 
 
 def _keep_reach(paths: dict[str, int]) -> bool:
-    """Import from opened folders where the way to them is closed: Python may lie below /root. Returns whether all of
-    `paths` can be used."""
+    """Import through open descriptors where a path is closed, such as Python below /root. Returns whether all `paths`
+    work."""
     moved: dict[str, str] = {}
     for path, descriptor in paths.items():
         if not os.access(path, os.R_OK | os.X_OK):
@@ -217,7 +215,7 @@ def _moved(path: str, moved: dict[str, str]) -> str:
 
 
 def _own_user_namespace(spaces: int) -> bool:
-    """Enter a user namespace, in which this process may make the others. Outside it has only the rights of its user."""
+    """Enter a user namespace, in which this process may create the others."""
     uid, gid = os.getuid(), os.getgid()
     if _LIBC.unshare(_CLONE_NEWUSER | spaces) != 0:
         return False
@@ -236,7 +234,7 @@ def _landlock_version() -> int:
 
 
 def _landlock_rules(readable: dict[str, str]) -> int | None:
-    """A set of rules (its fd) that allows reading `readable`; None if the kernel has no Landlock."""
+    """Create a ruleset that allows reading `readable`; None without Landlock."""
     version = _landlock_version()
     if version < 1:
         return None
@@ -252,7 +250,7 @@ def _landlock_rules(readable: dict[str, str]) -> int | None:
 
 
 def _landlock(rules: int, folder: str) -> bool:
-    """Allow access to `folder` and to the paths of `rules` only, and no execution of programs."""
+    """Restrict access to `folder` and the ruleset's paths, without execution."""
     rights = _RIGHTS[min(_landlock_version(), 3)]
     _allow(rules, folder, rights & ~(_EXECUTE | _MAKE_CHAR | _MAKE_BLOCK))
     took = bool(_LIBC.syscall(_SYS_LANDLOCK[2], rules, 0) == 0)
@@ -261,7 +259,7 @@ def _landlock(rules: int, folder: str) -> bool:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    """Allow a path. A path that is gone, or for which the kernel takes no rule, stays closed."""
+    """Allow a path. A path that is gone, or that the kernel refuses, stays closed."""
     try:
         beneath = os.open(path, os.O_PATH)
     except OSError:
@@ -271,7 +269,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _filter_system_calls(program: list[list[int | None]]) -> bool:
-    """Install a filter; None in an instruction stands for this process's id. Returns whether the kernel took it."""
+    """Install a seccomp filter; None in an instruction stands for this process's id. Returns whether it took effect."""
     own = os.getpid()
     code = b"".join(struct.pack("HBBI", *(own if part is None else part for part in line)) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -280,7 +278,7 @@ def _filter_system_calls(program: list[list[int | None]]) -> bool:
 
 
 def main() -> None:
-    """Run as the config says."""
+    """Run as configured."""
     config_fd, result_fd = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(config_fd, "rb") as stream:
         config = marshal.load(stream)

@@ -1,4 +1,4 @@
-"""Starts confined processes (rlhfless.rewards.confined) and ends them: by time, output and the size of their folder."""
+"""Start confined processes (rlhfless.rewards.confined), enforce their limits, and build their seccomp filters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rlhfless.spec import CodeSpec
 MIB, KIB = 2**20, 2**10
 
 CLEAN_UP_S = 1.0
-"""Time to end a test's process and remove its folder: usually milliseconds, more on a busy machine."""
+"""Time to end a test's process and remove its folder: usually milliseconds."""
 
 LOOK_S = 0.05
-"""Time between two measurements of a test's folder: a disk can take some hundred MiB in that time."""
+"""Interval between measurements of a test's folder; a disk can fill some hundred MiB in it."""
 
 # Isolated, and without the start-up files of site-packages: a start takes 10 ms instead of 40.
 _PYTHON = (sys.executable, "-I", "-S", "-B", "-X", "utf8")
@@ -48,10 +48,10 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The protections to try: all, except in tests of the protection that remains without one of them."""
+    """Protections to try: all, except in tests of the protection that remains without one of them."""
 
     namespaces: bool = True
-    """A root folder, network and IPC of its own; with a user namespace if privileges are missing."""
+    """Own root folder, network and IPC; with a user namespace without privileges."""
     landlock: bool = True
     own_user: bool = True
     filters: bool = True
@@ -59,24 +59,22 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """The protections in effect for a `code` reward's process on this machine."""
+    """Protections in effect for a `code` reward's process on this machine."""
 
     user: Literal["own", "same", "root"]
-    """`own`: a user that owns nothing else. `same`: the run's user, not root. `root`: root, without its
-    capabilities."""
+    """`own`: a user that owns nothing else. `same`: the run's user. `root`: root without capabilities."""
     network: bool
-    """Whether no network can be reached."""
+    """Whether the network is unreachable."""
     processes: bool
     """Whether no other process can be started."""
     files: bool
-    """Whether only Python and the system's libraries can be read, and only its folder written."""
+    """Whether only Python and system libraries are readable, and only its folder is writable."""
     environment: bool
-    """Whether no other process's environment or memory can be read."""
+    """Whether other processes' environment and memory are unreadable."""
     disk: bool
     """Whether the kernel limits its folder; otherwise the folder is measured while the test runs."""
 
     def warnings(self) -> list[str]:
-        """Warnings about missing protections."""
         whose = "every user" if self.user == "own" else "the run's user"
         missing = [] if self.network else ["can reach the network"]
         missing += [] if self.processes else ["can start processes"]
@@ -96,24 +94,23 @@ class CodeTask:
     """The task of a confined process."""
 
     code: str | tuple[str, ...] | None
-    """The program; of several texts the first that compiles. None: only report which protections are in effect."""
+    """The program; of several texts the first that compiles. None: only report protections."""
     token: str = ""
-    """Written to the result, with the number of checks, once program and test have run to their end."""
+    """Written to the result, with the number of checks, after program and test have run."""
     given: str = ""
     """Standard input."""
     test: Mapping[str, Any] = field(default_factory=lambda: {"kind": "output"})
-    """What rlhfless.rewards.tested runs after the program."""
+    """The test for rlhfless.rewards.tested."""
     expected_bytes: int = 0
-    """Length of the expected output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeEnded:
-    """How a confined process ended."""
+    """The outcome of a confined process."""
 
     result: bytes
     output: str | None
-    """Exit code; None if the process was killed at a limit."""
+    """None if the process was killed at a limit."""
     cause: str = ""
     """The limit at which it was killed."""
     exit_code: int = field(default=0, compare=False)
@@ -122,12 +119,11 @@ class CodeEnded:
 
 @lru_cache(maxsize=1)
 def protection() -> Protection:
-    """The protections of a confined process on this machine, found by starting one."""
+    """Probe the protections of this machine by starting a confined process."""
     return protection_with(Measures())
 
 
 def protection_with(measures: Measures) -> Protection:
-    """The protections in effect if only these are tried."""
     ended = run_confined(CodeTask(None), CodeSpec(type="code", timeout_s=30), measures)
     if not ended.result:
         return Protection("root" if os.getuid() == 0 else "same", False, False, False, False, False)
@@ -136,7 +132,7 @@ def protection_with(measures: Measures) -> Protection:
 
 
 def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()) -> CodeEnded:
-    """Run the process to its end, or to the first limit that it reaches."""
+    """Run the process until it ends or reaches a limit."""
     program = _filters()[0] if measures.filters else None
     with (
         _folder() as path,
@@ -201,7 +197,7 @@ def _filters() -> tuple[Program | None, Program | None]:
 
 @lru_cache(maxsize=1)
 def readable() -> dict[str, str]:
-    """The paths that Python needs, which may be read: links with their targets. No path is within another."""
+    """Return the paths that Python needs; links map to their targets. No path is within another."""
     python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     python.append(sysconfig.get_config_var("LIBDIR") or python[0])
     wanted = [path for path in (*_LIBRARIES, *python, *_DEVICES) if os.path.exists(path)]
@@ -215,8 +211,8 @@ def readable() -> dict[str, str]:
 
 @contextmanager
 def _result_pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A pipe whose reading end never waits: any result was written by the end of the process, whichever other process
-    still holds the writing end."""
+    """Open a pipe that is never waited on: any result is written before the process ends, whoever else holds the write
+    end."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "wb", buffering=0) as writer:
@@ -229,7 +225,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _file(content: bytes) -> IO[bytes]:
-    """A file without a name: an argument or a pipe holds too little for a long program."""
+    """Create an unnamed file: an argument or a pipe is too small for a long program."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
     file.write(content)
     file.seek(0)
@@ -237,13 +233,13 @@ def _file(content: bytes) -> IO[bytes]:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """The environment of the process, with no variable of the parent: the policy's code may see no token."""
+    """The process's environment, without the parent's variables: policy code may see no token."""
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, most: int, orderly: bool) -> CodeEnded:
-    """Read until the process ends, or end it at a limit, such as `most` bytes of output. `orderly`: give a keeper the
-    time to end descendants."""
+    """Read until the process ends, or kill it at a limit, such as `most` output bytes. `orderly`: let reap_children.py
+    end descendants first."""
     assert process.stdout is not None
     deadline = time.monotonic() + spec.timeout_s
     next_look = time.monotonic() + LOOK_S
@@ -289,19 +285,21 @@ _BLOCK_BYTES = 512  # the unit of st_blocks
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The folder of the process `pid`. It is empty if the process has a file system of its own, with its own limits. A
-    removed file counts as long as the process has it open, if the kernel shows that (it does not to a root without
-    CAP_SYS_PTRACE whose tests run as another user)."""
+    """A test's folder on disk, measured from outside while the test runs.
+
+    It is empty if the process has its own file system. A removed file counts while the process has it open, if the
+    kernel shows that (not to root without CAP_SYS_PTRACE whose tests run as another user).
+    """
 
     path: Path
     pid: int
     most_bytes: int
     most_files: int
     known: frozenset[int] = frozenset()
-    """Inodes of nameless files that the process was given."""
+    """Inodes of unnamed files that the process was given."""
 
     def excess(self) -> str:
-        """The limit that the folder exceeds; empty if it exceeds none."""
+        """Return the limit that the folder exceeds, or an empty string."""
         taken, files = 0, 0
         folders = [str(self.path)]
         while folders:
@@ -319,7 +317,7 @@ class Folder:
         return ""
 
     def _removed_bytes(self) -> int:
-        """Size of the files that are open but have no name any more."""
+        """Return the bytes of open files without a name."""
         taken, seen = 0, set(self.known)
         with suppress(OSError):
             for name in os.listdir(f"/proc/{self.pid}/fd"):
@@ -388,8 +386,8 @@ _OF_ATTRIBUTES = {
 
 
 def filter_of_processes_and_network() -> Program | None:
-    """Refuse sockets, other processes (threads are allowed) and memory beyond the limits. None if the kernel has no
-    filters, or the machine's system calls are not known here."""
+    """Build a filter that refuses sockets, processes (threads are allowed) and uncounted memory. None if
+    unsupported."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES or not _kernel_filters(machine):
         return None
@@ -408,7 +406,7 @@ def filter_of_processes_and_network() -> Program | None:
 
 
 def filter_of_attributes() -> Program | None:
-    """Refuse changes of a file's attributes. None as above."""
+    """Build a filter that refuses changes of file attributes. None if unsupported."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES or not _kernel_filters(machine):
         return None
@@ -428,7 +426,7 @@ def _refusals(calls: Mapping[str, int]) -> Program:
 
 
 def _program(machine: str, lines: Sequence[list[int | None]]) -> Program:
-    """`lines` judge the number of the call; calls that they do not refuse are allowed."""
+    """Wrap `lines`, which judge the call's number; calls that they do not refuse are allowed."""
     return [
         [_LOAD, 0, 0, _ARCHITECTURE],
         [_EQUAL, 1, 0, _ARCHITECTURES[machine]],

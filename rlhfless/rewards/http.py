@@ -1,7 +1,9 @@
-"""Numbers from an HTTP endpoint: samples are POSTed as JSON, in batches (docs/rewards.md has the protocol).
+"""HTTP rewards: POST samples as JSON in batches (docs/rewards.md has the protocol).
 
-A batch without a usable answer fails as a whole, because then the endpoint is at fault, not a sample. An endpoint that
-cannot score a sample answers null for it.
+A batch without a usable answer fails as a whole; an endpoint that cannot score a sample answers null for it. In a
+service, `Guarded` keeps users' rewards away from the service's own machine and its cloud's metadata: the address is
+checked at the connection, so DNS rebinding gains nothing, and redirects are not followed. Private networks are allowed,
+because reward services of a cluster are there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rlhfless.rewards.protocol import ARGUMENTS, Failed, Outcome, Report, Reward
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
-"""Wait before the second attempt; doubled before each further attempt."""
+"""Delay before the second attempt; doubled before each further attempt."""
 
 _BUSY = frozenset({408, 429})
 
@@ -36,18 +38,16 @@ _LONGEST_S = 3.2e9
 
 
 class HttpReward:
-    """Asks `spec.url`."""
-
     def __init__(self, spec: HttpSpec, hosts: Collection[str] | None = None) -> None:
         """`hosts`: see ScoringSpec.http_hosts."""
         self._spec = spec
         self._hosts = hosts
         self._limit = asyncio.Semaphore(spec.concurrency)
         self._next_s = 0.0
-        """When the endpoint may be asked again, on the monotonic clock: a wait that it asked for holds for all."""
+        """When the endpoint may be asked again (monotonic clock): its `Retry-After` holds for all requests."""
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See Checked. Columns are written as they will be sent; the endpoint is not asked."""
+        """Check the token, the URL and the columns, without asking the endpoint."""
         name = self._spec.token_env
         problems = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
         if self._hosts is not None and (why := refusal(self._spec.url, self._hosts)):
@@ -110,7 +110,7 @@ class HttpReward:
         return self._all_failed(batch, cause, self._spec.retries + 1)
 
     def _refused(self, reply: httpx.Response) -> tuple[str, float | None]:
-        """The cause, and the seconds to wait before the next request: None if the reply does not say, inf for ever."""
+        """Return the cause and the seconds until the next request: None if not stated, inf for never."""
         cause = f"status {reply.status_code}: {quote(reply.text)}"
         if reply.status_code not in _BUSY and reply.status_code < 500:
             return cause, math.inf
@@ -145,7 +145,7 @@ class HttpReward:
 
 
 def retry_after_s(header: str) -> float | None:
-    """The seconds to wait that a `Retry-After` asks for, as a number or as a date; None if it is neither."""
+    """Parse `Retry-After`, a number or a date, as seconds from now; None if it is neither."""
     try:
         seconds = float(header)
     except ValueError:
@@ -159,12 +159,11 @@ def retry_after_s(header: str) -> float | None:
 
 
 class Unsendable(Exception):
-    """A value that JSON has no form for. The message names its column, the value and its type."""
+    """A value that JSON cannot express. The message names column, value and type."""
 
 
 def as_json(value: Any, path: str = "") -> Any:
-    """A column's value as JSON has it: dates as ISO 8601 texts, decimals as texts, NaN and infinities as null. Raises
-    Unsendable."""
+    """Convert a column's value: dates as ISO 8601, decimals as text, NaN and infinity as null. Raises Unsendable."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if value is None or isinstance(value, bool | int | str):
@@ -194,15 +193,14 @@ _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
 """NAT64 (RFC 6052): the last 32 bits are an IPv4 address."""
 
 METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
-"""Metadata services of clouds that are not link-local."""
+"""Cloud metadata services that are not link-local."""
 
 
-class ForbiddenAddress(httpx.ConnectError):
-    """An HTTP reward may not reach this address."""
+class ForbiddenAddress(httpx.ConnectError): ...
 
 
 def forbidden(address: Address) -> str:
-    """Why an address may not be reached, also in one of IPv6's forms of it; empty if it may."""
+    """Say why an address may not be reached, also embedded in IPv6; empty if it may."""
     inner: Address | None = None
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
@@ -222,7 +220,7 @@ def forbidden(address: Address) -> str:
 
 
 def refusal(url: str, hosts: Collection[str]) -> str:
-    """Why a URL may not be reached, before a run; empty if it may, or if its name has no address yet."""
+    """Say why a URL may not be reached, before a run; empty if it may, or does not resolve yet."""
     host, port = _end(httpx.URL(url))
     if f"{host}:{port}" in hosts:
         return ""
@@ -238,12 +236,12 @@ def _end(url: httpx.URL) -> tuple[str, int]:
 
 
 def _addresses(resolved: Iterable[tuple[Any, ...]]) -> list[Address]:
-    """The addresses in a result of getaddrinfo."""
+    """Extract addresses from getaddrinfo's result."""
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in resolved]
 
 
 def _refused(host: str, addresses: Iterable[Address]) -> str:
-    """Why a host may not be reached: one forbidden address among several is enough; empty if it may."""
+    """Say why a host may not be reached: any forbidden address is enough; empty if it may."""
     for address in addresses:
         if why := forbidden(address):
             name = f"{host} ({why})" if host == str(address) else f"{host} is {address} ({why})"
@@ -252,7 +250,7 @@ def _refused(host: str, addresses: Iterable[Address]) -> str:
 
 
 class Guarded(httpx.AsyncBaseTransport):
-    """Connects to allowed addresses only. `hosts`: `host:port` that may be reached whatever their address is."""
+    """Connect to allowed addresses only. `hosts`: `host:port` that are always allowed."""
 
     def __init__(self, hosts: Collection[str]) -> None:
         self._hosts = frozenset(hosts)

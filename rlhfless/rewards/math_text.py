@@ -1,9 +1,8 @@
 # ruff: noqa: RUF001 (characters that look like others are what it is about)
-"""Answers of mathematics as LaTeX that says all that the text says, before a library parses it.
+"""Rewrite answers of mathematics into plain LaTeX before a library parses them.
 
-Parsers of mathematics take what they know and drop the rest: `2√3` becomes 2, `1e-05` becomes e - 5, and `12 345`
-becomes 12 + 345. So an answer is first rewritten into plain LaTeX (`as_latex`), and what is still left that a parser
-would drop or misread is named (`unreadable`).
+Parsers silently drop what they do not know: `2√3` becomes 2, `1e-05` becomes e - 5, `12 345` becomes 12 + 345.
+`as_latex` rewrites such forms, and `unreadable` names what a parser would still drop or misread.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SYMBOLS = {
     "\u200b": "", "\u2061": "", "\u2062": "", "\ufeff": "",
 }  # fmt: skip
 UNICODE_MATHS = re.compile("[√∛∜πθ∞²³⁰-₉½⅓⅔¼¾⅐-⅞×÷·⋅−±≤≥≠∪∩∅∈]")
-"""A character that is mathematics and that no parser of plain text reads."""
+"""A character of mathematics that no plain-text parser reads."""
 
 FUNCTIONS = [
     "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan",
@@ -53,9 +52,9 @@ _KNOWN = frozenset(
 )  # fmt: skip
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _ZEROS = 400
-"""The most digits that an exponent of ten is written out to."""
+"""Largest exponent of ten that is written out."""
 CACHED = 64
-"""Texts that are asked for again at once, as long as an answer is looked at."""
+"""Texts cached while one answer is compared."""
 
 _UNITS = (
     "mm|cm|dm|km|nm|um|ft|in|inches|yd|mi|mg|kg|lb|lbs|oz|ml|cl|dl|hr|hrs|min|mins|sec|ms|mph|kmh|rpm|hz|khz|mhz|ghz|"
@@ -96,12 +95,12 @@ _MISREAD = [
 
 @lru_cache(maxsize=CACHED)
 def as_latex(text: str) -> str:
-    """Rewrite an answer into LaTeX without delimiters: Unicode, currency, units, and the ways to write numbers."""
+    """Rewrite an answer as LaTeX without delimiters, currency, units and number formats."""
     return _without_units(with_units(text)).strip()
 
 
 def with_units(text: str) -> str:
-    """As `as_latex`, but with its units."""
+    """Like `as_latex`, keeping units."""
     text = without_delimiters(from_unicode(text))
     text = _tidied(text)
     text = _structures(text)
@@ -113,7 +112,7 @@ def with_units(text: str) -> str:
 
 
 def unreadable(latex: str) -> str:
-    """What a parser would drop or misread in LaTeX that `as_latex` wrote; empty if it reads all of it."""
+    """Name what a parser would drop or misread in LaTeX from `as_latex`; empty if nothing."""
     if label := re.match(r"\\text\s*\{\s*\(?[A-Z][).:]\s*\}\s*\S", latex):
         return f"a choice and its value, `{label[0]}`"
     if said := re.search(r"(?<!_)(?<!_\{)\\text\s*\{[^{}]*[A-Za-z]{3}[^{}]*\}", latex):
@@ -133,7 +132,7 @@ def unreadable(latex: str) -> str:
 
 
 def from_unicode(text: str) -> str:
-    """Characters of mathematics as LaTeX."""
+    """Convert mathematical characters to LaTeX."""
     if text.isascii():
         return text
     text = re.sub("[⁰¹²³⁴-⁾ⁿⁱˣ]+", lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
@@ -158,7 +157,7 @@ def from_unicode(text: str) -> str:
 
 
 def without_delimiters(text: str) -> str:
-    """The text without `$`, `\\(` and the like around it, without Markdown's stars, and without a full stop."""
+    """Strip `$`, `\\(` and the like, Markdown's stars, and a full stop."""
     before = None
     while text != before:
         before, text = text, text.strip()
@@ -208,7 +207,7 @@ def _tidied(text: str) -> str:
 
 
 def _structures(text: str) -> str:
-    """Matrices, sets, ratios and double signs in a form that parsers read."""
+    """Normalise matrices, sets, ratios and double signs."""
     text = re.sub(
         r"[\[(]\s*\\begin\{array\}\s*(?:\{[^{}]*\})?(.*?)\\end\{array\}\s*[\])]", _matrix, text, flags=re.DOTALL
     )
@@ -237,7 +236,7 @@ def _both_signs(part: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """The parts between commas that are in no brackets."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for char in text:
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(char, 0)
@@ -249,7 +248,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> str:
-    """Numbers in the one form that parsers read: no separators of thousands, no exponent, no `...`."""
+    """Normalise numbers: no thousands separators, no exponents, no `...`."""
     text = re.sub(r"(?<![\d.,_(\[{])\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"(?<![\d.,_(\[{])\d{1,2}(?:,\d\d)+,\d{3}(?!\d|,\d)", lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"(?<![\d.,_^{])\d{1,3}(?:[ ]\d{3})+(?![\d/])", lambda found: found[0].replace(" ", ""), text)
@@ -267,19 +266,19 @@ def _numbers(text: str) -> str:
 
 
 def _written_out(found: re.Match[str]) -> str:
-    """A number with a power of ten as digits: `1.5e-3` is 0.0015."""
+    """Write a power of ten as digits: `1.5e-3` is 0.0015."""
     exponent = int(next(group for group in found.groups()[1:] if group is not None))
     return found[0] if abs(exponent) > _ZEROS else _shifted(found[1], exponent)
 
 
 def _large(found: re.Match[str]) -> str:
-    """`1.36 million` as digits; what stands behind it in `\\text{...}` stays."""
+    """Write `1.36 million` as digits."""
     number = _shifted(found[1], _LARGE[found[2]])
     return f"{number}\\text{{" if "\\text" in found[0] and not found[3] else number
 
 
 def _shifted(number: str, exponent: int) -> str:
-    """A number times a power of ten, as digits."""
+    """Multiply a decimal number by a power of ten."""
     digits, _, decimals = number.partition(".")
     point, digits = len(digits) + exponent, digits + decimals
     if point <= 0:
@@ -296,7 +295,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _ellipsis(found: re.Match[str]) -> str:
-    """`0.1666...`, whose digits repeat at least once before the dots."""
+    """Convert `0.1666...`, whose digits repeat at least once before the dots."""
     whole, digits = found[1], found[2]
     for fixed in range(len(digits)):
         for length in range(1, (len(digits) - fixed) // 2 + 1):
@@ -312,7 +311,7 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 
 
 def _in_base(found: re.Match[str]) -> str:
-    """`2516_8` as the number that it is; as it stands if its digits are not of that base."""
+    """Convert `2516_8` to decimal; unchanged if its digits do not fit the base."""
     digits, base = found[1] or found[4], found[2] or found[3] or found[5]
     try:
         return str(int(digits, _BASES.get(base) or int(base)))
@@ -325,7 +324,7 @@ def _constant(found: re.Match[str]) -> str:
 
 
 def _braced(text: str, opening: str) -> str:
-    """`\\sqrt(a(b))` as `\\sqrt{a(b)}`."""
+    """Rewrite `\\sqrt(a(b))` as `\\sqrt{a(b)}`."""
     start = text.find(opening)
     while start >= 0:
         depth, first = 1, start + len(opening)

@@ -1,8 +1,7 @@
-"""Answers compared as mathematics, by math-verify: `1/2`, `0.5` and `\\frac{1}{2}` are the same.
+"""Compare answers as mathematics with math-verify: `1/2`, `0.5` and `\\frac{1}{2}` are equal.
 
-Its own time limits are of wall time, so that a busy machine would make right answers wrong. Ours are of CPU time, by
-a signal, which needs the main thread: that of a worker is where verifiers run. An answer that stops even those (one
-huge power holds the interpreter) costs the worker, and so only its own sample.
+Its own limits are wall time, which would fail right answers on a busy machine. Ours are CPU time, by a signal in the
+worker's main thread. An answer that defeats even those costs only its worker and its sample.
 """
 
 from __future__ import annotations
@@ -63,26 +62,26 @@ _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}(?![A-Za-z({}])")
 
 @dataclass(frozen=True)
 class Expected:
-    """An expected answer: words, mathematics as math-verify compares it, or a text that it does not read."""
+    """A parsed expected answer: words, mathematics, or text that math-verify does not read."""
 
     text: str
-    """In the form of `as_text`: a response with the same is right."""
+    """The form of `as_text`: a response with the same text is right."""
     words: str = ""
     unread: str = ""
-    """Why it is compared as a text alone; empty otherwise."""
+    """Why it is compared as text; empty otherwise."""
     letter: str = ""
-    """Of a choice between A and J."""
+    """The choice, A to J."""
     value: str = ""
-    """Of a choice that gives its value, too."""
+    """The choice's value, if it is given."""
     percent: Expected | None = None
-    """Of a percentage: its number without the sign."""
+    """The number of a percentage, without the sign."""
     interval: bool = False
-    """Whether it is an interval, and so equal to the inequality that says the same."""
+    """Whether it is an interval, which equals the matching inequality."""
     parsed: tuple[Any, ...] = ()
     several: bool = False
-    """Whether it is a set or tuple of values."""
+    """Whether it is a set or tuple."""
     units: frozenset[Unit] = frozenset()
-    """What its unit may mean; empty without one that is known."""
+    """Possible meanings of its unit."""
     places: int = _PLACES
     digits: int = _DIGITS
 
@@ -99,7 +98,7 @@ class MathReward:
             raise RewardError(spec.label, "needs the package math-verify; install rlhfless[math]")
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See Checked. Where most are long texts without an answer that can be read, the column is a wrong one."""
+        """Report a wrong column: most expected answers are long texts that cannot be read."""
         if problems := answer_faults(self._spec, prompts):
             return problems
         faults = [(prompt, unread) for prompt, unread in self._unread(prompts) if self._is_long(prompt)]
@@ -110,7 +109,7 @@ class MathReward:
         return [str(listed(what, faults, len(prompts), hint))]  # of the column, not of rows
 
     def warnings(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Names the expected answers that are compared as text, because math-verify does not read them."""
+        """Report expected answers that math-verify does not read; they are compared as text."""
         if answer_faults(self._spec, prompts) or not (faults := self._unread(prompts)):
             return []
         what = f"the expected answers in `{self._spec.answer_field}` cannot be read as mathematics"
@@ -120,7 +119,7 @@ class MathReward:
         return len(_written(answer_of(prompt.columns, self._spec))) > _MOST_REPEATED
 
     def _unread(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
-        """Prompts whose expected answers are not read as mathematics, with the cause. They are parsed as in the run."""
+        """Return prompts whose expected answers are not read as mathematics, with the cause."""
         self.prepare()
         places: dict[str, list[Prompt]] = {}
         for prompt in prompts:
@@ -148,7 +147,7 @@ class MathReward:
             yield Done(index, attempt(self._value, sample))
 
     def read(self, text: str) -> str:
-        """An expected answer as it is compared with responses, for people to see."""
+        """Describe how an expected answer is compared, for people to see."""
         from sympy import sstr
 
         expected = self._gold(text)
@@ -172,7 +171,7 @@ class MathReward:
             return 0.0
 
     def _expected(self, text: str) -> Expected:
-        """Parse an expected answer; one that cannot be read as a whole is a text. Raises Unscorable if it is empty."""
+        """Parse an expected answer, or keep it as text. Raises Unscorable if it is empty."""
         candidates, unread = _readable(text)
         if unread:
             written = _written(text)
@@ -196,7 +195,7 @@ class MathReward:
 
 
 def _written(text: str) -> str:
-    """The answer in the text of a row, which may be a solution that ends in one."""
+    """Return the answer in a row's text, which may be a solution that ends in one."""
     written = text.rpartition(_GSM8K_MARK)[2].strip()
     box = boxed_answer(written)
     return written if box is None else box.joined or box.text
@@ -207,7 +206,7 @@ def _words(text: str) -> str:
 
 
 def _is_quick(text: str) -> bool:
-    """Whether an expected answer is words or a plain number, which need no parser."""
+    """Whether an expected answer needs no parser: words or a plain number."""
     written = _written(text)
     return bool(
         choice(written)
@@ -217,7 +216,7 @@ def _is_quick(text: str) -> bool:
 
 
 def _readable(text: str) -> tuple[list[str], str]:
-    """What may be the expected answer in a text, the most likely first, or else why nothing of it can be read."""
+    """Return candidate answers of a text, most likely first, or why none can be read."""
     written = _written(text)
     each = dict.fromkeys((written, *stated_answers(written)))
     if readable := [one for one in each if choice(one) or _words(one) or not _fault(one)]:
@@ -226,7 +225,7 @@ def _readable(text: str) -> tuple[list[str], str]:
 
 
 def _fault(text: str) -> str:
-    """What of a text cannot be read as mathematics; empty if all of it can."""
+    """Name what of a text cannot be read as mathematics; empty if nothing."""
     if len(text) > _MOST_CHARS:
         return f"its length of {len(text)} characters"
     latex = as_latex(text)
@@ -234,7 +233,7 @@ def _fault(text: str) -> str:
 
 
 def _parsed(text: str) -> tuple[Any, ...]:
-    """The whole text as mathematics; empty if it cannot be parsed, or if some name of it is not in the result."""
+    """Parse the whole text; empty if it cannot be parsed, or if some name is missing in the result."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
     from sympy import Integer, Number
@@ -253,7 +252,6 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 
 def _with_imaginary_unit(value: Any) -> Any:
-    """The value with its `i` as the imaginary unit, if that is the only name in it."""
     from sympy import Expr, I
 
     names = list(value.free_symbols) if isinstance(value, Expr) else []
@@ -261,7 +259,7 @@ def _with_imaginary_unit(value: Any) -> Any:
 
 
 def _has_all_names(latex: str, parsed: Any) -> bool:
-    """Whether each letter that stands for a value is in the result, too."""
+    """Whether each letter that stands for a value is in the result."""
     if re.search(r"\\(?:int|sum|prod|lim|mathbb|operatorname)|\|", latex):
         return True  # with bound variables and names of sets
     bare = re.sub(r"\\(?:text|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|_\{[^{}]*\}|_.", " ", latex)
@@ -295,7 +293,7 @@ def _expected(text: str, parsed: tuple[Any, ...]) -> Expected:
 
 
 def _equal(gold: Expected, text: str) -> bool:
-    """Whether a text as a whole is the expected answer."""
+    """Whether a whole text equals the expected answer."""
     if len(text) > _MOST_CHARS:
         return False
     if gold.letter:
@@ -322,7 +320,7 @@ def _equal(gold: Expected, text: str) -> bool:
 
 
 def _chosen(gold: Expected, text: str) -> bool:
-    """Whether a text names the expected choice: by its letter, by its value, or by both."""
+    """Whether a text names the expected choice, by letter, value or both."""
     said = choice(text)
     if said is None:
         return bool(gold.value) and _same(gold.value, text)
@@ -331,7 +329,6 @@ def _chosen(gold: Expected, text: str) -> bool:
 
 
 def _same(value: str, text: str) -> bool:
-    """Whether two texts say the same."""
     if as_text(value) == as_text(text) or ((words := _words(value)) and words == _words(text)):
         return True
     return not _fault(value) and bool(parsed := _parsed(value)) and _equal(_expected(value, parsed), text)
@@ -346,7 +343,7 @@ def _verified(gold: Expected, parsed: Sequence[Any]) -> bool:
 
 
 def _states(gold: Expected, said: str) -> bool:
-    """Whether the answer that a text without a box says last is the expected one."""
+    """Whether the answer that a text without a box states last is the expected one."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     candidates = [text for text in stated_answers(said) if text and len(text) <= _MOST_CHARS]
@@ -363,7 +360,7 @@ def _states(gold: Expected, said: str) -> bool:
 
 
 def _in_dollars(text: str) -> str:
-    """Prose with its Unicode mathematics as LaTeX between dollars: math-verify reads the 2 of `2√3` alone."""
+    """Wrap Unicode mathematics in dollars: math-verify would read only the 2 of `2√3`."""
     text = re.sub(r"\\\$(?=\s*\d)", "", text)
     if "$" in text or "\\(" in text or "\\[" in text:
         return text
@@ -378,13 +375,13 @@ def _in_dollars(text: str) -> str:
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception, because math-verify catches those and goes on."""
+    """Not an Exception: math-verify catches those."""
 
 
 @contextmanager
 def _cpu_limit(limit_s: float) -> Iterator[None]:
-    """Raise _OutOfTime within the block once this process has used `limit_s` of CPU time. Without a limit in a thread
-    that gets no signals, as where a service checks a spec."""
+    """Raise _OutOfTime after `limit_s` of CPU time. Outside the main thread, which gets no signals, there is no
+    limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""The interface of rewards: samples in, one outcome each out: a finite number, or the reason for its absence.
+"""The interface of rewards: samples in; per sample a finite number, or the reason why there is none.
 
-There are two kinds. A `Reward` is called by the scoring function in its own process; it never blocks for long. A
-`Verifier` runs code that may block, hang or crash: it lives in worker processes (rlhfless.rewards.workers), and
-announces samples before it scores them, so that its parent knows which samples caused its death.
+A `Reward` runs in the scoring process and never blocks for long. A `Verifier` runs code that may block, hang or crash:
+it runs in worker processes (rlhfless.rewards.workers) and announces samples before it scores them, so that its parent
+knows which samples killed it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """One response, in the form that rewards get."""
+    """One response, as rewards get it."""
 
     prompt: str
     response: str
     response_tokens: int
     finish_reason: FinishReason
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The data set's other columns of this row."""
+    """The row's other columns."""
     prompt_id: str = ""
     sample_index: int = 0
     source: str = ""
-    """The set of its prompt, which decides which rewards score it."""
+    """The data set of its prompt, which decides which rewards score it."""
     where: str = field(default="", compare=False, kw_only=True)
     """See Prompt; empty during a run."""
 
@@ -49,15 +49,15 @@ class RewardSample:
 
 
 ARGUMENTS = tuple(field.name for field in fields(RewardSample) if field.name not in ("source", "where"))
-"""The arguments that every sample fills; a data set's column of the same name is reached through `columns`."""
+"""Arguments that every sample fills; a column of the same name is reached through `columns`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The outcome of a sample for which a reward gave no number, with the cause."""
+    """No number for a sample, with the cause."""
 
     cause: str
-    """The cause without secrets, with unprintable characters escaped: it goes into the trace and the log."""
+    """Without secrets, unprintable characters escaped: it goes to the trace and the log."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cause", redacted_text(legible(self.cause)))
@@ -66,36 +66,38 @@ class Failed:
 Outcome = float | Failed
 
 MAX_REWARD = 1e9
-"""Largest absolute value of a reward, before and after its weight; a larger one is a fault of the reward. Advantages
-are float32, which ends at 3.4e38, and the gradient is squared and summed over all parameters: 1e9 squared leaves a
-factor of 1e20 for what the model multiplies it by, and sums over parts stay far within float64."""
+"""Largest absolute reward, before and after its weight.
+
+Advantages are float32 (up to 3.4e38), and the gradient is squared and summed over all parameters: 1e9 squared leaves a
+factor of 1e20 for what the model multiplies it by.
+"""
 
 Report = Callable[[int, Outcome], None]
-"""Takes the index of a sample and its outcome; called once per sample, in any order."""
+"""Called once per sample with its index and outcome, in any order."""
 
 
 VerifierSpec = CodeSpec | JsonSchemaSpec | MathSpec | PythonRewardSpec
 
 
 class Checked(Protocol):
-    """The checks before scoring that rewards of both kinds have."""
+    """Checks before a run, which all rewards have."""
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Reasons for which samples of these prompts could not be scored, as far as can be found without a call."""
+        """Return reasons why samples of these prompts could not be scored."""
         ...
 
 
 class Reward(Protocol):
-    """Scores samples in the scoring function's own process. Several calls may run at once."""
+    """Scores samples in the scoring process. Calls may run concurrently."""
 
     async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
-        """Report the outcome of every sample. May be cancelled: samples not reported by then have failed."""
+        """Report the outcome of every sample. If cancelled, samples not yet reported have failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A verifier starts on samples, and its next event comes within `limit_s` seconds, or it hangs."""
+    """A verifier starts on samples; unless its next event comes within `limit_s`, it hangs."""
 
     indices: tuple[int, ...]
     limit_s: float
@@ -110,43 +112,42 @@ class Done:
 
 
 class Verifier(Checked, Protocol):
-    """Scores samples in a worker process, in its main thread, one call at a time."""
+    """Scores samples in a worker process's main thread, one call at a time."""
 
     @property
     def whole(self) -> bool:
-        """Whether it needs all samples that are scored together in one call; else it gets a few at a time."""
+        """Whether one call needs all samples that are scored together; else it gets a few at a time."""
         ...
 
     def prepare(self) -> None:
-        """Do slow imports. Called once in each worker."""
+        """Do slow imports; called once per worker."""
 
     def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
-        """One Done per sample, each after a Begin that names it."""
+        """Yield one Done per sample, each after a Begin that names it."""
         ...
 
 
 class LocalReward:
-    """Base of rewards that are quick and pure: one function of a sample."""
+    """Base of quick, pure rewards: a function of one sample."""
 
     async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         for index, sample in enumerate(samples):
             report(index, attempt(self.value, sample))
 
     def value(self, sample: RewardSample) -> float:
-        """The sample's number. Raises Unscorable."""
+        """Return the sample's number. Raises Unscorable."""
         raise NotImplementedError
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002
-        """See Checked; by default a reward needs no column."""
         return []
 
 
 class Unscorable(Exception):
-    """A sample for which a reward can give no number. The message is the cause."""
+    """A reward gives no number for a sample; the message is the cause."""
 
 
 class RewardError(UserError):
-    """A reward cannot be made, or its failures stop the run. The message names the reward and the cause."""
+    """A reward cannot be created, or its failures stop the run. The message names reward and cause."""
 
     def __init__(self, reward: str, what: str) -> None:
         what = redacted_text(legible(what))
@@ -159,7 +160,7 @@ class RewardError(UserError):
 
 
 def finite(value: Any) -> float | None:
-    """A real number as float; None if it is NaN, infinite, too large for a float, or not a number."""
+    """Return a real number as float; None if it is not a finite number."""
     if not isinstance(value, numbers.Real):
         return None
     try:
@@ -170,7 +171,7 @@ def finite(value: Any) -> float | None:
 
 
 def within_range(reward: str, weight: float, outcome: Outcome) -> Outcome:
-    """The outcome of a reward, or Failed if it, or its product with the weight, is beyond MAX_REWARD."""
+    """Return the outcome, or Failed if it or its weighted value is beyond MAX_REWARD."""
     if isinstance(outcome, Failed):
         return outcome
     for value, what in ((outcome, ""), (weight * outcome, f" times its weight ({weight:g})")):
@@ -180,7 +181,7 @@ def within_range(reward: str, weight: float, outcome: Outcome) -> Outcome:
 
 
 def attempt(function: Callable[[RewardSample], float], sample: RewardSample) -> Outcome:
-    """The result of a function for a sample; Failed if it raises Unscorable."""
+    """Call a function for a sample; Failed if it raises Unscorable."""
     try:
         return function(sample)
     except Unscorable as error:
@@ -188,9 +189,9 @@ def attempt(function: Callable[[RewardSample], float], sample: RewardSample) -> 
 
 
 def pieces(samples: Sequence[RewardSample], indices: Iterable[int]) -> list[tuple[int, ...]]:
-    """Smaller calls with the samples of a call that failed as a whole: one per prompt; with one prompt, one per sample.
+    """Split a failed call into smaller ones: by prompt, or by sample if there is only one prompt.
 
-    By prompt first, because a reward may compare the samples of a prompt with each other.
+    By prompt first, because a reward may compare the samples of a prompt.
     """
     groups: dict[str, list[int]] = {}
     for index in indices:
@@ -199,12 +200,12 @@ def pieces(samples: Sequence[RewardSample], indices: Iterable[int]) -> list[tupl
 
 
 def quote(text: str) -> str:
-    """The text in quotes, cut to a length that fits a message."""
+    """Quote a text, cut to fit a message."""
     return repr(text if len(text) <= _QUOTED_CHARS else text[: _QUOTED_CHARS - 1] + "…")
 
 
 def described(value: Any) -> str:
-    """A value of the data with its type: `'42' (a text)`, `[7] (a list)`, `null`."""
+    """Describe a value with its type: `'42' (a text)`, `[7] (a list)`, `null`."""
     names = {str: "text", list: "list", dict: "mapping", bytes: "bytes", bool: "truth value"}
     if value is None:
         return "null"
@@ -215,7 +216,7 @@ def described(value: Any) -> str:
 def column_problems(
     column: str, prompts: Sequence[Prompt], usable: Callable[[Any], bool], needed: str = "a text or a number is needed"
 ) -> list[RowFaults]:
-    """A message if some prompts lack the column, or have a value there that is not usable."""
+    """Report prompts that lack the column, or whose value is not usable."""
     missing, bad, hint = [], [], ""
     for prompt in prompts:
         try:
@@ -232,7 +233,7 @@ def column_problems(
 
 
 class RowFaults(str):
-    """A message about rows that are each faulty by themselves, with the rows and the fault of each."""
+    """A message about faulty rows, with each row and its fault."""
 
     faults: tuple[tuple[Prompt, str], ...]
 
@@ -243,7 +244,7 @@ class RowFaults(str):
 
 
 def listed(what: str, faults: Sequence[tuple[Prompt, str]], total: int, hint: str = "") -> RowFaults:
-    """A message about rows: how many, and the first with each fault, with its place in the data."""
+    """Describe faulty rows: their number, and the first of each fault with its place."""
     first = {why: prompt for prompt, why in reversed(faults)}
     each = dict.fromkeys(why for _, why in faults)
     named = [f"{first[why].where or quote(first[why].text)}: {why}" for why in list(each)[:_MOST_NAMED]]
@@ -255,15 +256,15 @@ def listed(what: str, faults: Sequence[tuple[Prompt, str]], total: int, hint: st
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker has made and prepared its rewards."""
+    """A worker's rewards are ready."""
 
     whole: tuple[bool, ...]
-    """Per reward: `Verifier.whole`."""
+    """`Verifier.whole` per reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A worker cannot make a reward; it ends after this."""
+    """A worker cannot create a reward, and exits."""
 
     reward: str
     what: str
@@ -271,7 +272,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Score these samples with reward number `reward`."""
+    """Score samples with reward number `reward`."""
 
     reward: int
     samples: tuple[RewardSample, ...]

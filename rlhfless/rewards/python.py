@@ -1,8 +1,8 @@
 """A user's own callable as a reward, in a worker process.
 
-It is called with the keyword arguments of its signature (docs/rewards.md): per sample, or once with lists. Async
-functions are called for all samples at once. A batch that fails as a whole is called again in smaller pieces, to find
-the samples at fault. A sync call that exceeds its time limit takes its worker with it.
+It gets the keyword arguments of its signature (docs/rewards.md), per sample or once with lists. Async functions are
+called for all samples concurrently. A batch that fails as a whole is called again in smaller pieces, to find the
+samples at fault. A sync call that exceeds its limit costs its worker.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class PythonReward:
     def whole(self) -> bool:
         return self._spec.batch or self._is_async
 
-    def prepare(self) -> None:
-        """Nothing to prepare: the constructor has imported the function."""
+    def prepare(self) -> None: ...
 
     def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         everything = tuple(range(len(samples)))
@@ -78,7 +77,7 @@ class PythonReward:
                 yield Done(index, attempt(self._score_one, sample))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Required parameters that neither a sample, nor the columns of all prompts, nor `kwargs` fill."""
+        """Report required parameters that no sample, column or `kwargs` fills."""
         by_columns: dict[frozenset[str], list[Prompt]] = {}
         for prompt in prompts:
             by_columns.setdefault(frozenset(prompt.columns), []).append(prompt)
@@ -125,7 +124,7 @@ class PythonReward:
         return await asyncio.gather(*(score(sample) for sample in samples))
 
     def _run_batch(self, samples: Sequence[RewardSample], indices: tuple[int, ...]) -> Iterator[Begin | Done]:
-        """One call; if it fails as a whole, one for each of its pieces, down to single samples."""
+        """Call once; if that fails as a whole, call once per piece, down to single samples."""
         yield Begin(indices, self._spec.timeout_s + (_GRACE_S if self._is_async else 0))
         try:
             outcomes = self._score_batch([samples[index] for index in indices])
@@ -156,7 +155,7 @@ class PythonReward:
         return value
 
     def _arguments(self, samples: Sequence[RewardSample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """Keyword arguments: fields of the sample take precedence over `kwargs`, and those over columns."""
+        """Build keyword arguments: sample fields take precedence over `kwargs`, and those over columns."""
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         arguments = {name: pack([sample.columns.get(name) for sample in samples]) for name in names}
         for name, field in self._spec.fields.items():
@@ -182,7 +181,7 @@ class PythonReward:
             raise self._raised(error) from error
 
     async def _finish(self, result: Any) -> Any:
-        """Await the result of an async function, for at most timeout_s."""
+        """Await the result for at most timeout_s."""
         limit_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(limit_s) as clock:
@@ -196,7 +195,7 @@ class PythonReward:
         return Unscorable(f"{self._spec.target!r} raised {cause(error)}")
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the reward's one loop, so that objects that it keeps between calls (a session) stay usable."""
+        """Run on the reward's single loop, so that sessions it keeps between calls stay usable."""
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(work)
@@ -206,7 +205,7 @@ class PythonReward:
 
 
 def _nested_hint(name: str, nested: Sequence[str]) -> str:
-    """How to name a field inside of a column that has the parameter's name."""
+    """Suggest a nested field with the parameter's name."""
     inner = next((each for each in nested if each.rpartition(".")[2] == name), None)
     return f"Write `fields: {{{name}: {inner}}}` to fill it from there. " if inner else ""
 
@@ -222,7 +221,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A finite float from a number, a NumPy scalar or a tensor of one element; None from anything else."""
+    """Convert a number, NumPy scalar or one-element tensor to a finite float; else None."""
     if hasattr(value, "item") and not isinstance(value, Mapping):
         try:
             value = value.item()
@@ -232,7 +231,7 @@ def _number(value: Any) -> float | None:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """The items of a list, tuple, array or tensor; None for anything else."""
+    """Return the items of a list, tuple, array or tensor; else None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
@@ -243,7 +242,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The names a callable takes."""
+    """The keyword parameters of a callable."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -254,12 +253,11 @@ class Signature:
         return self.takes_all or name in self.required or name in self.optional
 
     def unknown(self, available: Iterable[str]) -> list[str]:
-        """Required names without a value."""
         return sorted(self.required - set(available))
 
 
 def load(reward: str, target: str) -> Callable[..., Any]:
-    """Import the target. Raises RewardError that says which part of it fails and why."""
+    """Import the target. Raises RewardError naming the part that fails."""
     try:
         loaded = load_target(target)
     except TargetError as error:
@@ -271,7 +269,7 @@ def load(reward: str, target: str) -> Callable[..., Any]:
 
 
 def signature(reward: str, target: str, function: Callable[..., Any]) -> Signature:
-    """The keyword parameters of the function. Raises RewardError if it cannot be called by keyword."""
+    """Return the keyword parameters. Raises RewardError if the function cannot be called by keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""Starts a command, and at its end kills all its remaining descendants, in whichever session. A script of its own.
+"""Run a command, then kill its remaining descendants in any session: a script without imports of rlhfless.
 
     python -I -S reap_children.py <command> [<argument> ...]
 
-It runs between a worker and a test's process if the kernel takes no filter of system calls, so that the test's code can
-start processes. With the privileges for it, the command is the first process of a process namespace: the
-kernel then ends all others with it. Without them, this process adopts orphans (as a child subreaper) and kills
-them. SIGTERM, or the end of the parent, ends the command first. Its exit code is the command's.
+Used between a worker and a test's process if the kernel takes no system-call filter, so the test can start processes.
+With privileges the command is the first process of a process namespace, which the kernel ends with it; else this
+process adopts orphans (child subreaper) and kills them. SIGTERM, or the parent's death, ends the command. Exits with
+its exit code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _CLONE_NEWPID = 0x20000000  # linux/sched.h
 
 
 def main() -> None:
-    """Run the command, to the end of the last of its descendants."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.unshare(_CLONE_NEWPID)

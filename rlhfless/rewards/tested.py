@@ -1,9 +1,8 @@
-"""Runs a program and one test of it, inside of a confined process. It imports nothing of rlhfless: its compiled code is
-handed over by rlhfless.rewards.confinement, and `run` is called by rlhfless.rewards.confined.
+"""Run a program and one test of it inside a confined process. It imports nothing of rlhfless:
+rlhfless.rewards.confinement compiles it, rlhfless.rewards.confined calls `run`.
 
-The program runs first. This module has a copy of the built-in functions, and what tests rely on (built-in functions,
-modules that the tests import, the classes of unittest) is put back before they run: a program passes no test by
-replacing `math.isclose` or `TestCase.assertEqual`.
+The program runs first. What tests rely on (built-ins, modules they import, unittest's classes) is then restored, so a
+program cannot pass by replacing `math.isclose` or `TestCase.assertEqual`.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _PRELUDE = {
 # As judges set it: solutions for them recurse deeper than Python's 1000 without a word.
 _RECURSION = 50_000
 _MOST_STACK = 64 << 20
-"""Bytes of a thread's stack. Programs ask for up to 512 MiB, which would be all of their memory."""
+"""Bytes of a thread's stack; programs ask for up to 512 MiB, which would be all of their memory."""
 
 
 def run(config: Mapping[str, Any]) -> int:
-    """Run the program and the test; returns the number of checks that ran. Raises what fails."""
+    """Run the program and the test; return the number of checks that ran. Raises what fails."""
     kind = config["kind"]
     _prepare_python()
     # Only a program that is judged by its output runs its part under `__name__ == "__main__"`.
@@ -65,7 +64,7 @@ def run(config: Mapping[str, Any]) -> int:
 
 
 def _prepare_python() -> None:
-    """Set what the judges of the field's data sets set, too."""
+    """Set the limits that the judges of the field's data sets set."""
     import _thread
 
     sys.setrecursionlimit(_RECURSION)
@@ -94,7 +93,7 @@ def _first_that_compiles(sources: list[str]) -> Any:
 
 
 class _Kept:
-    """Modules, and the classes of unittest, as they were before the program ran."""
+    """Modules and unittest's classes as they were before the program ran."""
 
     def __init__(self, names: list[str]) -> None:
         self._modules = {}
@@ -113,7 +112,7 @@ class _Kept:
             self._values += [(each, dict(vars(each))) for each in classes]
 
     def put_back(self) -> None:
-        """Undo what the program changed of them."""
+        """Undo the program's changes."""
         for name in self._modules:
             sys.modules[name] = self._modules[name]
         for owner, values in self._values:
@@ -124,7 +123,7 @@ class _Kept:
 
 
 def _prelude(code: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of _PRELUDE that the code uses; its own definitions replace them when it runs."""
+    """Return the names of _PRELUDE that the code uses; its own definitions replace them."""
     used: set[str] = set()
     todo = [code]
     while todo:
@@ -141,8 +140,7 @@ def _prelude(code: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(namespace: Mapping[str, Any], name: str) -> Callable[..., Any]:
-    """The function under test: a method of the class `Solution`, or else a function of the module, whose name may be
-    an import or of _PRELUDE (`merge`)."""
+    """Return the function under test: a method of `Solution`, else of the module, which may import it."""
     first, *parts = name.replace("()", "").split(".")
     if first != "Solution" and hasattr(namespace.get("Solution"), first):
         first, parts = "Solution", [first, *parts]
@@ -166,8 +164,8 @@ def _called(namespace: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 
 def _equal(value: Any, expected: Any, tolerance: float) -> bool:
-    """Whether a result is the expected JSON value; a tuple is a list. Methods of the program's classes are not called:
-    an object whose `__eq__` is always true equals nothing."""
+    """Compare a result with the expected JSON value; a tuple is a list. Methods of the program's classes are never
+    called."""
     if type(value).__module__.split(".")[0] == "numpy":
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -190,7 +188,7 @@ def _equal(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _key(key: Any) -> str:
-    """A dict's key as JSON has it."""
+    """Return a dict key as JSON writes it."""
     if isinstance(key, str):
         return str.__str__(key)
     if key is None or isinstance(key, bool):
@@ -240,7 +238,7 @@ def _tested(namespace: dict[str, Any], config: Mapping[str, Any]) -> int:
 
 
 def _equals(first: Any, second: Any) -> Any:
-    """`first == second`; an object of the program that equals everything equals nothing."""
+    """`first == second`, but an object of the program that equals everything equals nothing."""
     result = first == second
     return result if result is not True else not (_equals_all(first) or _equals_all(second))
 
@@ -259,7 +257,7 @@ def _equals_all(value: Any) -> bool:
 
 
 def _unittests(case: Any) -> int:
-    """Run a class of unittest; returns the number of its tests that ran. Raises AssertionError."""
+    """Run a unittest class; return the number of tests that ran. Raises AssertionError."""
     unittest = sys.modules["unittest"]
     result = unittest.TestResult()
     unittest.TestSuite([unittest.TestLoader().loadTestsFromTestCase(case)]).run(result)
@@ -269,7 +267,7 @@ def _unittests(case: Any) -> int:
 
 
 def _methods(case: Any, fixtures: _Fixtures) -> None:
-    """Run a class of pytest."""
+    """Run a pytest class."""
     _set_up(getattr(case, "setup_class", None))
     for name in [name for name in vars(case) if name.startswith("test")]:
         for arguments in _arguments(getattr(case, name), case):
@@ -279,7 +277,7 @@ def _methods(case: Any, fixtures: _Fixtures) -> None:
 
 
 class _Fixtures:
-    """The fixtures of test code, and some of pytest's. Each is made again for every test, whatever its scope."""
+    """Fixtures of the test code, and a few of pytest's, created again for every test."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self._functions: dict[str, Any] = {"tmp_path": _tmp_path, "capsys": _capsys, "monkeypatch": _monkeypatch}
@@ -295,7 +293,7 @@ class _Fixtures:
                 self._always += [mark.name or name] if mark.autouse else []
 
     def call(self, test: Any, arguments: Mapping[str, Any]) -> None:
-        """Call a test with these arguments and its fixtures, and end the fixtures."""
+        """Call a test with these arguments and its fixtures, then close the fixtures."""
         self._made.clear()
         try:
             for name in self._always:
@@ -354,8 +352,7 @@ def _monkeypatch() -> Iterator[Any]:
 
 
 def _arguments(function: Any, case: Any = None) -> Iterator[dict[str, Any]]:
-    """The arguments of each call of a test: its marks `parametrize` and its class's, multiplied. None if it is
-    skipped."""
+    """Yield the arguments of each call of a test: the product of its `parametrize` marks; none if it is skipped."""
     both = [*getattr(function, "pytestmark", []), *getattr(case, "pytestmark", [])]
     marks = {mark.name: mark for mark in both}
     skipped = "skip" in marks or "xfail" in marks or ("skipif" in marks and any(marks["skipif"].args[:1]))
@@ -377,7 +374,7 @@ def _parameters(names: Any, values: Any) -> Iterator[dict[str, Any]]:
 
 
 def _set_up(function: Any) -> None:
-    """Call a function of pytest's that prepares tests, if there is one: with or without an argument."""
+    """Call a pytest setup function, if there is one, with or without an argument."""
     if function is not None:
         code = getattr(function, "__code__", None) or function.__func__.__code__
         bound = getattr(function, "__self__", None) is not None
@@ -385,7 +382,7 @@ def _set_up(function: Any) -> None:
 
 
 def _finish(result: Any) -> Any:
-    """A result, awaited if it is a coroutine."""
+    """Await the result if it is a coroutine."""
     if type(result).__name__ != "coroutine":
         return result
     import asyncio

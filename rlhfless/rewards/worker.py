@@ -1,10 +1,9 @@
-"""A worker process: makes its rewards once, and scores samples until its parent closes the connection.
+"""A worker process: creates its rewards once, and scores samples until its parent closes the connection.
 
     python -P -m rlhfless.rewards.worker <socket fd> <parent's pid>
 
-Everything runs in the main thread, where libraries may use SIGALRM for their time limits. The parent alone limits time
-and replaces a worker that hangs or dies. When a parent dies, the kernel kills its workers, even busy
-ones.
+Everything runs in the main thread, where libraries may use SIGALRM. The parent alone limits time and replaces a worker
+that hangs or dies. When a parent dies, the kernel kills its workers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from rlhfless.util.text import tolerant
 
 
 def main() -> None:
-    """Serve one parent."""
     processes.die_with(int(sys.argv[2]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)  # not for processes that rewards start

@@ -1,11 +1,13 @@
 """Worker processes for rewards that may block, hang or crash.
 
-Why not a process pool of a library: the pools of the standard library and of pebble start their workers with
-`multiprocessing`, which runs the parent's `__main__` again in each (here Ray's own worker program), and of a dead
-worker they know only its task, not the sample. Our workers announce the samples that they begin, so the death or
-silence of a worker fails only those samples, and the samples that it had not begun go to another worker.
+The pools of the standard library and of pebble run the parent's `__main__` again in each worker (here Ray's own), and
+know only the task of a dead worker, not the sample. Our workers announce the samples they start, so a lost worker fails
+only those, and the others go to another worker.
 
-Every wait is bounded: a worker's start, the time to its first message about a task, and then the limit in that message.
+Every wait is bounded: a worker's start, the first message about a task, and then the limit in that message.
+
+A user's reward gets the locations of Python, libraries and caches, and no secret of the service or run. Its output goes
+to the log under its name, up to a limit.
 """
 
 from __future__ import annotations
@@ -42,21 +44,20 @@ from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.util.text import legible
 
 START_S = 120.0
-"""A worker's start, with the imports of the user's rewards: torch takes ten seconds on a cold disk."""
+"""Timeout of a worker's start with its imports: torch takes ten seconds on a cold disk."""
 
 FIRST_WORD_S = 30.0
-"""Longest time from a task to its first Begin: no code of the user runs before that."""
+"""Timeout from a task to its first Begin: no user code runs before that."""
 
 REAP_S = 5.0
-"""A killed process is gone within milliseconds, unless the kernel is busy with its memory."""
+"""Timeout for a killed process to end."""
 
 CHUNK = 8
-"""Samples of one task: few, so that workers end at about the same time. A message costs a tenth of a millisecond, which
-does not matter for rewards that take longer."""
+"""Samples per task: few, so that workers end at about the same time. A message costs a tenth of a millisecond."""
 
 
 class WorkerLost(Exception):
-    """A worker died or hung. `begun` are the samples that it had begun; the message is the cause."""
+    """A worker died or hung, with the samples it had started; the message is the cause."""
 
     def __init__(self, cause: str, begun: tuple[int, ...]) -> None:
         super().__init__(cause)
@@ -64,7 +65,7 @@ class WorkerLost(Exception):
 
 
 class Workers:
-    """`count` processes, each with all rewards. They are started by `start`, or when they are needed."""
+    """`count` processes, each with all rewards, started by `start` or when needed."""
 
     def __init__(self, specs: Sequence[VerifierSpec], count: int) -> None:
         self._all = [_Worker(specs) for _ in range(count)]
@@ -74,15 +75,14 @@ class Workers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The running processes."""
         return tuple(worker.pid for worker in self._all if worker.pid is not None)
 
     async def start(self) -> None:
-        """Start all workers. Raises RewardError if a reward cannot be made."""
+        """Start all workers. Raises RewardError if a reward cannot be created."""
         await gather_or_cancel(*(worker.ensure() for worker in self._all))
 
     def close(self) -> None:
-        """Kill all workers; returns when they are gone. A later call starts them again."""
+        """Kill all workers. A later call starts them again."""
         for worker in self._all:
             worker.kill()
 
@@ -99,7 +99,7 @@ class Workers:
     async def _score_part(
         self, reward: int, samples: Sequence[RewardSample], indices: tuple[int, ...], report: Report
     ) -> None:
-        """Score some samples; the rest of a lost worker goes to another, until every sample is reported."""
+        """Score some samples; those left by a lost worker go to another, until all are reported."""
         todo = deque([indices])
         idle_deaths = 0
         while todo:
@@ -129,7 +129,7 @@ class Workers:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_Worker]:
-        """An idle worker. Not bounded here: the wait for it is bounded as a whole (`scoring.timeout_s`)."""
+        """Yield an idle worker; the caller bounds the wait (`scoring.timeout_s`)."""
         worker = await self._idle.get()
         try:
             yield worker
@@ -183,7 +183,7 @@ class _Worker:
         self.whole = answer.whole
 
     async def run(self, reward: int, samples: Sequence[RewardSample], indices: tuple[int, ...], report: Report) -> None:
-        """Report samples as they are done. Raises WorkerLost, or RewardError if it cannot be started."""
+        """Report samples as they are done. Raises WorkerLost, or RewardError if it cannot start."""
         await self.ensure()
         self._at_work = self._specs[reward].label
         begun: tuple[int, ...] = ()
@@ -207,7 +207,7 @@ class _Worker:
             raise WorkerLost(f"its worker process died: {self._end()}", begun) from error
 
     def kill(self) -> None:
-        """Kill the process and all processes in its session. Idempotent."""
+        """Kill the process and its session. Idempotent."""
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -225,7 +225,7 @@ class _Worker:
         self._send(self._specs)
 
     def _spawn(self) -> socket.socket:
-        """Start the process; returns the parent's end of its connection. Takes milliseconds."""
+        """Start the process; return the parent's end of its connection."""
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: the current folder must not hide installed packages; `sys.path` is passed on unchanged instead.
@@ -252,7 +252,7 @@ class _Worker:
         return await processes.read(self._reader)
 
     def _end(self) -> str:
-        """How the process ended, as a text. Kills it if it has only closed its connection."""
+        """Describe how the process ended; kill it if it only closed its connection."""
         process = self._process
         assert process is not None
         with suppress(subprocess.TimeoutExpired):
@@ -265,7 +265,7 @@ class _Worker:
 
 
 async def _whole(worker: _Worker, reward: int) -> bool:
-    """Whether the reward needs all samples in one task. If the worker does not start, the tasks will report that."""
+    """Whether the reward needs all samples in one task; False if the worker does not start, which its tasks report."""
     with suppress(RewardError):
         await worker.ensure()
     return bool(worker.whole) and worker.whole[reward]
@@ -274,13 +274,13 @@ async def _whole(worker: _Worker, reward: int) -> bool:
 KIB = 1024
 
 PRINTED_KIB = 256
-"""The most output of one worker, in KiB, restarts included: thousands of lines."""
+"""Output limit of one worker, restarts included."""
 
 LINE_BYTES = 8 * KIB
-"""A longer line is cut in several."""
+"""A longer line is split."""
 
 OWN_PREFIX = "RLHFLESS_REWARD_"
-"""Variables that are for rewards."""
+"""Variables with this prefix are passed to rewards."""
 
 _PASSED = re.compile(
     r"(?i:(https?|all|no)_proxy)|PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH"
@@ -290,20 +290,20 @@ _PASSED = re.compile(
 
 
 def environment_of_rewards(own: Mapping[str, str]) -> dict[str, str]:
-    """The part of a parent's environment that its worker gets."""
+    """Return the part of the parent's environment that a worker gets."""
     return {name: value for name, value in own.items() if _PASSED.fullmatch(name)}
 
 
 class Output:
-    """The output of one worker's processes, which follow each other."""
+    """Logs the output of one worker's successive processes."""
 
     def __init__(self, reward: Callable[[], str]) -> None:
-        """`reward`: the name of the reward that is at work."""
+        """`reward`: returns the name of the running reward."""
         self._reward = reward
         self._left_bytes = PRINTED_KIB * KIB
 
     def follow(self, stream: IO[bytes]) -> None:
-        """Write the output of a process to standard error, in a thread that ends with the process."""
+        """Copy a process's output to standard error, in a thread."""
         threading.Thread(target=self._follow, args=(stream,), name="reward-output", daemon=True).start()
 
     def _follow(self, stream: IO[bytes]) -> None:
