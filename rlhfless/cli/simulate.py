@@ -33,7 +33,6 @@ def simulate(
         typer.Option(metavar="PATH", help="Folder of the reports; with --calibrate or --replay, the file to write."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that work in parallel.")] = 1,
-    step: Annotated[int | None, typer.Option(min=1, help="The step that the Gantt charts show.")] = None,
     runs: Annotated[
         int | None,
         typer.Option(min=2, max=MOST_TENANTS, help="So many runs on the cluster: in parts of it, or in turns."),
@@ -75,7 +74,7 @@ def simulate(
             if runs is not None:
                 _share(path, runs)
                 continue
-            _compare(path, policies, seeds, out or Path("simulations"), jobs, step)
+            _compare(path, policies, seeds, out or Path("simulations"), jobs)
 
 
 def _require_some(paths: list[Path], what: str) -> list[Path]:
@@ -94,7 +93,7 @@ def _share(path: Path, runs: int) -> None:
     Terminal().print(arrangements_table(scenario, runs, arrangements(scenario, [runs])[runs]))
 
 
-def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int, step: int | None) -> None:
+def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int) -> None:
     from rlhfless.cli.simulate_progress import shown
     from rlhfless.cli.simulate_tables import comparison_table
     from rlhfless.sim.experiment.compare import compare
@@ -105,14 +104,12 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
     scenario = load_scenario(path)
     if seeds is not None:
         scenario = scenario.model_copy(update={"seeds": seeds})
-    if step is not None and step > scenario.steps:
-        raise typer.BadParameter(f"--step is {step}; the scenario has steps 1 to {scenario.steps}")
     labels = policies.split(",") if policies else [entry.shown for entry in scenario.policies]
     with shown(scenario, len(labels), jobs) as progress:
         comparison = compare(scenario, labels, jobs, progress)
     Terminal().print(comparison_table(comparison))
     folder = out / scenario.name
-    write_report(comparison, folder, step)
+    write_report(comparison, folder)
     typer.echo(f"\n{folder / 'report.html'}")
 
 

@@ -15,9 +15,16 @@ from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.replay.beside import Beside
 from rlhfless.sim.replay.measured import WALL
 from rlhfless.sim.replay.replay import Replay
-from rlhfless.sim.report.columns import COLUMNS, ReportColumn
-from rlhfless.sim.report.verdict import arrangements_verdict, verdict
-from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible, unused
+from rlhfless.sim.report.page import COLUMNS, ReportColumn
+from rlhfless.sim.report.verdict import (
+    PARTS,
+    arrangements_verdict,
+    best_fleets,
+    contract_text,
+    infeasible,
+    unused,
+    verdict,
+)
 from rlhfless.sim.scenarios import Scenario
 from rlhfless.sim.statistics import CONFIDENCE, LEAST_VALUES
 from rlhfless.telemetry.numbers import decimal, money

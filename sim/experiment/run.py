@@ -9,14 +9,14 @@ from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.plan import RunContract
-from rlhfless.sim.experiment.bounds import bound
+from rlhfless.sim.experiment.bounds import clairvoyant
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.policies import POLICIES, PolicyError, PolicyKind, configured, policy_kind
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
-from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, DISTRIBUTION_ORACLE, PolicyEntry, Scenario
+from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.sim.selection import steps_of
 from rlhfless.sim.simulation import Simulation
@@ -24,11 +24,6 @@ from rlhfless.spec import ContractSpec, CostAwareSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest
-
-BOUNDED = "cost_aware"
-"""The policy of the bounds, which have more knowledge than the policy itself."""
-
-BOUNDS = frozenset({CLAIRVOYANT, DISTRIBUTION_ORACLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,7 @@ def kind_of(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
     """
     name = _policy_of(entry)
     if name not in POLICIES and ":" not in name:
-        known = [*POLICIES, *BOUNDS, BEST_STATIC]
+        known = [*POLICIES, CLAIRVOYANT, BEST_STATIC]
         what, hint = f"{name!r} is no policy", f"{nearest(name, known)}There are {', '.join(known)}"
         raise InputError(scenario.name, [Problem("policies", what, hint)])
     try:
@@ -108,7 +103,7 @@ def kind_of(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
 
 
 def _policy_of(entry: PolicyEntry) -> str:
-    return BOUNDED if entry.name in BOUNDS else entry.name
+    return "cost_aware" if entry.name == CLAIRVOYANT else entry.name
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
@@ -172,8 +167,8 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     by_step = task.contracts if len(task.contracts) > 1 else ()
     span = span_of(contract_of(scenario, entry), scenario)
     terms = RunContract(task.contracts[0], scenario.steps, by_step, span if span > 1 else scenario.steps)
-    if isinstance(settings, CostAwareSpec) and entry.name in BOUNDS:
-        policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
+    if isinstance(settings, CostAwareSpec) and entry.name == CLAIRVOYANT:
+        policy = clairvoyant(settings, terms, drawn)
     else:
         policy = kind.make(settings, terms)
     simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)

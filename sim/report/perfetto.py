@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhfless.records import in_order
+from rlhfless.records import FunctionName, Work, in_order
 from rlhfless.records.traces import Trace
-from rlhfless.sim.report.words import work_text
 
 _US = 1e6
 
@@ -37,7 +36,7 @@ def trace_events(trace: Trace) -> dict[str, Any]:
         process = processes[call.function]
         where = f"{device_of.get(call.incarnation, call.replica)} work"
         events.append(
-            _slice(process, track(process, where), work_text(call.function, call.work), call.start_s, call.end_s)
+            _slice(process, track(process, where), _work_text(call.function, call.work), call.start_s, call.end_s)
             | {"args": {"step": call.step, "input_tokens": call.input_tokens, "output_tokens": call.output_tokens}}
         )
     steps = len(processes) + 1
@@ -60,3 +59,10 @@ def trace_events(trace: Trace) -> dict[str, Any]:
 def _slice(process: int, track: int, name: str, start_s: float, end_s: float) -> dict[str, Any]:
     span = {"ts": start_s * _US, "dur": (end_s - start_s) * _US}
     return {"ph": "X", "name": name, "pid": process, "tid": track, **span}
+
+
+def _work_text(function: str, work: Work) -> str:
+    """Name a call's work; a critic's is of the same kinds as the reference's and the learner's."""
+    if function == FunctionName.CRITIC:
+        return {Work.LOGPROBS: "critic values", Work.LEARN: "critic learn"}.get(work, str(work).replace("_", " "))
+    return "reference" if work is Work.LOGPROBS else str(work).replace("_", " ")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
-from rlhfless.sim.experiment.rows import ResultRow
-from rlhfless.sim.experiment.run import BOUNDS
+from rlhfless.sim.experiment.rows import Part, ResultRow
 from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.scenarios.scenario import (
+    BEST_STATIC,
+    CLAIRVOYANT,
     CheapestContract,
     FastestContract,
+    MultipleOf,
     ScenarioContract,
 )
 from rlhfless.sim.statistics import LEAST_VALUES, Interval
@@ -23,7 +25,7 @@ def verdict(comparison: PolicyComparison) -> str:
     """The policy to take under the scenario's contract; empty with fewer than two to choose from."""
     scenario = comparison.scenario
     names = {entry.shown: entry.name for entry in scenario.policies}
-    rows = [row for row in comparison.rows(quoted_part(scenario)) if names[row.label] not in BOUNDS]
+    rows = [row for row in comparison.rows(quoted_part(scenario)) if names[row.label] != CLAIRVOYANT]
     if len(rows) < 2:
         return ""
     contract, first = scenario.contract, rows[0]
@@ -127,3 +129,62 @@ def _even_weight(best: ResultRow, other: ResultRow, rows: Sequence[ResultRow]) -
     more_cost = (_figures(other)[1] - _figures(best)[1]) / least_cost
     total = saved_time + more_cost
     return more_cost / total if saved_time * more_cost > 0 else None
+
+
+PARTS: dict[Part, str] = {"all": "all steps", "first": "first epoch", "later": "later epochs"}
+
+
+def contract_text(contract: ScenarioContract) -> str:
+    """Such as `as cheap as can be, in at most 1.5 x the time of static_colocated over the run`."""
+    if isinstance(contract, CheapestContract):
+        limit = f"{contract.deadline_s:g} s" if contract.deadline is None else _multiple(contract.deadline, "time")
+        return f"as cheap as can be, in at most {limit} {_per(contract.per)}"
+    if isinstance(contract, FastestContract):
+        limit = f"${contract.budget_usd:g}" if contract.budget is None else _multiple(contract.budget, "cost")
+        return f"as fast as can be, for at most {limit} {_per(contract.per)}"
+    return f"time weighs {contract.time_weight:g}, cost {1 - contract.time_weight:g}"
+
+
+def best_fleets(comparison: PolicyComparison) -> str:
+    """The best static fleets by seed; empty if the scenario has no such policy."""
+    labels = [entry.shown for entry in comparison.scenario.policies if entry.name == BEST_STATIC]
+    lines = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
+    return "; ".join(dict.fromkeys(lines))
+
+
+def infeasible(comparison: PolicyComparison) -> list[str]:
+    """By policy, the number of steps whose contract no plan kept by its forecast, how many were missed in the end, and
+    the reason of the last such plan: the first ones have cold starts."""
+    lines = []
+    for label, runs in comparison.results.items():
+        reasons = [reason for run in runs for reason in run.infeasible]
+        if reasons:
+            steps = [step for run in runs for step in run.steps]
+            missed = sum(step.kept is False for step in steps)
+            lines.append(
+                f"{label}: no plan kept the contract by its forecast in {len(reasons)} of {len(steps)} steps, so the "
+                f"nearest one was made; {missed} steps missed it. The last of these plans: {reasons[-1]}"
+            )
+    return lines
+
+
+def unused(comparison: PolicyComparison) -> list[str]:
+    """By policy, the kinds of machines that it pays for and of which it never used a device."""
+    lines = []
+    for label, (run, *_) in comparison.results.items():
+        if run.trace is None:
+            continue
+        used = {held.device_kind for held in run.trace.holdings}
+        machines = [each for each in comparison.scenario.cluster.machines if run.fleet.rents(each.kind)]
+        idle = [f"{each.devices} x {each.kind}" for each in machines if each.kind not in used]
+        if idle:
+            lines.append(f"{label} never uses {' or '.join(idle)}: do not rent them")
+    return lines
+
+
+def _multiple(measure: MultipleOf, of: str) -> str:
+    return f"{measure.times:g} x the {of} of {measure.policy}"
+
+
+def _per(per: str) -> str:
+    return {"run": "over the run", "epoch": "over each epoch", "step": "in each step"}[per]

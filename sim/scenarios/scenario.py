@@ -11,7 +11,6 @@ from rlhfless.sim.policies import POLICIES
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, DeclaredTimes, FleetTimesSpec, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
-    SYNTHETIC,
     CriticTimingSpec,
     LearnerTimingSpec,
     PrefixesSpec,
@@ -28,7 +27,7 @@ from rlhfless.spec.schedule import IN_TURN, PartialSpec, ScheduleSpec, SyncSpec
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is not a policy."""
 
-CLAIRVOYANT, DISTRIBUTION_ORACLE = "clairvoyant", "distribution_oracle"
+CLAIRVOYANT = "clairvoyant"
 """The bounds: they know each length, or each prompt's distribution of lengths."""
 
 
@@ -185,14 +184,11 @@ class Scenario(SpecModel):
     @model_validator(mode="before")
     @classmethod
     def _all_policies(cls, data: Any) -> Any:
-        """Without `policies`: all with their own settings, the best static fleet, and the bounds that can be known."""
+        """Without `policies`: all with their own settings, the best static fleet, and the clairvoyant."""
         if not isinstance(data, dict) or "policies" in data:
             return data
-        workload = data.get("workload")
-        known = isinstance(workload, dict) and workload.get("type") in tuple(SYNTHETIC)
-        bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
         # `static` is what the best static fleet is made of.
-        names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)
+        names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, CLAIRVOYANT)
         schedule = data.get("schedule", "sync")
         named = schedule.get("type", "sync") if isinstance(schedule, dict) else getattr(schedule, "type", schedule)
         if named not in IN_TURN:  # it overlaps what a co-located policy does in turn

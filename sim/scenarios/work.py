@@ -93,9 +93,6 @@ class MooncakeWorkload(SpecModel):
     """The file."""
 
 
-SYNTHETIC = frozenset({"lognormal", "bimodal"})
-"""Types of workloads whose distributions are known."""
-
 WorkloadSpec = Annotated[
     LognormalWorkload | BimodalWorkload | RecordedWorkload | AzureWorkload | MooncakeWorkload,
     Field(discriminator="type"),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from fakes.books import CONTRACTS, Run, check_books, play
 from fakes.simple_policies import Evenly, InTurns
@@ -30,7 +28,7 @@ from fakes.small_fleet import (
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
+from rlhfless.sim.experiment.bounds import Clairvoyant
 from rlhfless.sim.policies import POLICIES, make_policy
 from rlhfless.sim.setup import Setup
 from rlhfless.spec import CostAwareSpec
@@ -90,18 +88,10 @@ def test_and_with_every_other_policy(run: Run, name: str) -> None:
 
 @given(run=runs(), contract=CONTRACTS)
 @settings(max_examples=10)
-def test_and_with_the_bounds(run: Run, contract: ContractSpec) -> None:
+def test_and_with_the_clairvoyant(run: Run, contract: ContractSpec) -> None:
     lengths = {batch.step: batch.response_tokens for batch in run.batches}
-    by_step = {batch.step: batch for batch in run.batches}
-
-    def quantiles(step: int) -> NDArray[np.float64]:
-        batch = by_step[step]
-        rows = [np.resize(np.sort(batch.response_tokens[batch.group == g]), 4) for g in range(len(batch.prompt_ids))]
-        return np.sort(np.array(rows, np.float64), axis=1)
-
     terms = RunContract(contract, len(run.batches))
-    for forecaster in (Clairvoyant(lengths.__getitem__), DistributionOracle(quantiles)):
-        check_books(run, CostAware(CostAwareSpec(), terms, forecaster))
+    check_books(run, CostAware(CostAwareSpec(), terms, Clairvoyant(lengths.__getitem__)))
 
 
 @given(runs())

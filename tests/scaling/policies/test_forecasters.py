@@ -12,7 +12,7 @@ from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths, RemainingLengths, even_ranks
 from rlhfless.scaling.policy import StepView
-from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
+from rlhfless.sim.experiment.bounds import Clairvoyant
 
 FLEET = fleet_of(replica_slot(0), replica_slot(1))
 
@@ -56,14 +56,6 @@ def test_siblings_that_have_drawn_as_much_are_one_kind() -> None:
     assert ahead.kind.tolist() == [0, 0, 1, 2, 3]
     assert ahead.table.shape == (4, QUANTILE_LEVELS.size)
     assert ahead.means[0] == ahead.means[1]
-
-
-def test_the_oracle_of_distributions_has_the_same_kinds() -> None:
-    oracle = DistributionOracle(lambda _: np.tile(np.arange(1, 101), (2, 1)))
-    ahead = oracle.look(view(1, "ab", [50, 50, 0, 50], [False] * 4))
-    assert ahead.kind.tolist() == [0, 0, 1, 2]
-    # Of 1 to 100 in equal parts, 51 to 100 are left: 25.5 more tokens in the middle of them.
-    assert ahead.at(np.array([0.5]))[:, 0].tolist() == pytest.approx([25.5, 50.5, 25.5])
 
 
 def test_known_lengths_are_never_alike() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhfless.sim.experiment.compare import PolicyComparison, compare
-from rlhfless.sim.report.words import unused
+from rlhfless.sim.report.verdict import unused
 from rlhfless.sim.scenarios import Scenario
 
 LENGTHS = {"median_tokens": 800, "spread": 0.5, "persistence": 1.0}

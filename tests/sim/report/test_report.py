@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from PIL import Image
+import yaml
+from typer.testing import CliRunner
 
-from fakes.tiny_scenario import scenario
+from fakes.tiny_scenario import scenario, values
+from rlhfless.cli.main import app
 from rlhfless.sim.experiment.compare import NO_BEATS_S, PolicyComparison, compare
-from rlhfless.sim.experiment.forecasts import length_forecasts
 from rlhfless.sim.experiment.rows import objective
-from rlhfless.sim.report import write_report
-from rlhfless.sim.report.charts import ParetoPoint, pareto, svg
+from rlhfless.sim.report import summary, write_report
+from rlhfless.sim.report.page import _pareto
 from rlhfless.sim.report.perfetto import trace_events
-from rlhfless.sim.report.pictures import pictures
-from rlhfless.sim.report.summary import summary
-from rlhfless.sim.report.words import contract_text
-from rlhfless.sim.scenarios.draw import batches
+from rlhfless.sim.report.verdict import contract_text
+from rlhfless.sim.scenarios import Scenario
 from rlhfless.sim.statistics import Interval
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError
@@ -116,24 +115,21 @@ def test_the_page_is_whole_and_asks_no_server(folder: Path) -> None:
     tags.feed(page)
     assert tags.open == []
     assert tags.count["table"] == 3
-    assert tags.count["svg"] == 3 + 3
+    assert tags.count["svg"] == 1
     assert not DRAWN.search(page)
     assert not {"script", "link", "img", "iframe"} & set(tags.count)
     for label in ("static_colocated", "best_static", "clairvoyant"):
         assert f"<td>{label}</td>" in page
 
 
-def test_pictures_are_pictures(folder: Path, comparison: PolicyComparison) -> None:
-    files = {path.stem for path in folder.glob("*.png")}
-    assert {"pareto", "lengths", "forecasts", "gantt-static_colocated", "gantt-clairvoyant"} <= files
-    for path in folder.glob("*.png"):
-        with Image.open(path) as image:
-            assert image.width == 1520
-            assert len(image.convert("L").getcolors() or ()) > 8
-    for figure in pictures(comparison).by_name.values():
-        assert ElementTree.fromstring(svg(figure)).tag.endswith("svg")
-    with pytest.raises(ValueError, match="the scenario has steps 1 to 4"):
-        pictures(comparison, step=5)
+def test_the_picture_has_a_dot_for_each_policy_and_its_text_is_escaped(comparison: PolicyComparison) -> None:
+    rows = comparison.rows("later")
+    wide = Interval(1.0, -2.0, 4.0)  # an interval may reach below 0, where no cost can be
+    odd = [dataclasses.replace(rows[0], label=label, step_usd=wide, step_s=wide) for label in ("1 < 2 & 3", '"<x>"')]
+    elements = list(ElementTree.fromstring(_pareto([*rows, *odd])).iter())
+    assert sum(element.tag == "circle" for element in elements) == len(rows) + 2
+    assert {"1 < 2 & 3", '"<x>"', *(row.label for row in rows)} <= {element.text for element in elements}
+    assert all(float(each) >= 0 for element in elements for each in re.findall(r"-?[0-9.]+", element.get("d", "")))
 
 
 def test_the_summary_holds_every_step(folder: Path) -> None:
@@ -171,31 +167,6 @@ def test_contracts_in_words() -> None:
     assert words(type="weighted", time_weight=0.25) == "time weighs 0.25, cost 0.75"
 
 
-def test_text_in_a_picture_is_escaped() -> None:
-    one = Interval(1.0, 0.5, 2.0)
-    drawn = svg(pareto([ParetoPoint("1 < 2 & 3", one, one), ParetoPoint('"<x>"', one, one)], "a < b"))
-    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.text]
-    assert {"a < b", "1 < 2 & 3", '"<x>"'} <= set(texts)
-    assert '"<x>": 1 s and $1 per step' in texts  # shown when the mouse is over the dot
-
-
-def test_a_picture_is_the_same_every_time_it_is_drawn(comparison: PolicyComparison) -> None:
-    first, second = (pictures(comparison).by_name for _ in range(2))
-    assert {name: svg(figure) for name, figure in first.items()} == {name: svg(f) for name, f in second.items()}
-
-
-def test_forecasts_are_better_than_the_mean_and_honest() -> None:
-    one = scenario(prompts_per_step=8, samples_per_prompt=8, steps=12)
-    found = length_forecasts(batches(one, 0), one.max_tokens)
-    assert len(found.real_tokens) == 11 * 64
-    assert found.mean_error < 0.8 * found.mean_error_of_mean
-    assert found.rank_correlation is not None
-    assert found.rank_correlation > 0.5
-    assert np.all(np.diff(found.coverage) >= 0)
-    with pytest.raises(ValueError, match="1 steps; forecasts need 2"):
-        length_forecasts(batches(one, 0)[:1], one.max_tokens)
-
-
 def test_a_static_fleet_runs_the_same_without_beats() -> None:
     watched = scenario(policies=[{"name": "static", "label": "best_static"}], beat_s=0.05)
     again = scenario(policies=[{"name": "static", "label": "best_static"}], beat_s=NO_BEATS_S)
@@ -204,14 +175,26 @@ def test_a_static_fleet_runs_the_same_without_beats() -> None:
     assert first.usd == pytest.approx(second.usd, rel=1e-9)
 
 
-def test_a_critics_work_is_named_in_gantt_charts() -> None:
+def test_a_critics_work_is_named_in_a_trace() -> None:
     compared = compare(scenario(critic={}, reference={"devices": 1}, seeds=1, policies=[{"name": "static_colocated"}]))
-    (figure,) = pictures(compared).gantts.values()
-    tips = {str(bar.get_gid()).split(":")[1].split(" ", 2)[2] for bar in figure.axes[0].patches}
-    assert {"critic values", "critic learn", "learn", "reference"} <= tips
-    (legend,) = figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert {"critic values", "critic learn", "reference"} <= {*names}
-    assert len(names) == len({*names})
     slices = {event["name"] for event in trace_events(compared.results["static_colocated"][0].trace)["traceEvents"]}
     assert {"critic values", "critic learn", "learn", "reference"} <= slices
+
+
+def test_a_policy_that_does_not_fit_the_schedule_is_named() -> None:
+    apart = {"schedule": "one_step_off", "placement": {"mode": "disaggregated"}}
+    with pytest.raises(InputError, match="static_colocated is placed co-located, and schedule one_step_off overlaps"):
+        compare(scenario(**apart, policies=[{"name": "static_colocated"}]))
+    plain = {key: value for key, value in values(**apart).items() if key != "policies"}
+    names = [entry.name for entry in Scenario.model_validate(plain).policies]
+    assert "static_colocated" not in names
+    assert {"static_disaggregated", "cost_aware", "best_static"} <= set(names)
+
+
+def test_a_pipe_gets_all_columns(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(yaml.safe_dump(values(seeds=1)))
+    ran = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
+    assert ran.exit_code == 0
+    assert "regret" in ran.output
+    assert "above the clairvoyant" in ran.output.replace("\n", " ")

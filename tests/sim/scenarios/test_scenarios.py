@@ -98,10 +98,8 @@ def test_all_policies_are_compared_unless_said_otherwise() -> None:
     plain = {key: value for key, value in values().items() if key != "policies"}
     names = [entry.name for entry in type(scenario()).model_validate(plain).policies]
     assert names[0] == "static_colocated"
-    assert {"best_static", "clairvoyant", "distribution_oracle", "rlhfless_published"} <= set(names)
+    assert {"best_static", "clairvoyant", "rlhfless_published"} <= set(names)
     assert "static" not in names
-    plain["workload"] = {"type": "azure", "path": "trace.csv"}
-    assert "distribution_oracle" not in [entry.name for entry in type(scenario()).model_validate(plain).policies]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
