@@ -18,7 +18,7 @@ from rlhfless.prefixes.precompute import move_pays
 from rlhfless.scaling.engine_model import EngineModel, ways_of
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
-from rlhfless.sim.memory import Costs, Floats, Ints, Limits, Pool, Table, pool_of
+from rlhfless.sim.kernel_state import Costs, Floats, Ints, Limits, Pool, Table, pool_of
 from rlhfless.sim.samples import StepProgress
 
 COUNTS = "preempted", "prefilled", "cached", "evicted", "decoded"

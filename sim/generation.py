@@ -22,7 +22,7 @@ from rlhfless.scaling.prefill_pool import pieces
 from rlhfless.sim.engine import EnginePool, EngineShape, Precomputed, PricedModel, SimulatedEngine
 from rlhfless.sim.events import PromptsComputed
 from rlhfless.sim.fleet import SimulatedFleet
-from rlhfless.sim.memory import Floats, Ints, Table
+from rlhfless.sim.kernel_state import Floats, Ints, Table
 from rlhfless.sim.prefill import Computed, Piece, SimulatedPrefill
 from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch, Rows, StepProgress, rows_of

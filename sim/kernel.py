@@ -23,7 +23,7 @@ block` never changes: a histogram of it (`phase`) says how many new blocks each 
 is known as an iteration number, so the heap holds integers, and no rounding can change an order.
 
 All of it is one file, because the compiler's cache on disk looks at the file of a function, not at what it calls. The
-layout of `sim.memory` is part of the functions' types, so that it is looked at too.
+layout of `sim.kernel_state` is part of the functions' types, so that it is looked at too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import math
 
 from rlhfless.scaling.compiled import compiled, inlined, part
 from rlhfless.scaling.policy import UNASSIGNED
-from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
+from rlhfless.sim.kernel_state import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
 """Work that follows other work within this time is one call with it, as in the runtime."""

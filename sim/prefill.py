@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlhfless.records import ReplicaState, Work
 from rlhfless.sim.fleet import SimulatedFleet
-from rlhfless.sim.memory import Ints
+from rlhfless.sim.kernel_state import Ints
 from rlhfless.sim.samples import StepProgress
 
 

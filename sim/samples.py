@@ -15,7 +15,7 @@ from rlhfless.prefixes.trie import NONE, lineage
 from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.sim.kernel import STRIDE
-from rlhfless.sim.memory import Flags, Floats, Ints, Table, table_of
+from rlhfless.sim.kernel_state import Flags, Floats, Ints, Table, table_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhfless.scaling.selection import is_due, new_groups
 from rlhfless.sim.generation import Generation
-from rlhfless.sim.memory import Flags, Ints
+from rlhfless.sim.kernel_state import Flags, Ints
 from rlhfless.sim.samples import RolloutBatch, Selected, StepProgress
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import PartialSpec, ScheduleSpec

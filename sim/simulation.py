@@ -42,9 +42,9 @@ from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation, SharedEngines
 from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.service_work import StepUnderWay, learn, take, update
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
-from rlhfless.sim.work import StepUnderWay, learn, take, update
 
 MAX_IDLE_QUERIES, MAX_QUERIES = 1_000, 100_000
 """Limits on consecutive queries of a policy between which no engine works: without a due event, and with one (a policy

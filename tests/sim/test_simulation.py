@@ -45,10 +45,10 @@ from rlhfless.scaling.policy import (
 )
 from rlhfless.scaling.step_times import Phase
 from rlhfless.sim.fleet import SimulationError
+from rlhfless.sim.service_work import first_come_first_served
 from rlhfless.sim.setup import ServiceShape
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.view import fleet_view
-from rlhfless.sim.work import first_come_first_served
 
 
 def test_one_step_by_hand() -> None:

@@ -18,7 +18,7 @@ from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTE
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel import JOIN_S
-from rlhfless.sim.memory import Flags, Floats, Ints
+from rlhfless.sim.kernel_state import Flags, Floats, Ints
 from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, ServiceShape
