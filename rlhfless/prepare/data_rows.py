@@ -1,8 +1,10 @@
-"""Rows of a data set, each with its place in the source, so that messages can name it.
+"""Read rows of a data set, each with its place in the source for messages.
 
-An absolute path is a JSONL or Parquet file, or a data set folder. Anything else is a name of the hub, with its
-configuration after a colon as in `openai/gsm8k:main`, and is only asked of the hub. Folders and names are given to
-`datasets`.
+An absolute path is a JSONL or Parquet file, or a data set folder. Anything else is a hub name, with its configuration
+after a colon as in `openai/gsm8k:main`. Folders and hub names go through `datasets`.
+
+An Arrow struct has every key of its type, null where a row had none; a chat template would render those nulls, so a
+null inside a struct is dropped. Nulls in lists, maps, JSON values and whole columns are the author's, and stay.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".txt")
 PARQUET_ROWS = 256
-"""Rows that are uncompressed at a time."""
+"""Rows decompressed at a time."""
 
 # The number of faulty lines that a message names; the others are counted.
 _MAX_NAMED = 3
@@ -43,7 +45,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. `where` reads like `train.jsonl:12` or `train.parquet row 12` (both count from 1)."""
+    """One row. `where` is `train.jsonl:12` or `train.parquet row 12`, counted from 1."""
 
     where: str
     values: Mapping[str, Any]
@@ -52,11 +54,11 @@ class Row:
 def read_rows(
     field: str, path: str, split: str, sizes: SizesSpec, broken: list[tuple[Row, str]] | None = None
 ) -> list[Row]:
-    """All rows of a data set. `field` is the spec's field that named it, for messages. `broken` gets the lines of JSONL
-    that hold no row, with their faults; without it they are refused.
+    """Read all rows of a data set. `field` is the spec's field that names it; `broken` collects JSONL lines that hold
+    no row, which are refused otherwise.
 
-    Raises InputError if it does not exist, cannot be read, is empty, or is above `sizes`, which is checked before its
-    rows are made.
+    Raises InputError if it is missing, unreadable, empty, or larger than `sizes`, which is checked before rows are
+    created.
     """
     file = Path(path)
     if is_path(path) and os.path.isfile(path):
@@ -83,7 +85,6 @@ def _is_parquet(field: str, file: Path) -> bool:
 
 
 def _require_size(field: str, path: str, sizes: SizesSpec, data_bytes: int, rows: int = 0) -> None:
-    """Raises InputError."""
     for bound, figure, noun in (("data_mib", -(-data_bytes // 2**20), "MiB"), ("prompts", rows, "rows")):
         if figure > getattr(sizes, bound):
             raise _error(field, *too_large(f"the number of {noun} of {path!r}", figure, bound, sizes))
@@ -178,11 +179,11 @@ _FILES = ("data_files", "data_dir")
 
 
 def foreign_files(name: str) -> tuple[str | None, str]:
-    """Look for files that a data set names and that are not part of it, which `datasets` would fetch from any URL, also
-    of this machine. Returns the revision that was read (None for a folder), and the first such file; empty if there is
-    none.
+    """Find files outside a data set that its card names: `datasets` would fetch them from any URL, also of this
+    machine.
 
-    `name`: a folder, or a name of the hub. Raises what `huggingface_hub` raises.
+    `name`: a folder or hub name. Returns the revision that was read (None for a folder) and the first such file, or an
+    empty string. Raises what `huggingface_hub` raises.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -208,7 +209,7 @@ def _values(card: Path) -> Any:
 
 
 def _named(values: Any, within: bool = False) -> Iterator[str]:
-    """Texts below the keys that name files, at any depth."""
+    """Yield texts below keys that name files, at any depth."""
     if isinstance(values, Mapping):
         for key, inner in values.items():
             yield from _named(inner, within or key in _FILES)
@@ -228,7 +229,7 @@ _Read = Callable[[Any], Any]
 
 
 def arrow_rows(batch: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table. Raises ValueError for a value that Python does not have, or two columns of one name."""
+    """Yield the rows of a table. Raises ValueError for a value that Python lacks, or duplicate columns."""
     names = batch.schema.names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two columns are called {twice[0]!r}")
@@ -245,7 +246,7 @@ def arrow_rows(batch: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _reader(kind: pa.DataType) -> _Read | None:
-    """What changes a value of an Arrow type; None if it stays as pyarrow gives it."""
+    """Return the conversion of an Arrow type's values; None if pyarrow's form is kept."""
     import pyarrow as pa
 
     types = pa.types
@@ -286,7 +287,7 @@ def _struct_reader(readers: list[tuple[str, _Read]]) -> _Read:
 
 
 def _map_reader(inner: _Read | None) -> _Read:
-    """Pairs of a key and a value as one mapping."""
+    """Convert key-value pairs to a mapping."""
 
     def read(value: Any) -> Any:
         if value is None:

@@ -1,8 +1,7 @@
 """Demonstrations and preferences: rows with written responses, as the sequences that a model learns.
 
-A policy (`sft`, `dpo`) reads a prompt as it does in an RLHF run, and learns the tokens of the response, of which the
-last is the end-of-sequence token: so it learns to stop. A reward model reads what rlhfless.functions.reward_model would
-score; its score is computed from the last token of that, which here is followed by a token that stands for the score.
+A policy (`sft`, `dpo`) reads a prompt as in an RLHF run, and learns the response with its end-of-sequence token. A
+reward model reads what rlhfless.functions.reward_model would score, followed by a token that stands for the score.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from rlhfless.spec import DataSpec, DemonstrationsSpec, PreferencesSpec, RunSpec
 from rlhfless.spec.explain import nearest, shown
 
 MOST_READ = 1_000
-"""Rows whose lengths a plan reads: they give a mean within some per cent."""
+"""Rows whose lengths a plan reads: their mean is within some per cent."""
 
 RESPONSE = "response"
-"""The column with the response of a conversation, whose other messages are the prompt."""
+"""The column with the response of a conversation; its other messages are the prompt."""
 
 
 def load_examples(spec: RunSpec, policy: PolicyModel, every: int = 1) -> PromptSets:
-    """The examples of a run that learns from written responses, for training and held out; of each `every` rows one.
-    Raises InputError with the problems of all rows."""
+    """Load training and held-out examples; one of each `every` rows. Raises InputError with the problems of all
+    rows."""
     data = spec.data
     rows = _Rows(data, policy, scored=spec.type == "reward_model")
     return load_prompts(
@@ -62,11 +61,11 @@ class ExampleLengths:
     response_tokens: float
     rows: int
     read: int
-    """The rows that the means are of."""
+    """Rows in the means."""
 
 
 def example_lengths(spec: RunSpec) -> ExampleLengths:
-    """The lengths of a run's examples, from about MOST_READ of its rows. Raises InputError."""
+    """Measure the lengths of about MOST_READ examples. Raises InputError."""
     policy, path = load_policy(spec.model), spec.data.path
     assert path is not None, "data of written responses has a path"
     rows = len(read_rows(f"{spec.data.section}.path", path, spec.data.split, spec.sizes, broken=[]))
@@ -77,21 +76,21 @@ def example_lengths(spec: RunSpec) -> ExampleLengths:
 
 
 def fields_of(data: DataSpec) -> tuple[str, ...]:
-    """The columns with the responses of a prompt."""
+    """Return the columns with the responses of a prompt."""
     if isinstance(data, PreferencesSpec):
         return data.chosen_field, data.rejected_field
     return ((data.response_field or RESPONSE) if isinstance(data, DemonstrationsSpec) else RESPONSE,)
 
 
 def _edited(row: Row, data: DataSpec) -> Row:
-    """The row with prompt and responses in fields of their own, where it has whole conversations. Raises DataFault."""
+    """Split whole conversations into prompt and responses. Raises DataFault."""
     if data.chat_template and isinstance(data, DemonstrationsSpec) and data.response_field is None:
         return _split(row, data.prompt_field)
     return _pair(row, data) if isinstance(data, PreferencesSpec) else row
 
 
 def _split(row: Row, field: str) -> Row:
-    """A conversation without its last message, and that message as the response."""
+    """Split off a conversation's last message as the response."""
     messages = find_field(row.values, field)
     if not isinstance(messages, list) or not messages:
         return row
@@ -104,7 +103,7 @@ def _split(row: Row, field: str) -> Row:
 
 
 def _pair(row: Row, data: PreferencesSpec) -> Row:
-    """Two whole conversations as the messages that they share, and how each goes on."""
+    """Split two whole conversations into their shared messages and their continuations."""
     pair = [find_field(row.values, field) for field in fields_of(data)]
     chosen, rejected = pair
     if isinstance(chosen, str) and isinstance(rejected, str) and find_field(row.values, data.prompt_field) is None:
@@ -136,8 +135,11 @@ def _pair(row: Row, data: PreferencesSpec) -> Row:
 
 
 def _pair_of_texts(row: Row, data: PreferencesSpec, chosen: str, rejected: str) -> Row:
-    """Two whole texts without a prompt's column as the words that they share, and how each goes on: Anthropic's hh-rlhf
-    has such rows. The prompt ends before the space of the first word that differs, where tokens end, too."""
+    """Split two whole texts without a prompt column into their shared words and their continuations (Anthropic's
+    hh-rlhf).
+
+    The prompt ends before the space of the first differing word, where tokens end, too.
+    """
     most = min(len(chosen), len(rejected))
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     # A word that one of the two ends with may go on in the other.
@@ -157,7 +159,7 @@ def _says(message: Any, text: str) -> bool:
 
 
 class _Rows:
-    """Makes examples of prompts whose columns have the responses. `scored`: for a reward model."""
+    """Create examples from prompts whose columns have the responses. `scored`: for a reward model."""
 
     def __init__(self, data: DataSpec, policy: PolicyModel, *, scored: bool) -> None:
         self._data = data
@@ -176,7 +178,7 @@ class _Rows:
         return [example for prompt in prompts if (example := self._example(prompt, faults, notes))]
 
     def _example(self, prompt: Prompt, faults: Faults, notes: Faults) -> Example | None:
-        """None, with a fault, if the row has no usable response."""
+        """Create an example; None, with a fault, if the row has no usable response."""
         row = Row(prompt.place, prompt.columns)
         try:
             made = [self._learned(row, prompt, field, notes) for field in fields_of(self._data)]
@@ -230,12 +232,12 @@ class _Rows:
         return self._policy.tokenizer_info.eos_token_id, *self._policy.end_token_ids
 
     def _scoring(self, text: str) -> Learned:
-        """The sequence that a reward model scores, with the token that stands for its score."""
+        """Build the sequence that a reward model scores, with the token that stands for the score."""
         ids = self._encoder.scored(text)
         return Learned((*ids, self._policy.tokenizer_info.pad_token_id), ((len(ids), len(ids) + 1),))
 
     def _response(self, row: Row, field: str) -> list[Message]:
-        """The messages of the response. Raises DataFault."""
+        """Return the response's messages. Raises DataFault."""
         value = find_field(row.values, field)
         if value is None:
             fields = ", ".join(row.values) or "none"
@@ -263,7 +265,7 @@ class _Rows:
 
 
 def _text_of(messages: Sequence[Message], field: str, section: str) -> str:
-    """The text of a response that no chat template renders. Raises DataFault if it is more than a text."""
+    """Return the text of a response without a chat template. Raises DataFault if it is more than text."""
     message = messages[0]
     if len(messages) > 1 or message.calls or message.thought.strip():
         hint = f"set {section}.chat_template: true"

@@ -1,4 +1,4 @@
-"""Faulty rows of a data set, counted by kind: refused, or skipped where the spec says so."""
+"""Faulty rows of a data set by kind, refused or skipped; and warnings about unusual ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SkippedRows:
 
 
 class Faults:
-    """Rows by kind of fault: the first is named and the others are counted, however many there are."""
+    """Faulty rows by kind: the first is named, the others are counted."""
 
     def __init__(self, field: str, total: int) -> None:
         self._field, self._total = field, total
@@ -43,24 +43,23 @@ class Faults:
         self._rows: dict[str, str] = {}
 
     def add(self, kind: str, row: Row, detail: str, hint: str) -> None:
-        """Note a fault of a row."""
         self._by_kind.setdefault(kind, []).append((f"first at {row.where}: {detail}", hint))
         self._rows.setdefault(row.where, f"{kind}: {detail}")
 
     @property
     def places(self) -> Collection[str]:
-        """`Row.where` of each row with a fault."""
+        """`Row.where` of each faulty row."""
         return self._rows.keys()
 
     def skipped(self, spec: DataSpec) -> SkippedRows | None:
-        """The rows that `on_bad_row: skip` leaves out; None if it is not set, for no rows and for too many."""
+        """Return the rows that `on_bad_row: skip` skips; None if it is not set, or for no rows or too many."""
         few = 0 < len(self._rows) <= MOST_SKIPPED * self._total
         if spec.on_bad_row != "skip" or not few:
             return None
         return SkippedRows(self._field, self._total, tuple(self._rows.items()))
 
     def problems(self, spec: DataSpec) -> list[Problem]:
-        """One problem for each kind, and one if there are too many rows to skip; none if they are skipped."""
+        """Return one problem per kind, and one if there are too many rows to skip; none if they are skipped."""
         if self.skipped(spec):
             return []
         way_out = skip_hint(spec, len(self._rows), self._total)
@@ -77,7 +76,7 @@ class Faults:
         return problems
 
     def warnings(self) -> list[str]:
-        """One warning for each kind."""
+        """Return one warning per kind."""
         return [
             f"{self._field}: {kind} in {len(places)} of {self._total} rows, {places[0][0]}; {places[0][1]}"
             for kind, places in self._by_kind.items()
@@ -87,8 +86,8 @@ class Faults:
 def prompt_warnings(
     field: str, rows: Sequence[Row], prompts: Sequence[Prompt], tokenizer: Any, read: frozenset[str] | None
 ) -> list[str]:
-    """The warnings of one source; `field` is the spec's field that names it. `read`: columns that rewards read, None
-    for all."""
+    """Warn about unknown tokens, duplicates and NaN in one source. `field`: the spec's field; `read`: columns that
+    rewards read, None for all."""
     warnings = [
         _unknown_tokens(rows, prompts, tokenizer),
         _repetitions(rows, prompts),

@@ -1,7 +1,7 @@
-"""Identity of what a run reads: digests of its data, models and code, to compare when it is resumed.
+"""Digest a run's data, models and code, to compare when it is resumed.
 
-Files are digested by their content. Of a weight file above FULL_BYTES that is its size, its head and SAMPLES blocks
-spread over it: reading it whole would take longer than loading the model. A name of the hub stands for its commit.
+Files are digested by content. A weight file above FULL_BYTES is digested by its size, head and SAMPLES blocks, because
+reading it whole takes longer than loading the model. A hub name stands for its commit.
 """
 
 from __future__ import annotations
@@ -33,43 +33,41 @@ SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 MODEL_FILES = WEIGHTS | {".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".vocab"}
-"""Suffixes of the files of a model folder that are read; README and the like may change."""
+"""Suffixes of digested files of a model folder; README and the like may change."""
 
 ROW_BYTES = 8
-"""Of a row's digest: two of a million rows are equal by chance once in 37 million data sets."""
+"""Bytes of a row's digest: two of a million rows collide once in 37 million data sets."""
 
 MOST_PARQUET_ROWS = 100_000
-"""Rows of a Parquet file that are digested one by one; of larger ones only the file is."""
+"""Rows of a Parquet file that are digested one by one; of larger files only the file is."""
 
 MOST_ALIGNED = 2_000
-"""Longest lists of rows that are aligned to count their differences, in quadratic time."""
+"""Longest lists of rows that are aligned to count differences, in quadratic time."""
 
 SHOWN = 12
 """Hexadecimal digits of a digest in a message."""
 
 REVISION = "revision"
-"""The entry of `files` that has the commit of a name of the hub."""
+"""Entry of `files` with the commit of a hub name."""
 
 HUB_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunInput:
-    """One input."""
-
     field: str
-    """The dotted field of the spec that names it."""
+    """The dotted spec field that names it."""
     kind: Kind
     path: str
-    """File, folder, name of the hub, or import path."""
+    """File, folder, hub name or import path."""
     files: Mapping[str, str]
-    """Digests by name: of a file under its own name, of a folder those below it, of a name of the hub its revision."""
+    """Digests by name: a file, the files of a folder, or a hub name's revision."""
     rows: str = ""
-    """The digests of its rows in their order, ROW_BYTES each, in base64; empty if they are not known."""
+    """Digests of its rows in order, ROW_BYTES each, in base64; empty if unknown."""
 
 
 def inputs_of(spec: RunSpec) -> list[RunInput]:
-    """The inputs of a checked spec that can be digested."""
+    """Digest the inputs of a checked spec."""
     makers = [
         *(partial(_data, field, path) for field, path in _data_paths(spec)),
         *(partial(_model, field, path) for field, path in _model_paths(spec)),
@@ -83,12 +81,11 @@ def inputs_of(spec: RunSpec) -> list[RunInput]:
 
 
 def as_json(inputs: Sequence[RunInput]) -> str:
-    """The inputs as JSON."""
     return json.dumps([asdict(each) for each in inputs], indent=1)
 
 
 def from_json(text: str) -> list[RunInput]:
-    """The inputs of `as_json`. Raises ValueError or TypeError."""
+    """Parse the result of `as_json`. Raises ValueError or TypeError."""
     return [RunInput(**each) for each in json.loads(text)]
 
 
@@ -145,7 +142,7 @@ def _revision(commit: str) -> Mapping[str, str]:
 
 
 def _model_commit(name: str) -> str:
-    """The commit of a model that was fetched; empty if it is not known."""
+    """Return the commit of a cached model; empty if unknown."""
     from huggingface_hub import try_to_load_from_cache
 
     with suppress(Exception):  # a cache may be anywhere, and broken in any way
@@ -155,7 +152,7 @@ def _model_commit(name: str) -> str:
 
 
 def _dataset_commit(name: str) -> str:
-    """The newest commit of a data set of the hub, which is the one that is loaded; empty if it is not known."""
+    """Return the newest commit of a hub data set, which is the one that is loaded; empty if unknown."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -198,18 +195,17 @@ def _rows(file: Path) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class InputChange:
-    """A difference between the inputs of two attempts of a run."""
+    """A difference between the inputs of two attempts."""
 
     field: str
     kind: Kind
     what: str
-    """Which files changed, with their digests, and how many rows."""
+    """The files that changed, with digests, and the number of changed rows."""
 
 
 def changes(before: Sequence[RunInput], now: Sequence[RunInput]) -> list[InputChange]:
-    """The inputs that are named as before, and are not the same. A data file with the same rows is the same, however it
-    is written (line ends, compression). Where the spec names another path, or has a field more or fewer, the spec is
-    what has changed."""
+    """Compare inputs with equal field and path. A data file with the same rows is unchanged, whatever its line ends or
+    compression."""
     known = {(each.field, each.path): each for each in before}
     pairs = [(known.get((each.field, each.path)), each) for each in now]
     return [
@@ -242,7 +238,7 @@ def _split(rows: str) -> list[bytes]:
 
 
 def _told_rows(old: Sequence[bytes], new: Sequence[bytes]) -> str:
-    """How many rows were changed in their place, added and removed, and where the first difference is."""
+    """Describe how many rows changed, were added and removed, and the first difference."""
     start = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     tails = zip(reversed(old[start:]), reversed(new[start:]), strict=False)
     end = next((i for i, (a, b) in enumerate(tails) if a != b), min(len(old), len(new)) - start)
@@ -254,7 +250,7 @@ def _told_rows(old: Sequence[bytes], new: Sequence[bytes]) -> str:
 
 
 def _counts(old: Sequence[bytes], new: Sequence[bytes]) -> tuple[int, int, int]:
-    """Rows that were changed, added and removed. Of long lists a row that is gone counts as the one that came."""
+    """Count changed, added and removed rows; in long lists, a removed row pairs with an added one."""
     if max(len(old), len(new)) > MOST_ALIGNED:
         gone, come = (Counter(old) - Counter(new)).total(), (Counter(new) - Counter(old)).total()
         changed = min(gone, come)
@@ -272,8 +268,10 @@ PACKAGE = "rlhfless"
 
 
 def code_files(target: str) -> Mapping[str, str]:
-    """Digests of the module of an import path and of the modules beside it that it imports, directly or not, by their
-    paths below their folder. Empty for code of rlhfless, and for a target that cannot be imported."""
+    """Digest the module of an import path and the local modules it imports, by path below their folder.
+
+    Empty for code of rlhfless, and for a target that cannot be imported.
+    """
     module = target.partition(":")[0]
     top = module.partition(".")[0]
     if top == PACKAGE:
@@ -295,8 +293,8 @@ def code_files(target: str) -> Mapping[str, str]:
 
 
 def _follow(root: Path, module: str, within: str | None, found: dict[Path, str]) -> None:
-    """Add the files of a module, of its packages, and of what they import from `root`; with `within` only from that
-    package."""
+    """Add the files of a module, its packages, and what they import from `root` (with `within`, only from that
+    package)."""
     parts = module.split(".")
     if within is not None and parts[0] != within:
         return
@@ -312,7 +310,7 @@ def _follow(root: Path, module: str, within: str | None, found: dict[Path, str])
 
 
 def _imported(content: bytes, package: list[str]) -> Iterator[str]:
-    """The modules that a file of a package may import, anywhere in it."""
+    """Yield modules that a file may import, anywhere in it."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):

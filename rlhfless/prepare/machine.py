@@ -17,10 +17,10 @@ from rlhfless.spec.errors import Problem
 
 
 def local_node(kinds: Collection[str]) -> Node:
-    """This machine as a node: its GPUs, and the CPU cores that this process may use. `kinds` are those that the price
-    book has.
+    """Describe this machine as a node: its GPUs, and the CPU cores of this process. `kinds`: device kinds of the price
+    book.
 
-    Raises UnknownAccelerator for GPUs that the book has no kind for.
+    Raises UnknownAccelerator for GPUs without a kind.
     """
     import torch  # takes seconds: a fault found earlier should not wait for it
 
@@ -40,14 +40,14 @@ def first_gpu_bytes() -> int:
 
 
 WORKER_GIB = 1 / 16
-"""Least memory of a scoring worker: Python with the modules of its reward."""
+"""Least memory of a scoring worker: Python with its reward's modules."""
 
 HIGH_LEARNING_RATE = 0.01
-"""AdamW moves each weight by about the learning rate in a step; language models have weights of about 0.02."""
+"""AdamW changes each weight by about the learning rate per step; weights are about 0.02."""
 
 
 def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
-    """The processes that do not fit the memory of a machine whose cores are the run's devices."""
+    """Report processes that do not fit the memory of a CPU machine."""
     memory_gib = memory_bytes / 2**30
     kv_gib = spec.generation.engine.kv_cache_gib or CPU_KV_GIB
     asked = (
@@ -68,7 +68,7 @@ def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
 
 
 def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
-    """Numbers of processes that are too large for the cores."""
+    """Warn about more processes than cores help."""
     if spec.supervised:
         return
     bounds = spec.scaling.generation
@@ -83,7 +83,7 @@ def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
 
 
 def learning_rate_warnings(spec: RunSpec) -> Iterator[str]:
-    """A learning rate that overwrites weights rather than trains them."""
+    """Warn about a learning rate that overwrites weights."""
     rate = spec.optimizer.learning_rate
     if rate > HIGH_LEARNING_RATE:
         yield (
@@ -93,8 +93,8 @@ def learning_rate_warnings(spec: RunSpec) -> Iterator[str]:
 
 
 def checkpoint_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
-    """Write a checkpoint's files but weights and state to a temporary folder, and compare its size with what is free
-    where it will be."""
+    """Check that a checkpoint could be written: try its small files in a temporary folder, and compare its size with
+    free space."""
     # Here: it imports transformers, which takes long, and a fault found earlier should not wait for that.
     from rlhfless.functions.training.model_files import try_model_files
 

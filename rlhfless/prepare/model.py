@@ -1,4 +1,5 @@
-"""The policy's configuration and tokenizer. Its weights are judged in rlhfless.prepare.model_weights."""
+"""Read and check the policy's configuration and tokenizer; its weights are checked in
+rlhfless.prepare.model_weights."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ _HUB_ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """The properties of the tokenizer that other stages need."""
+    """Properties of the tokenizer that other stages need."""
 
     path: str
     """Folder or hub name."""
     vocabulary_tokens: int
     eos_token_id: int
     pad_token_id: int
-    """The tokenizer's padding token, or its end-of-sequence token if the model has none."""
+    """The padding token, or the end-of-sequence token if there is none."""
     special_tokens: tuple[str, ...] = ()
     """See `special_tokens`."""
 
@@ -45,19 +46,19 @@ class PolicyModel:
     """The policy as its files describe it, before it is loaded."""
 
     tokenizer: Any
-    """The tokenizer, of transformers."""
+    """A transformers tokenizer."""
     tokenizer_info: TokenizerInfo
     context_tokens: int | None
-    """Longest prompt + response: the spec's limit, else the model's own; None if neither sets one."""
+    """Longest prompt + response: the spec's limit, else the model's; None if neither sets one."""
     shape: ModelShape | None
-    """The sizes from which its speed is estimated; None if its config does not have them."""
+    """Sizes for speed estimates; None if its config lacks them."""
     warnings: tuple[str, ...]
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, beside the tokenizer's: those of the generation config, at which engines stop."""
+    """Further end tokens, from the generation config, at which engines stop."""
 
 
 def load_policy(spec: ModelSpec) -> PolicyModel:
-    """Read configuration and tokenizer, from a folder or the hub. Raises InputError with all problems."""
+    """Read configuration and tokenizer from a folder or the hub. Raises InputError with all problems."""
     check_folder(spec.path, "model.path")
     if spec.tokenizer:
         require_name(spec.tokenizer, "model.tokenizer")
@@ -77,7 +78,7 @@ def load_policy(spec: ModelSpec) -> PolicyModel:
 
 
 def end_token_ids(path: str) -> tuple[int, ...]:
-    """The `eos_token_id` in a model's generation_config.json, or else in its config.json."""
+    """Return `eos_token_id` from generation_config.json, else from config.json."""
     from transformers.utils import cached_file
 
     for name in ("generation_config.json", "config.json"):
@@ -93,7 +94,7 @@ def end_token_ids(path: str) -> tuple[int, ...]:
 
 
 def check_folder(path: str, field: str) -> None:
-    """A local folder must hold a model; any other name is left to the hub. Raises InputError."""
+    """Require a model folder, or a name that the hub may have. Raises InputError."""
     require_name(path, field)
     if is_path(path):
         _check_files(Path(path), field)
@@ -106,7 +107,7 @@ _RELATIVE = "Relative paths in a spec count from the spec's folder"
 
 
 def require_name(path: str, field: str) -> None:
-    """Check that a path is an existing folder, or can only be a name of the hub. Raises InputError."""
+    """Require an existing folder or a valid hub name. Raises InputError."""
     folder = Path(path)
     if why := shadowed(path):
         raise _error(field, why, NOT_HERE)
@@ -119,7 +120,7 @@ def require_name(path: str, field: str) -> None:
 
 
 def missing_on_hub(name: str) -> str:
-    """Why the hub cannot provide a model; empty if it may. The hub is asked once: transformers would retry for half a
+    """Say why the hub cannot provide a model; empty if it may. Asks once: transformers would retry for half a
     minute."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -215,15 +216,14 @@ def _tokenizer_info(spec: ModelSpec, tokenizer: Any, rows: int | None) -> tuple[
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:
-    """The special tokens of a tokenizer by id, with other tokens that were added to it, such as `<think>`. Added white
-    space is left out."""
+    """Return special and added tokens (such as `<think>`) by id, without added white space."""
     added = {int(token): str(text) for token, text in tokenizer.added_tokens_decoder.items()}
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return {token: text for token, text in {**added, **named}.items() if text.strip()}
 
 
 def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
-    """Only a decoder with a language-model head can be a policy."""
+    """Require a decoder with a language-model head."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     heads = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
@@ -250,7 +250,7 @@ KEY = "critic.model"
 
 
 def critic_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
-    """The problems of the run's critic, if it has one, or of the reward model that it trains, which has such a form."""
+    """Check the model that a critic, or a reward model in training, starts from: its head, tokens and weights."""
     if spec.type == "reward_model":
         return _form_problems(spec.model, read_config(spec.model), new_head=True, key="model.path")
     if spec.critic is None:
@@ -273,7 +273,7 @@ def critic_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
 
 
 def _form_problems(source: ModelSpec, config: Any, *, new_head: bool, key: str = KEY) -> list[Problem]:
-    """A critic is transformers' classifier of sequences with one label."""
+    """Require a sequence classifier of transformers with one label."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not source.trust_remote_code:
@@ -288,7 +288,7 @@ def _form_problems(source: ModelSpec, config: Any, *, new_head: bool, key: str =
 
 
 def _token_problems(source: ModelSpec, policy: PolicyModel) -> list[Problem]:
-    """It reads the policy's tokens, not their text."""
+    """Require the policy's vocabulary: a critic reads tokens, not text."""
     theirs, ours = read_tokenizer(source, KEY).get_vocab(), policy.tokenizer.get_vocab()
     if theirs == ours:
         return []
@@ -298,7 +298,8 @@ def _token_problems(source: ModelSpec, policy: PolicyModel) -> list[Problem]:
 
 
 def attention_warnings(spec: RunSpec, longest: int) -> list[str]:
-    """What `eager` attention takes for a micro-batch of sequences of `longest` tokens, beyond the memory plan."""
+    """Warn where `eager` attention needs memory that the plan does not count: it grows with the square of `longest`
+    tokens."""
     # Here: it imports torch, which takes long, and a fault found earlier should not wait for that.
     from rlhfless.functions.attention_form import eager_reason
 

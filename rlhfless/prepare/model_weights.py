@@ -1,7 +1,8 @@
-"""Checks, before anything starts, that the weights of a model are complete and fit its configuration.
+"""Check before a run that a model's weights are complete and fit its configuration.
 
-The check covers a folder on this machine, and a hub model whose files are all in the local cache. Any other model is
-checked when the functions load it (rlhfless.functions.loading), by the same report of the same loader.
+Covers local folders and fully cached hub models; other models are checked when they are loaded
+(rlhfless.functions.loading). Files are chosen as transformers does: `model.safetensors`, else its index's shards, else
+`pytorch_model.bin` or its shards. Only headers are read; a `.bin` file's pickle by torch's restricted unpickler.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from rlhfless.spec.explain import counted
 from rlhfless.util.errors import class_and_line
 
 READ_BYTES = 256 * 2**20
-"""Weights up to this size are searched for NaN and infinity here, in well under a second. Larger ones are searched when
-they are loaded, where each value is read anyway."""
+"""Weights up to this size are searched for NaN and infinity here; larger ones when they are loaded."""
 
 Head = Literal["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
-"""Class of transformers that loads the model."""
+"""The transformers class that loads the model."""
 
 
 def weight_problems(
     field: str, path: str, head: Head, *, trust_remote_code: bool, config_is_right: bool = True
 ) -> list[Problem]:
-    """Why the weights at `path`, a folder or a hub name, cannot be used. `field` is the spec's field that names it.
+    """Report why the weights at `path`, a folder or hub name, cannot be used. `field` is the spec's field that names
+    it.
 
-    The files are read in any case; whether the tensors fit the config is checked only if the config is right.
+    Tensors are compared with the config only if the config is right.
     """
     folder = _folder(path)
     if folder is None:
@@ -46,7 +47,7 @@ def weight_problems(
 
 
 def _folder(path: str) -> Path | None:
-    """The folder of the files; None if they are not on this machine."""
+    """Return the folder of the files; None if they are not on this machine."""
     if is_path(path):
         return Path(path) if os.path.isfile(os.path.join(path, "config.json")) else None
     from huggingface_hub import try_to_load_from_cache
@@ -86,7 +87,7 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
 
 
 def _not_finite(field: str, files: ModelFiles) -> list[Problem]:
-    """NaN and infinity in files that are small enough to be read here."""
+    """Report NaN and infinity in files up to READ_BYTES."""
     if files.size_bytes > READ_BYTES:
         return []
     import torch
@@ -105,7 +106,7 @@ def _not_finite(field: str, files: ModelFiles) -> list[Problem]:
 
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""In the order of transformers. `<name>.index.json` is the index of a file's shards."""
+"""In the order of transformers; `<name>.index.json` is the index of a file's shards."""
 
 RESTORE = "fetch the file again from where the model came from"
 
@@ -117,28 +118,22 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a weight file."""
-
     file: Path
     shape: tuple[int, ...]
     floating: bool
-    """Whether its values are floating point."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The weights of a folder."""
-
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
         return sum(file.stat().st_size for file in self.files)
 
     def holder(self, names: Iterable[str]) -> str:
-        """The name of the file that holds these tensors; `the checkpoint` if several files or none do."""
+        """Return the name of the file that holds these tensors; `the checkpoint` if several files or none do."""
         holders = {self.tensors[name].file for name in names if name in self.tensors}
         if len(self.files) == 1 or len(holders) == 1:
             return next(iter(holders), self.files[0]).name
@@ -146,7 +141,7 @@ class ModelFiles:
 
 
 def read_model_files(folder: Path, field: str) -> ModelFiles:
-    """Read the headers. `field` is the spec's field that named the folder. Raises InputError with all problems."""
+    """Read the headers. `field` is the spec's field that names the folder. Raises InputError with all problems."""
     files, index = _chosen(folder, field)
     problems: list[Problem] = []
     missing = [file.name for file in files if not file.is_file()]
@@ -171,7 +166,7 @@ def read_model_files(folder: Path, field: str) -> ModelFiles:
 
 
 def all_there(folder: Path) -> bool:
-    """Whether the folder has all weight files that its index names. A hub cache may have only some of them."""
+    """Whether the folder has all indexed weight files; a hub cache may have only some."""
     try:
         return all(file.is_file() for file in _chosen(folder, "")[0])
     except InputError:
@@ -179,7 +174,7 @@ def all_there(folder: Path) -> bool:
 
 
 def _chosen(folder: Path, field: str) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:
-    """The files to load, and their index (tensor to file), if they have one. Raises InputError."""
+    """Return the files to load, and their index (tensor to file) if any. Raises InputError."""
     for name in WEIGHT_FILES:
         if (folder / name).exists():
             return (folder / name,), None
@@ -194,7 +189,7 @@ def _chosen(folder: Path, field: str) -> tuple[tuple[Path, ...], Mapping[str, st
 
 
 def _weight_map(index: Path, field: str) -> dict[str, str]:
-    """Tensor to file. Raises InputError."""
+    """Read an index, tensor to file. Raises InputError."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         # transformers would open what leads out of the folder, too.
@@ -224,7 +219,7 @@ def _index_problems(
 
 
 def _tensors(file: Path, field: str, problems: list[Problem]) -> dict[str, StoredTensor] | None:
-    """The tensors of a file; None, with a problem, if it cannot be read."""
+    """Return a file's tensors; None, with a problem, if it cannot be read."""
     with file.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             what = f"{str(file)!r} is a Git LFS pointer, not the weights"
@@ -242,7 +237,7 @@ class _Unreadable(Exception):
 
 
 def _of_safetensors(file: Path) -> dict[str, StoredTensor]:
-    """Raises _Unreadable: the library checks that the header is whole, and that its tensors fill the file exactly."""
+    """Raises _Unreadable: the library checks that the header is whole and that its tensors fill the file exactly."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -261,7 +256,7 @@ def _of_safetensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _size_by_header(file: Path) -> int | None:
-    """The size in bytes that a safetensors file should have; None if its header is damaged."""
+    """Return the size that a safetensors file should have; None if its header is damaged."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if length > file.stat().st_size:

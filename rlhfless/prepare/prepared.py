@@ -32,7 +32,7 @@ class Prepared:
 
 
 def load_sets(spec: RunSpec, policy: PolicyModel) -> PromptSets:
-    """The prompts or examples of a run, for training and held out. Raises InputError with the problems of all rows."""
+    """Load the run's prompts or examples, training and held out. Raises InputError with the problems of all rows."""
     if spec.supervised:
         return load_examples(spec, policy)
     return load_prompts(

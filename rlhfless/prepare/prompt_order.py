@@ -1,10 +1,7 @@
-"""The order of prompts that are mixed from several sets by weight.
+"""The order of a run's training prompts. The batch of a step is a function of prompts, weights, seed and step alone.
 
-Each step has its share of every set: the whole part of prompts_per_step times the set's weight, and what is left over
-goes to the sets that have got least of their weight so far. Within a set the order is as that of a run with this set
-alone: an order per epoch, from which no batch crosses into the next.
-
-Invariant: what a step has follows from the prompts, weights, seed and the number of the step alone.
+From a mixture, each step takes the whole part of prompts_per_step times each set's weight; the rest goes to the sets
+furthest below their weight so far. Within a set the order is that of a run with this set alone.
 """
 
 from __future__ import annotations
@@ -21,15 +18,14 @@ from rlhfless.spec import DataSpec
 from rlhfless.spec.errors import InputError, Problem
 
 OTHERS = 1
-"""Makes the order of `PromptOrder.others` another than any of an epoch."""
+"""Seed that makes the order of `PromptOrder.others` differ from any epoch's."""
 
 
 class PromptOrder:
     """The prompts of each step.
 
-    Shuffled: every epoch has an order of its own. A batch never crosses from one epoch into the next, so that
-    no prompt is in it twice; the prompts left over at the end of an epoch (fewer than n) are skipped in that epoch.
-    Not shuffled: the prompts in file order, again from the start after the last.
+    Shuffled: each epoch has its own order. A batch never crosses epochs, so no prompt is in it twice; fewer than n left
+    at an epoch's end are skipped. Not shuffled: file order, repeated.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
@@ -42,7 +38,7 @@ class PromptOrder:
         return len(self._prompts)
 
     def batch(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a step, counted from 0. Raises ValueError if there are fewer than n."""
+        """Return the n prompts of a step, counted from 0. Raises ValueError if there are fewer than n."""
         total = len(self._prompts)
         if not 1 <= n <= total or step < 0:
             raise ValueError(f"no batch of {n} for step {step}: there are {total} prompts")
@@ -53,14 +49,14 @@ class PromptOrder:
         return [self._prompts[i] for i in chosen]
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """The prompt with an id. Raises InputError if the data has none, or no longer."""
+        """Return the prompt with an id. Raises InputError if the data lacks it."""
         if prompt_id not in self._by_id:
             what = f"the run has begun to draw responses to prompt {prompt_id!r}, which the data no longer has"
             raise InputError("prompts", [Problem("prompts", what, "put it back, or start a new run")])
         return self._by_id[prompt_id]
 
     def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
-        """Up to n prompts for a step, counted from 0, whose ids are not `used`, in an order of the step's own."""
+        """Return up to n prompts for a step whose ids are not `used`, in an order of that step."""
         order = np.random.default_rng([self._seed % 2**64, step, OTHERS]).permutation(len(self._prompts))
         unused = (self._prompts[i] for i in order if self._prompts[i].prompt_id not in used)
         return list(islice(unused, n))
@@ -75,27 +71,27 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a step is in one set."""
+    """A step's position in one set."""
 
     epoch: int
     first: int
     count: int
     given: int
-    """Prompts of the set that all steps had, this one among them."""
+    """Prompts of the set in all steps up to this one."""
 
 
 def order_of(prompts: Sequence[Prompt], spec: DataSpec, seed: int) -> PromptOrder:
-    """The order of a run's training prompts."""
+    """Create the order of a run's training prompts."""
     if spec.mixed:
         return MixtureOrder(prompts, spec.weights, seed, spec.shuffle)
     return PromptOrder(prompts, seed, spec.shuffle)
 
 
 class MixtureOrder(PromptOrder):
-    """The prompts of each step; see PromptOrder."""
+    """The prompts of each step of a mixture; see PromptOrder."""
 
     def __init__(self, prompts: Sequence[Prompt], weights: Mapping[str, float], seed: int, shuffle: bool) -> None:
-        """`weights`: by the name of a set, which is its prompts' `source`; they need not add up to 1."""
+        """`weights`: by set name (the prompts' `source`); they need not add up to 1."""
         super().__init__(prompts, seed, shuffle)
         self._names = tuple(weights)
         self._sets = [[prompt for prompt in prompts if prompt.source == name] for name in weights]
@@ -105,7 +101,7 @@ class MixtureOrder(PromptOrder):
         self._set_order = lru_cache(maxsize=2 * len(self._sets))(self._draw_set)
 
     def batch(self, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a step, counted from 0. Raises ValueError if a set has fewer than its share of n."""
+        """Return the n prompts of a step, counted from 0. Raises ValueError if a set has fewer than its share."""
         if n < 1 or step < 0:
             raise ValueError(f"no batch of {n} for step {step}")
         places = self._places.setdefault(n, [])
@@ -114,8 +110,8 @@ class MixtureOrder(PromptOrder):
         return [prompt for number, place in enumerate(places[step]) for prompt in self._of_set(number, place)]
 
     def others(self, step: int, n: int, used: Collection[str]) -> list[Prompt]:
-        """See PromptOrder: each set as often as its weight says (Efraimidis and Spirakis 2006: the order of exponential
-        times, each divided by its prompt's weight)."""
+        """See PromptOrder. Sets appear by weight (Efraimidis and Spirakis 2006: order of exponential times divided by
+        weight)."""
         sets = zip(self._names, self._weights, self._sets, strict=True)
         each = {name: weight / len(prompts) for name, weight, prompts in sets}
         times = np.random.default_rng([self._seed % 2**64, step, OTHERS]).exponential(size=len(self._prompts))
@@ -124,7 +120,7 @@ class MixtureOrder(PromptOrder):
         return unused[:n]
 
     def _next(self, places: Sequence[Sequence[_Place]], n: int) -> list[_Place]:
-        """The places of the step after these."""
+        """Return the places of the next step."""
         before = places[-1] if places else [_Place(0, 0, 0, 0)] * len(self._sets)
         given = np.array([place.given for place in before])
         counts = np.floor(n * self._weights).astype(int)

@@ -1,8 +1,7 @@
-"""Prompts: read, checked, rendered, tokenised, split into training and held-out, and ordered.
+"""Read, check, render, tokenise and split prompts.
 
-Invariants: every prompt fits the context with room for one token; ids are unique; no held-out prompt's text
-is trained on; a batch of a `PromptOrder` is a function of the prompts, the seed and the step alone, so a
-resumed run sees what an uninterrupted one would have seen.
+Invariants: every prompt fits the context with room for one token; ids are unique; no held-out prompt's text is trained
+on.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """The training prompts, the held-out prompts (evaluation only), and the warnings about both."""
+    """Training prompts, held-out prompts for evaluation, and warnings."""
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     warnings: tuple[str, ...]
     skipped: tuple[SkippedRows, ...] = ()
-    """By source, for sources with such rows; `warnings` tells of them, too."""
+    """Per source with skipped rows; `warnings` names them, too."""
 
 
 Finish = Callable[[Sequence[Prompt], Faults, Faults], list[Prompt]]
-"""Makes of the prompts of a source what the run uses. Adds to its faults, and to its notes for warnings."""
+"""Convert the prompts of a source to what the run uses; may add faults, and notes for warnings."""
 
 
 def _as_they_are(prompts: Sequence[Prompt], faults: Faults, notes: Faults) -> list[Prompt]:  # noqa: ARG001
@@ -63,13 +62,12 @@ def load_prompts(
     end_token_ids: Sequence[int] = (),
     answered: bool = False,
 ) -> PromptSets:
-    """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
+    """Read all prompts that a spec names. Raises InputError with the problems of all sets.
 
-    `named_sets`: further held-out prompts. `read`: the columns that rewards read, None for all; NaN in one of them
-    gives a warning. `edit` is applied to each row first, and may raise DataFault; `finish` to the prompts of each
-    source without a fault. `every`: of so many rows one is taken. `end_token_ids`: further tokens that end a response.
-    `answered`: no policy draws from the prompts, so they need not open its turn. Raises InputError with the problems of
-    all sets.
+    `max_context_tokens`: None is no limit. `read`: columns that rewards read, None for all; NaN there gives a warning.
+    `named_sets`: further held-out prompts. `edit`: applied to each row first, may raise DataFault. `finish`: applied to
+    the prompts of each source without a fault. `every`: take one of so many rows. `end_token_ids`: further tokens that
+    end a response. `answered`: responses are given, so prompts need not open the policy's turn.
     """
     wanted = spec.held_out
     sources: dict[str, _Source] = {
@@ -115,35 +113,35 @@ class _Source:
     """A data set, and how its rows are read."""
 
     name: str
-    """Empty for one without a name."""
+    """Empty for an unnamed one."""
     path: str
     split: str
     spec: DataSpec
 
     def named(self, prompt: Prompt, prompt_id: str) -> Prompt:
-        """A prompt of it with an id. It names the set, too: two sets may have the same prompt."""
+        """Give a prompt its id, prefixed by the set's name: two sets may have the same prompt."""
         return replace(prompt, prompt_id=f"{self.name}/{prompt_id}" if self.name else prompt_id)
 
 
 def _of_set(spec: DataSpec, each: MixtureSetSpec) -> DataSpec:
-    """The spec with the fields of a set of its mixture."""
+    """Override the spec's fields by those of a mixture's set."""
     own = {key: value for key in ("prompt_field", "id_field") if (value := getattr(each, key)) is not None}
     return spec.model_copy(update=own)
 
 
 def _first_of_each(prompts: Sequence[Prompt], most: int) -> list[Prompt]:
-    """At most so many prompts, the first; of a mixture as many of each set."""
+    """First `most` prompts; of a mixture, equally many per set."""
     sets = {name: [prompt for prompt in prompts if prompt.source == name] for name in (p.source for p in prompts)}
     return [prompt for of_set in sets.values() for prompt in of_set[: max(most // len(sets), 1)]][:most]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What was read of one source; not usable if there are problems."""
+    """What was read of one source; unusable if there are problems."""
 
     rows: Sequence[Row] = ()
     prompts: Sequence[Prompt] = ()
-    """One for each of `rows`."""
+    """One per row."""
     problems: Sequence[Problem] = ()
     warnings: Sequence[str] = ()
     skipped: Sequence[SkippedRows] = ()
@@ -225,7 +223,7 @@ def _ids(rows: Sequence[Row], prompts: Sequence[Prompt], spec: DataSpec, faults:
 
 
 def _hash_id(text: str, seen: dict[str, int]) -> str:
-    """The hash of the text; further prompts with the same text get `-2`, `-3`, ... appended."""
+    """Hash the text; repeated texts get `-2`, `-3`, ... appended."""
     digest = hashlib.blake2b(text.encode(), digest_size=_ID_BYTES).hexdigest()
     seen[digest] = seen.get(digest, 0) + 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
@@ -241,14 +239,14 @@ def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults:
 
 
 def _other_columns(row: Row, spec: DataSpec) -> dict[str, Any]:
-    """All columns except prompt and id. A prompt that a chat template renders is kept as written, for rewards to
-    read."""
+    """Return all columns except prompt and id. A prompt that a chat template renders is kept as written, for
+    rewards."""
     columns = {name: value for name, value in row.values.items() if name != spec.prompt_field or spec.chat_template}
     return dict(storable_values(columns))
 
 
 def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts, both in file order: the share with the smallest hashes is held out."""
+    """Split off a held-out fraction with the smallest hashes; both sets stay in file order."""
     count = max(1, round(fraction * len(prompts)))
     ranked = sorted(
         prompts,
@@ -262,7 +260,7 @@ def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[
 
 
 def _without(train: list[Prompt], held_out: list[Prompt], section: str, warnings: list[str]) -> list[Prompt]:
-    """The training prompts whose text is not held out. Raises InputError if none is left."""
+    """Drop training prompts whose text is held out. Raises InputError if none is left."""
     forbidden = {prompt.text for prompt in held_out}
     kept = [prompt for prompt in train if prompt.text not in forbidden]
     if not kept:
@@ -282,12 +280,11 @@ _ENDED_BY_ASSISTANT = {
     "demonstrations": "set demonstrations.response_field: null to learn the whole conversation",
     "preferences": "end it with the user's message; the answers are `chosen` and `rejected`",
 }
-"""Hints for a prompt that ends with a message of the assistant, by section."""
+"""Hints, by section, for a prompt that ends with an assistant message."""
 
 
 class PromptReader:
-    """Reads the prompts of one source. `end_token_ids`: further tokens that end a response. `answered`: see
-    load_prompts."""
+    """Read the prompts of one source. `end_token_ids`, `answered`: see load_prompts."""
 
     def __init__(self, spec: DataSpec, tokenizer: Any, end_token_ids: Sequence[int], *, answered: bool) -> None:
         self._answered = answered
@@ -302,8 +299,8 @@ class PromptReader:
         self._opened: set[str] = set()
 
     def text(self, row: Row, faults: Faults, notes: Faults) -> str | None:
-        """The prompt as the policy sees it; None, with a fault, if the row has no usable one. `notes` gets what a
-        warning is for."""
+        """Return the prompt as the policy sees it; None, with a fault, if the row has no usable one. `notes` collects
+        warnings."""
         try:
             text = self._text(row, notes)
             text.encode()
@@ -317,11 +314,10 @@ class PromptReader:
         return None
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text."""
         return self._encoder.prompts(texts)
 
     def check_tokens(self, row: Row, token_ids: Sequence[int], faults: Faults, notes: Faults) -> None:
-        """Add a fault if the prompt has two beginnings, or an end."""
+        """Add a fault if the prompt begins twice, or ends."""
         if not self._answered and (what := self._encoder.fault(token_ids)):
             hint = "remove that token from the prompt, or from the chat template"
             faults.add("the prompt has a special token too many", row, what, hint)
@@ -368,7 +364,7 @@ class PromptReader:
         return rendering.text
 
     def _require_opening(self, template: ChatTemplate, messages: list[Message], rendering: Any) -> None:
-        """Once for each role that a prompt ends with."""
+        """Check once per role that a prompt ends with."""
         if not self._answered and messages[-1].role not in self._opened:
             template.require_opening(messages, rendering)
             self._opened.add(messages[-1].role)

@@ -1,4 +1,4 @@
-"""A trial of rewards on responses from a file, before a run, as `rlhfless rewards test` shows it."""
+"""Try rewards on responses from a file before a run (`rlhfless rewards test`)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _ENDS = (str(FinishReason.STOP), str(FinishReason.LENGTH))
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Samples with their scores, in the order of the file."""
+    """Samples with their scores, in file order."""
 
     places: tuple[str, ...]
     """`samples.jsonl:12`, per sample."""
     samples: tuple[RewardSample, ...]
     scores: tuple[Score, ...]
     wall_s: float
-    """Duration of the scoring alone, without the start of workers and models."""
+    """Duration of scoring, without the start of workers and models."""
 
 
 def try_rewards(spec: RunSpec, path: Path) -> Trial:
-    """Score every row of a JSONL or Parquet file. Raises InputError for rows or rewards that cannot be used."""
+    """Score every row of a JSONL or Parquet file. Raises InputError for unusable rows or rewards."""
     if not path.is_file():
         raise InputError("the samples cannot be read", [Problem("", f"no such file: {str(path)!r}")])
     read = read_rows("samples", str(path.absolute()), "train", spec.sizes)
@@ -58,7 +58,7 @@ def try_rewards(spec: RunSpec, path: Path) -> Trial:
 
 
 class _Reader:
-    """Rows to samples. Model and prompts are read only if a row needs them."""
+    """Convert rows to samples; model and prompts are read only if needed."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -67,7 +67,7 @@ class _Reader:
         self.problems: list[Problem] = []
 
     def samples(self, rows: Sequence[Row]) -> list[RewardSample]:
-        """One sample per row. If a row has faults, they are added to `problems` and the result must not be used."""
+        """Return one sample per row; unusable if `problems` is not empty."""
         return [sample for row in rows for sample in self._sample(row)]
 
     @cached_property

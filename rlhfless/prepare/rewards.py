@@ -1,8 +1,7 @@
-"""Checks of the rewards before a run, and a trial call of the user's own on made responses.
+"""Check rewards before a run, and try the user's own on made-up responses.
 
-The trial runs where a run's rewards run: in worker processes. A reward must give a number for whatever a policy writes,
-so the responses are made up; the rule by which failures stop a run (`scoring.on_failure`, `scoring.max_failed`) decides
-here, too. HTTP rewards are not called: a check of a spec asks nothing of other machines.
+A reward must give a number for whatever a policy writes. The trial runs in worker processes as in a run, and
+`scoring.on_failure` and `scoring.max_failed` decide as in a run. HTTP rewards are not called.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from rlhfless.util.errors import class_and_line
 
 
 def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
-    """The reasons for which the rewards could not score samples of these prompts."""
+    """Report why rewards could not score samples of these prompts."""
     problems = []
     for index, reward in enumerate(spec.rewards):
         own = [prompt for prompt in prompts if reward.scores(prompt.source)]
@@ -52,8 +51,8 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
 
 
 def unscorable(spec: RunSpec, prompts: Sequence[Prompt], faults: Faults, notes: Faults) -> list[Prompt]:  # noqa: ARG001
-    """The prompts; adds to `faults` those that a reward cannot score. A `Finish` where such rows are skipped: where
-    they are not, `reward_problems` names them."""
+    """Add prompts that a reward cannot score to `faults`, where bad rows are skipped; a `Finish`. Elsewhere
+    `reward_problems` reports them."""
     for reward in spec.rewards if spec.data.on_bad_row == "skip" else ():
         left = [prompt for prompt in prompts if reward.scores(prompt.source)]
         # A check names one kind of fault at a time: what comes after it is looked for in the other rows.
@@ -66,7 +65,7 @@ def unscorable(spec: RunSpec, prompts: Sequence[Prompt], faults: Faults, notes: 
 
 
 def _bad_rows(problems: Sequence[str]) -> dict[str, tuple[Prompt, str]]:
-    """The rows that are faulty by themselves, by place, with the first fault of each."""
+    """Return the faulty rows by place, with the first fault of each."""
     rows: dict[str, tuple[Prompt, str]] = {}
     for what in problems:
         for prompt, why in what.faults if isinstance(what, RowFaults) else ():
@@ -75,7 +74,7 @@ def _bad_rows(problems: Sequence[str]) -> dict[str, tuple[Prompt, str]]:
 
 
 def reward_warnings(spec: RunSpec, prompts: Sequence[Prompt]) -> list[str]:
-    """Warnings about rewards that are allowed but doubtful."""
+    """Warn about doubtful rewards."""
     warnings = []
     for index, reward in enumerate(spec.rewards):
         if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= spec.generation.max_tokens:
@@ -93,7 +92,7 @@ def reward_warnings(spec: RunSpec, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _opening_warnings(reward: FormatSpec, prompts: Sequence[Prompt]) -> list[str]:
-    """Where the prompts and `opened` disagree about who writes the first tag: the reward is always 0 there."""
+    """Warn where prompts and `opened` disagree about who writes the first tag: the reward is always 0 there."""
     tag = f"<{reward.tags[0]}>"
     odd = [prompt for prompt in prompts if prompt.text.rstrip().endswith(tag) != reward.opened]
     if not odd:
@@ -105,8 +104,8 @@ def _opening_warnings(reward: FormatSpec, prompts: Sequence[Prompt]) -> list[str
 
 
 def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
-    """Columns of the data set that rewards read; None if a reward gets all columns. By convention of the spec, a key of
-    a reward that names a column ends in `_field`."""
+    """Return the columns that rewards read; None if a reward gets all. By convention, a reward's key for a column ends
+    in `_field`."""
     if any(isinstance(reward, PythonRewardSpec | HttpSpec) for reward in rewards):
         return None
     named = [value for reward in rewards for key, value in reward if key.endswith("_field") and value is not None]
@@ -159,14 +158,14 @@ MOST_PROMPTS = 16
 """Prompts that are tried, evenly spread over the data set."""
 
 MOST_SIBLINGS = 16
-"""Samples per prompt for a reward that gets lists and may compare siblings; others get one."""
+"""Samples per prompt for a batch reward, which may compare siblings; others get one."""
 
 TRIAL_S = 30.0
-"""Longest trial of a reward, without the start of its worker; samples that are not scored by then are not judged."""
+"""Timeout of a reward's trial; samples not scored by then are not judged."""
 
 
 def trial_calls(spec: RunSpec, prompts: Sequence[Prompt]) -> tuple[list[Problem], list[str]]:
-    """Problems that would stop the run at its first step, and warnings."""
+    """Call the user's own rewards; return problems that would stop the run's first step, and warnings."""
     problems, warnings = [], []
     for index, reward in enumerate(spec.rewards):
         own = [prompt for prompt in prompts if reward.scores(prompt.source)]
@@ -210,7 +209,7 @@ def _samples(prompts: Sequence[Prompt], siblings: int) -> list[RewardSample]:
 
 
 async def _outcomes(reward: PythonRewardSpec, samples: Sequence[RewardSample]) -> Mapping[int, Outcome]:
-    """The outcomes that are known in time, by sample. Raises RewardError if the reward cannot be made."""
+    """Return the outcomes known in time, by sample. Raises RewardError."""
     outcomes: dict[int, Outcome] = {}
     workers = Workers([reward], 1)
     try:

@@ -1,12 +1,11 @@
-"""The checkpoints of a run: which exist, which one to resume from, and which to keep.
+"""The checkpoints of a run: which exist, which to resume from, and which to keep.
 
     checkpoints/step-000020/          a Hugging Face model folder, the learner's state, and run.json
-    checkpoints/critic/step-000020/   the same of the critic, if the run has one: a part of the checkpoint
+    checkpoints/critic/step-000020/   the critic's, if the run has one: part of the checkpoint
 
-A checkpoint counts when all of its parts are there. They are in a folder, or in an object store that fsspec knows by
-its URL. In a folder the learner writes under a temporary name and renames, so a checkpoint with the right name is
-complete; an object store cannot rename, so run.json, which names the run, step and weights of the checkpoint, is
-written last there.
+They are in a folder, or in an object store that fsspec knows by its URL. A checkpoint counts when all of its parts are
+there. In a folder the learner writes under a temporary name and renames; an object store cannot rename, so run.json,
+which names run, step and weights, is written last.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rlhfless.util.text import parsed_json
 NOTES_FILE = "run.json"
 
 STATE_FOLDER = "learner_state"
-"""The state from which a learner continues, in addition to the model."""
+"""The learner's state, in addition to the model."""
 
 CHECKPOINT_VERSION = 2
 
@@ -50,19 +49,19 @@ class CheckpointNotes:
     run_id: str
     attempt: int
     step: int
-    """Training steps that its weights have taken; the data position and all seeds follow from it."""
+    """Training steps of its weights; data position and seeds follow from it."""
     digest: str
-    """Digest of the weights that were published after that step."""
+    """Digest of the weights published after that step."""
     score: float | None
-    """The score that decides which checkpoint is the best; None if it was not measured yet."""
+    """The score that decides the best checkpoint; None if not measured yet."""
     before: Mapping[str, float]
-    """Held-out figures before the first step of the run."""
+    """Held-out figures before the first step."""
     kl_coefficient: float | None = None
-    """Of the next step, if it follows a target."""
+    """Of the next step, if it is adaptive."""
     metric: str = ""
-    """The metric of `score`; empty in checkpoints that do not name it."""
+    """The metric of `score`; empty in older checkpoints."""
     parts: tuple[str, ...] = ()
-    """The functions beside the learner whose state it has."""
+    """Functions besides the learner whose state it has."""
     version: int = CHECKPOINT_VERSION
 
     def as_json(self) -> dict[str, Any]:
@@ -79,26 +78,22 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, where: str | Path, keep_last: int, best: BestSpec | None = None) -> None:
-        """`where` is a folder, or the URL of one in an object store; `best` says which is the best.
-
-        Raises CheckpointError if nothing that is installed can read such a URL.
-        """
+        """`where`: a folder, or the URL of one in an object store. Raises CheckpointError if no installed file system
+        reads it."""
         self._where = str(where)
         self._files, self._root = files_of(self._where)
         self._keep_last = keep_last
         self._best = best or BestSpec()
 
     def location(self, step: int, part: str = "") -> str:
-        """The folder or URL of the checkpoint of a step, or of a part of it."""
+        """Return the folder or URL of a step's checkpoint, or of a part of it."""
         where = self._where if is_url(self._where) else str(Path(self._where).absolute())
         return "/".join(filter(None, (where.rstrip("/"), part, _name(step))))
 
     def all(self) -> list[Checkpoint]:
-        """The complete checkpoints, by step. Raises CheckpointError for a checkpoint of another format version, and for
-        an object store that cannot be read."""
+        """Return the complete checkpoints by step. Raises CheckpointError for another format version or an unreadable
+        store."""
         try:
             written = self._written("")
             parts = {path.removeprefix(f"{self._root.rstrip('/')}/") for path in self._written("*/")}
@@ -108,17 +103,17 @@ class Checkpoints:
         return [each for each in found if {f"{part}/{_name(each.notes.step)}" for part in each.notes.parts} <= parts]
 
     def _written(self, below: str) -> list[str]:
-        """What was written to its end, there or in each folder `below`, by name. In a folder it got its name then."""
+        """Return what was written completely, there or in each folder `below`, by name."""
         folders = sorted(self._files.glob(f"{self._root.rstrip('/')}/{below}{_PREFIX}*"))
         return [path for path in folders if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
 
     def newest(self) -> Checkpoint | None:
-        """The checkpoint to resume from; None if there is none."""
+        """Return the checkpoint to resume from; None if there is none."""
         return next(reversed(self.all()), None)
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The best of these by its score; among equal scores, and where none has a score, the newest. A score of
-        another metric than `checkpoint.best.metric` does not count."""
+        """Return the best of these by score; the newest among equals or without scores. Scores of other metrics do not
+        count."""
         sign = -1 if self._best.mode == "min" else 1
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
@@ -128,12 +123,12 @@ class Checkpoints:
         return max(checkpoints, key=rank, default=None)
 
     def score(self, notes: CheckpointNotes) -> float | None:
-        """The value of `checkpoint.best.metric` of a checkpoint; None if it was not measured."""
+        """Return the value of `checkpoint.best.metric`; None if it was not measured."""
         counts = notes.score is not None and not math.isnan(notes.score) and notes.metric in ("", self._best.metric)
         return notes.score if counts else None
 
     def best_by(self, checkpoint: Checkpoint | None) -> str:
-        """What makes a checkpoint the best, in words: `eval/reward_mean = 0.8125 after step 20, the largest of ...`."""
+        """Describe why a checkpoint is the best: `eval/reward_mean = 0.8125 after step 20, the largest of ...`."""
         score, metric = self.score(checkpoint.notes) if checkpoint else None, self._best.metric
         if checkpoint is None or score is None:
             return f"the newest, because {metric} was not measured at a saved step"
@@ -141,13 +136,15 @@ class Checkpoints:
         return f"{metric} = {score:.4g} after step {checkpoint.notes.step}, the {which} of the saved steps"
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> set[int]:
-        """The steps of those to keep: the last few, and the best."""
+        """Return the steps to keep: the last few, and the best."""
         steps, best = sorted(checkpoint.notes.step for checkpoint in checkpoints), self.best(checkpoints)
         return {*steps[-self._keep_last :], *([best.notes.step] if best else [])}
 
     def prune(self) -> list[str]:
-        """Delete all checkpoints except the last few and the best, and what is left of others; returns the locations of
-        those deleted. No checkpoint is being written meanwhile."""
+        """Delete all but the last few and the best checkpoint, and remains of others; return the deleted locations.
+
+        Call only while no checkpoint is being written.
+        """
         checkpoints = self.all()
         keep = self.kept(checkpoints)
         gone = [checkpoint.location for checkpoint in checkpoints if checkpoint.notes.step not in keep]
@@ -161,10 +158,8 @@ class Checkpoints:
 
     @contextmanager
     def token(self) -> Iterator[str]:
-        """The location of a file that exists within the block, for others to look for.
-
-        Raises CheckpointError if it cannot be written.
-        """
+        """Create a file for others to look for; it is deleted when the block ends. Raises CheckpointError if it cannot
+        be written."""
         path = f"{self._root.rstrip('/')}/.token-{uuid.uuid4().hex}"
         try:
             self._files.makedirs(self._root, exist_ok=True)
@@ -185,12 +180,12 @@ def _name(step: int) -> str:
 
 
 def is_url(location: str) -> bool:
-    """Whether the location is a URL that fsspec knows, such as of an object store, and not a path."""
+    """Whether a location is an fsspec URL rather than a path."""
     return "://" in location
 
 
 def files_of(location: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a location, and the location in it. Raises CheckpointError if none is installed for it."""
+    """Return the file system of a location, and the path in it. Raises CheckpointError if none is installed for it."""
     try:
         files, path = url_to_fs(location)
     except (ImportError, ValueError) as error:
@@ -213,11 +208,10 @@ def remove(location: str) -> None:
 
 
 def export_model(location: str, folder: Path) -> CheckpointNotes:
-    """Copy the model and tokenizer of a checkpoint to a new folder, in Hugging Face format, without the learner's
-    state. `location`: the checkpoint's folder or URL, or a run's folder, whose newest checkpoint is taken.
+    """Copy the model and tokenizer of a checkpoint to a new folder, without the learner's state; return its notes.
 
-    Returns its notes. Raises CheckpointError if there is no checkpoint, if it cannot be copied, or if the folder
-    exists.
+    `location`: a checkpoint's folder or URL, or a run's folder (its newest checkpoint). Raises CheckpointError if there
+    is no checkpoint, it cannot be copied, or the folder exists.
     """
     if not is_url(location) and (of_run := Path(location) / CHECKPOINTS_FOLDER).is_dir():
         newest = Checkpoints(of_run, keep_last=1).newest()
@@ -244,13 +238,13 @@ def export_model(location: str, folder: Path) -> CheckpointNotes:
 
 
 def checkpoints_of(run_folder: Path, spec: CheckpointSpec) -> Checkpoints:
-    """The checkpoints of a run: in its folder, or in one of its name at `checkpoint.url`. Raises CheckpointError."""
+    """Return the checkpoints of a run: in its folder, or below `checkpoint.url`. Raises CheckpointError."""
     where = f"{spec.url.rstrip('/')}/{run_folder.name}" if spec.url else str(run_folder / CHECKPOINTS_FOLDER)
     return Checkpoints(where, spec.keep_last, spec.best)
 
 
 def read_notes(location: str | Path) -> CheckpointNotes:
-    """The notes of a checkpoint. Raises CheckpointError if there is no checkpoint, or one of another version."""
+    """Read a checkpoint's notes. Raises CheckpointError if it is no checkpoint, or of another version."""
     files, path = files_of(str(location))
     try:
         content = parsed_json(files.cat_file(f"{path}/{NOTES_FILE}"))

@@ -1,4 +1,4 @@
-"""Fields of a data row by name, with a dotted name for what is nested: `reward_model.ground_truth`."""
+"""Look up fields of a data row by dotted name: `reward_model.ground_truth`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_NAMES = 12
 
 
 class MissingField(Exception):
-    """A row has no field of a name. `what` says which part of the name is missing, `hint` the nearest name there."""
+    """A row lacks a field. `what` names the missing part, `hint` the nearest name."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what, hint)
@@ -26,14 +26,14 @@ class MissingField(Exception):
 def field_value(values: Mapping[str, Any], name: str) -> Any:
     """Return the value of a field. Raises MissingField.
 
-    `a.b` is the key `b` of the mapping in `a`, `a.0` the first item of the list in `a`, and `a.-1` its last. A key that
-    has the dots in its own name is found first. JSON inside of texts is not read.
+    `a.b` is key `b` of the mapping in `a`, `a.0` the first item of the list in `a`, `a.-1` its last. A key with dots in
+    its own name takes precedence. JSON inside texts is not parsed.
     """
     return _value(values, name.split("."), "")
 
 
 def find_field(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field, or None if there is none."""
+    """Return the value of a field, or None."""
     try:
         return field_value(values, name)
     except MissingField:
@@ -41,7 +41,7 @@ def find_field(values: Mapping[str, Any], name: str) -> Any:
 
 
 def dotted_names(values: Mapping[str, Any], depth: int = 2) -> list[str]:
-    """The names of all fields, with those of mappings inside of mappings down to a depth."""
+    """Return the names of all fields, including nested ones down to `depth`."""
     names = []
     for key, value in values.items():
         names.append(str(key))

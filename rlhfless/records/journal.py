@@ -1,18 +1,14 @@
-"""The journal of a run: every finished rollout is on disk before it counts.
+"""The journal of a run, one SQLite file: every finished rollout is on disk before it counts.
 
-One SQLite file. A step that was interrupted is done again from its rows, and only the missing samples are drawn. Rows
-are deleted when a checkpoint has made them needless.
+An interrupted step is repeated from its rows, and only missing samples are generated. A checkpoint deletes rows that it
+makes needless. Where steps defer groups (`schedule: partial`), it also stores the started groups, the step that
+takes each, and partial samples; a rollout's step is then the one that started it.
 
-Where steps do not learn from all that they begin (`schedule: partial`), it also has the groups that were begun, the
-step that takes each, and the tokens so far of samples that a later step continues. A rollout's step is then the one
-that began it.
+Durability: a transaction survives a killed process. A power failure may lose the last transactions, never part of one;
+those samples are generated again with their seeds, which is cheaper than syncing every group.
 
-Durability: a transaction outlives the process that wrote it, whatever kills it. A power failure may lose the last
-transactions, never a part of one; those samples are drawn again, with their seeds. Waiting for the disk at every
-group would cost more time than drawing those samples again.
-
-The journal also hands out attempt numbers and is the fence of the run's folder: once a newer attempt has begun, an
-older driver can no longer write.
+The journal also issues attempt numbers, which fence the run's folder: once a newer attempt has started, an older driver
+cannot write.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from rlhfless.util.errors import UserError
 JOURNAL_VERSION = 3
 
 LOCK_S = 30.0
-"""Longest wait for another process that has the file locked; a transaction takes milliseconds."""
+"""Timeout for another process's lock; a transaction takes milliseconds."""
 
 _SCHEMA = """
 CREATE TABLE attempts (
@@ -61,25 +57,25 @@ _COLUMNS = (
 
 
 class JournalError(UserError):
-    """The journal cannot be read or written, for example because the disk is full. The message names the file."""
+    """The journal cannot be read or written, for example on a full disk. The message names the file."""
 
 
 class StaleAttempt(UserError):
-    """A newer attempt of the run has begun; this driver must stop."""
+    """A newer attempt of the run has started; this driver must stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class BegunGroup:
-    """A group that a step has begun to draw, and that this step or a later one learns from."""
+    """A group that a step has started, and that it or a later step learns from."""
 
     begun: int
     prompt_id: str
     taken: int | None
-    """The step that learns from it, once that is settled."""
+    """The step that learns from it, once decided."""
 
 
 class Journal:
-    """The journal in one file, which is made if it is missing. Belongs to one thread."""
+    """The journal in one file, created if missing. Belongs to one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +88,7 @@ class Journal:
             self._prepare()
 
     def begin_attempt(self) -> int:
-        """Take the next attempt number: from here on, all older drivers of the run are shut out."""
+        """Take the next attempt number: older drivers of the run can no longer write."""
         with self._errors(), self._transaction():
             (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
             self.attempt = int(newest) + 1
@@ -101,10 +97,10 @@ class Journal:
         return self.attempt
 
     def add(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write rollouts of a step, finished ones or aborted ones that are to be continued; they are on disk when this
-        returns. A finished rollout that the journal has already is not changed.
+        """Write rollouts of a step, finished or aborted to be continued; on disk when this returns. Finished rows never
+        change.
 
-        Raises StaleAttempt, or JournalError when it cannot be written; nothing is written then.
+        Raises StaleAttempt, or JournalError if nothing could be written.
         """
         rows = [(step, self.attempt, *_row(rollout)) for rollout in rollouts]
         with self._errors(), self._transaction():
@@ -118,37 +114,37 @@ class Journal:
             )
 
     def rollouts(self, *steps: int) -> list[Rollout]:
-        """The rollouts of steps, in the order in which they were added: what depends on the order in which samples end
-        is the same when a step is done again."""
+        """Return the rollouts of steps in the order they were added, so a repeated step sees the same completion
+        order."""
         query = f"SELECT {_COLUMNS} FROM rollouts WHERE step IN ({', '.join('?' * len(steps))}) ORDER BY rowid"
         with self._errors():
             return [_rollout(row) for row in self._database.execute(query, steps)]
 
     def begin_groups(self, step: int, prompt_ids: Sequence[str]) -> None:
-        """Write which groups a step begins, in their order. Raises as `add` does."""
+        """Write which groups a step starts, in order. Raises as `add` does."""
         rows = [(step, place, prompt_id) for place, prompt_id in enumerate(prompt_ids)]
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.executemany("INSERT INTO groups (begun, place, prompt_id) VALUES (?, ?, ?)", rows)
 
     def take_groups(self, step: int, groups: Sequence[tuple[int, str]]) -> None:
-        """Write which groups a step learns from: (step that began it, prompt id) of each. Raises as `add` does."""
+        """Write which groups a step learns from: (step that started it, prompt id). Raises as `add` does."""
         rows = [(step, begun, prompt_id) for begun, prompt_id in groups]
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.executemany("UPDATE groups SET taken = ? WHERE begun = ? AND prompt_id = ?", rows)
 
     def groups(self, step: int) -> list[BegunGroup]:
-        """The groups that a step may take, in the order in which they were begun: by it, or by earlier steps and left
-        to it."""
+        """Return the groups that a step may take, in the order they were started: its own, and deferred ones of earlier
+        steps."""
         query = "SELECT begun, prompt_id, taken FROM groups WHERE begun <= ? AND (taken IS NULL OR taken >= ?)"
         with self._errors():
             rows = self._database.execute(f"{query} ORDER BY begun, place", (step, step))
             return [BegunGroup(*row) for row in rows]
 
     def forget(self, up_to_step: int) -> None:
-        """Drop what was drawn for all steps up to this one: a checkpoint holds what was learned from it. What they
-        began for later steps stays."""
+        """Delete the data of all steps up to this one, which a checkpoint covers; groups deferred to later steps
+        stay."""
         with self._errors(), self._transaction():
             self._require_newest()
             self._database.execute("DELETE FROM groups WHERE taken <= ?", (up_to_step,))
@@ -160,8 +156,8 @@ class Journal:
         self._database.close()
 
     def redraw(self, after_step: int) -> int:
-        """Delete all rollouts, so that a resume after this step generates them again; returns how many later steps had
-        some. Groups that earlier steps began and left keep their place."""
+        """Delete all rollouts, so that a resume after this step generates them again; return how many later steps had
+        some."""
         with self._errors(), self._transaction():
             query = "SELECT count(DISTINCT step) FROM rollouts WHERE step > ?"
             (steps,) = self._database.execute(query, (after_step,)).fetchone()
@@ -209,7 +205,8 @@ class Journal:
 
 
 def has_rollouts(path: Path) -> bool:
-    """Whether a journal holds rollouts, which a resumed run would not draw again. True also if it cannot be read."""
+    """Whether a journal holds rollouts, which a resumed run would not generate again; True also if it cannot be
+    read."""
     if not path.is_file():
         return False
     try:
@@ -220,7 +217,7 @@ def has_rollouts(path: Path) -> bool:
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:
-    """The values of a rollout, in the order of `_COLUMNS`."""
+    """Return a rollout's values in the order of `_COLUMNS`."""
     spans = json.dumps([(span.version, span.start, span.end) for span in rollout.version_spans])
     return (
         rollout.prompt_id,

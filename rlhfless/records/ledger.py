@@ -1,4 +1,4 @@
-"""The two kinds of record from which a run is billed, explained and simulated."""
+"""The ledger: holdings and invocations, from which a run is billed, explained and simulated; and weight versions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class FunctionName(StrEnum):
-    """The functions that come with the package. Nothing decides by these names (see FunctionRole); a run may have
-    functions of its user beside them, so records hold a name as text."""
+    """Functions of the package. Nothing decides by these names (see FunctionRole); users may add functions, so records
+    hold names as text."""
 
     GENERATION = "generation"
     PREFILL = "prefill"
-    """Engines that compute prompts for the engines of generation."""
+    """Engines that compute prompts for the generation engines."""
     SCORING = "scoring"
     REWARD_MODEL = "reward_model"
     """The part of scoring that runs a network."""
@@ -25,7 +25,7 @@ class FunctionName(StrEnum):
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of functions, each once, as they are shown: first those of the package, in their own order."""
+    """Sort function names for display, without duplicates: the package's first, in their own order."""
     own = tuple(FunctionName)
     return sorted(dict.fromkeys(names), key=lambda name: own.index(FunctionName(name)) if name in own else len(own))
 
@@ -34,24 +34,23 @@ class FunctionRole(StrEnum):
     """What a function does for a step."""
 
     SAMPLES = "samples"
-    """Draws samples. The plan of a step says how many replicas work; any of them can leave during its work, and its
-    samples continue on another."""
+    """Generates samples. Any replica may leave during a step; its samples continue on another."""
     PREFILLS = "prefills"
-    """Computes the KV of prompts for the replicas that draw from them."""
+    """Computes the KV of prompts for the replicas that generate."""
     SCORES = "scores"
-    """Adds its part of the score to the samples of complete groups."""
+    """Adds its part of the score to samples of complete groups."""
     COLUMN = "column"
-    """Adds a value per token to the samples of complete groups."""
+    """Adds a per-token output to samples of complete groups."""
     UPDATES = "updates"
-    """Learns from the batch. It keeps a part of the run's state, so it is never released."""
+    """Learns from the batch. It keeps part of the run's state, so it is never released."""
 
 
 class ReplicaState(StrEnum):
-    """States of a replica; rlhfless.scaling.lifecycle defines their transitions."""
+    """States of a replica; rlhfless.scaling.lifecycle defines the transitions."""
 
     STARTING = "starting"
     STALE = "stale"
-    """Up, without the weights of the version asked for: no traffic."""
+    """Up, without the requested weights: no traffic."""
     SERVING = "serving"
     DRAINING = "draining"
     SLEEPING = "sleeping"
@@ -61,23 +60,23 @@ class ReplicaState(StrEnum):
 
     @property
     def holds_device(self) -> bool:
-        """RETIRED and DEAD replicas have given their device back; all others are billed."""
+        """Whether the device is billed: all states but RETIRED and DEAD."""
         return self not in (ReplicaState.RETIRED, ReplicaState.DEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One incarnation of a replica on one device, in one state, from when to when."""
+    """One incarnation of a replica on one device, in one state, over an interval."""
 
     function: str
     replica: str
     incarnation: str
     device: str
-    """Name of the device, such as `cpu-0`."""
+    """Such as `cpu-0`."""
     device_kind: str
     """Key of the price book."""
     share: float
-    """Part of the device that the replica holds; the shares of co-located functions add up to at most 1."""
+    """Share of the device; shares of co-located functions add up to at most 1."""
     state: ReplicaState
     start_s: float  # unix time
     end_s: float
@@ -105,15 +104,15 @@ class Work(StrEnum):
 
     GENERATE = "generate"
     HELD_OUT = "held_out"
-    """Generation for an evaluation on held-out prompts."""
+    """Generation for an evaluation."""
     PRECOMPUTE = "precompute"
-    """Prefill of shared prefixes, before the samples that begin with them."""
+    """Prefill of shared prefixes before their samples."""
     PROVE_LOADING = "prove_loading"
     """A new engine's load of the perturbed version, with the chart of its read-back."""
     LOAD_WEIGHTS = "load_weights"
     SCORE = "score"
     LOGPROBS = "logprobs"
-    """A value per token of complete groups: reference logprobs, a critic's values, a column of the user's own."""
+    """A per-token output of complete groups: reference logprobs, a critic's values, a user's own."""
     EVALUATE = "evaluate"
     """Old logprobs: the policy before the first update of the step."""
     LEARN = "learn"
@@ -122,12 +121,12 @@ class Work(StrEnum):
     RESTORE = "restore"
     """Loading a checkpoint."""
     SLEEP = "sleep"
-    """Giving up a device's memory for the turn of another function."""
+    """Releasing a device's memory for another function's turn."""
     WAKE = "wake"
 
 
 def added(*counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The sums of counts by place; the shorter ones have 0 at the end."""
+    """Add counts by position; shorter tuples are padded with 0."""
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
@@ -145,23 +144,21 @@ class Invocation:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    """Input tokens that were not computed: their KV came from the prefix cache, or another sequence of the same batch
-    had computed the same prefix."""
+    """Input tokens whose KV came from the prefix cache or from another sequence of the batch."""
     sequences: int = 0
     size_bytes: int = 0
     version: str = ""
-    """Label of the weight version in use."""
+    """Label of the weight version."""
     evicted_tokens: int = 0
-    """Input tokens that were computed again: an engine had computed their KV before, and evicted it."""
+    """Input tokens computed again after the engine evicted their KV."""
     drafted: tuple[int, ...] = ()
-    """[depth]: drafts that were verified, by their place in a pass; empty without speculation. Those of aborted samples
-    are missing."""
+    """[depth]: verified drafts by position in a pass; empty without speculation. Aborted samples are not counted."""
     accepted: tuple[int, ...] = ()
-    """[depth]: how many of them were accepted."""
+    """[depth]: accepted drafts."""
     draft_s: float = 0.0
-    """In which the engine looked for drafts, or computed them by a model of theirs."""
+    """Seconds in which the engine looked up or computed drafts."""
     verify_s: float = 0.0
-    """Of the engine's passes that verified drafts, without `draft_s`."""
+    """Seconds of passes that verified drafts, without `draft_s`."""
 
     @property
     def duration_s(self) -> float:
@@ -169,33 +166,31 @@ class Invocation:
 
 
 TRANSPORT = "transport"
-"""Kind of a decision: how an actor's weights come, at its first load and when that changes."""
+"""Kind of decision: how an actor gets its weights, at its first load and at each change."""
 
 START = "start"
-"""Kind of a decision: an engine has started. Its inputs are the seconds of each phase, as `PHASE_s` (StartPhase), and
-KV_CAPACITY."""
+"""Kind of decision: an engine has started. Inputs: seconds per phase as `PHASE_s` (StartPhase), and KV_CAPACITY."""
 
 KV_CAPACITY = "kv_capacity_tokens"
-"""Input of START: tokens that the KV memory of the engine holds; absent if it does not say."""
+"""Input of START: tokens that the engine's KV memory holds; absent if unknown."""
 
 
 class StartPhase(StrEnum):
-    """The phases of an engine's start, from the launch of its actor to its first load. A phase that did not happen is
-    absent."""
+    """Phases of an engine's start, from its actor's launch to its first load; a phase that did not happen is absent."""
 
     REPLICA = "replica"
-    """The actor's own process, and the report of its start to the driver."""
+    """The actor's process, and the report of its start to the driver."""
     IMPORT = "import"
     CONFIGURE = "configure"
     WEIGHTS_DISK = "weights_disk"
-    """Reading the model's own weights, most of them from disk or network."""
+    """Reading the model's weights, mostly from disk or network."""
     WEIGHTS_CACHE = "weights_cache"
-    """Reading them, most of them from the page cache."""
+    """Reading them, mostly from the page cache."""
     COMPILE = "compile"
     GRAPHS = "graphs"
     """Capture of CUDA graphs."""
     BUILD = "build"
-    """The rest of building the engine: its processes, profiling of memory, warm-up."""
+    """The rest of building the engine: processes, memory profiling, warm-up."""
     CHART = "chart"
     """Finding, or reading from disk, where the layers hold what is read back."""
     FIRST_LOAD = "first_load"
@@ -203,8 +198,7 @@ class StartPhase(StrEnum):
 
 
 PREFIXES = "prefixes"
-"""Kind of a decision: what the prompts of a step share, as a plan sees it. Its inputs have, by prompt id, the shared
-prefixes of each prompt as `number:tokens`, the shortest first."""
+"""Kind of decision: the shared prefixes of a step. Inputs: by prompt id, `number:tokens` of each, shortest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +215,6 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One training step."""
-
     step: int
     start_s: float  # unix time; if the step was done again after a fault, the begin of its first try
     end_s: float
@@ -230,31 +222,28 @@ class StepRecord:
 
     @property
     def resumed_s(self) -> float:
-        """Unix time of the begin of the try without a fault: `start_s` if there was no fault."""
+        """Unix time at which the successful try started: `start_s` if there was no fault."""
         return self.start_s + self.metrics.get("recovery_s", 0.0)
 
 
 class SleepTier(StrEnum):
-    """The place of a replica's state while its device's memory is free. The processes stay up in both tiers."""
+    """Where a sleeping replica's state is while its device memory is free. Processes stay up in both tiers."""
 
     HOST = "host"
-    """Weights and state are in the host's memory; the KV cache, which no other version could use, is gone."""
+    """Weights and state are in host memory; the KV cache is dropped."""
     DROPPED = "dropped"
-    """Weights are gone, too: the replica serves again after its next load, which an actor between two versions needs in
-    any case. A function whose state exists nowhere else, such as the learner, sleeps in HOST instead."""
+    """Weights are dropped, too: the replica serves again after its next load. A function whose state exists nowhere
+    else, such as the learner, uses HOST."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slept:
-    """A replica that sleeps."""
-
     tier: SleepTier
-    """The tier it is in: the requested one, a replica's only one, or the one in which it slept already."""
+    """The actual tier: the requested one, the replica's only one, or the one in which it slept already."""
     freed_bytes: int
-    """The bytes that its processes gave up, as read from its device, or on a CPU from its processes; 0 if it slept
-    already."""
+    """Bytes released, as read from the device or, on a CPU, the processes; 0 if it slept already."""
     held_bytes: int
-    """The bytes that they still hold."""
+    """Bytes still held."""
 
 
 BUCKET_BYTES = 256 << 20
@@ -264,24 +253,24 @@ several buckets."""
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """The identity of weights: they are the same if run, attempt, step and digest are."""
+    """Identity of weights: equal if run, attempt, step and digest are."""
 
     run_id: str
     attempt: int
     """Raised at every start or resume of the driver: the fencing token."""
     step: int
-    """The number of training steps the weights have seen."""
+    """Training steps of the weights."""
     digest: str
-    """A hash of names, dtypes, shapes and bytes of all tensors (see rlhfless.weights.digest)."""
+    """Hash of names, dtypes, shapes and bytes of all tensors (rlhfless.weights.digest)."""
 
     @property
     def label(self) -> str:
-        """`run/attempt/step/digest`: the name under which the engine records it per token."""
+        """`run/attempt/step/digest`: how the engine records it per token."""
         return f"{self.run_id}/{self.attempt}/{self.step}/{self.digest}"
 
     @classmethod
     def parse(cls, label: str) -> WeightVersion:
-        """The inverse of `label`. Raises ValueError for any other text."""
+        """Parse a `label`. Raises ValueError."""
         parts = label.split("/")
         if len(parts) != 4:
             raise ValueError(f"{label!r} is not a weight version: expected run/attempt/step/digest")
@@ -289,33 +278,31 @@ class WeightVersion:
 
 
 class WeightSample(NamedTuple):
-    """Elements of a tensor that a learner and an engine compare; plain data, because it goes to an engine's workers."""
+    """Elements of a tensor that learner and engine compare; plain data, because it goes to engine workers."""
 
     values: bytes
     """The elements that rlhfless.weights.samples chooses, in the published dtype."""
     row_maxima: bytes
-    """The largest magnitude of each row with any of them, float32; none of a vector. Scales of quantised layers follow
-    from it."""
+    """Largest magnitude of each sampled row, float32, for the scales of quantised layers; empty for a vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The learner's data to check that an engine really serves a version: a short text with its logprobs, and elements
-    of the weights themselves."""
+    """Data to check that an engine serves a version: a short text with logprobs, and elements of the weights."""
 
     token_ids: tuple[int, ...]  # [probe]
     logprobs: tuple[float, ...]  # [probe - 1]: of token i + 1 given tokens up to i, temperature 1
     samples: Mapping[str, WeightSample] = field(default_factory=dict)
-    """By tensor. Empty if weights are not read back from the engine."""
+    """By tensor; empty if weights are not read back from the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """The learner's announcement of a version that it has written to the store."""
+    """A version that the learner has written to the store."""
 
     version: WeightVersion
     location: str
-    """Its location in the store: a path, or a URL."""
+    """A path or URL in the store."""
     size_bytes: int
     tensors: int
     probe: Probe

@@ -1,4 +1,9 @@
-"""Prompts, the responses that an engine draws for them, and the scores of the responses."""
+"""Prompts, rollouts, scores, and the samples, groups and examples from which a step learns.
+
+A *sample* is one answer to a prompt, as a list of segments: the prompt, the model's tokens (the engine's own record, a
+Rollout), and between model turns the tokens of an environment. A *group* is a prompt and its samples; the *experience*
+of a step is its groups.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,11 @@ class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
-    """It drew an end-of-sequence token or a stop text."""
+    """An end-of-sequence token or a stop text."""
     LENGTH = "length"
-    """It reached max_tokens."""
+    """max_tokens."""
     ABORT = "abort"
-    """Its actor was told to stop; the tokens so far are kept and another actor continues."""
+    """Its actor was told to stop; another actor continues from the tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +41,19 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, for rewards."""
     source: str = ""
-    """The name of the set that it is from, if that has one."""
+    """The name of its set, if any."""
     where: str = field(default="", compare=False, kw_only=True)
-    """The row in its file, as in `train.jsonl:12`, for messages; empty if it is not from a file."""
+    """The row in its file, as in `train.jsonl:12`, for messages."""
 
     @property
     def place(self) -> str:
-        """What a message calls it: the row in its file, or else its id."""
+        """Its name in messages: the row in its file, or its id."""
         return self.where or f"the prompt {self.prompt_id!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens [start, end) were drawn with this weight version."""
+    """Response tokens [start, end) were generated with this weight version."""
 
     version: str
     start: int
@@ -57,9 +62,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The response that an engine drew for one sample: its answer to a request, and a row of the journal.
+    """The response that an engine generated for one sample: its reply to a request, and a row of the journal.
 
-    `logprobs` are *rollout* logprobs: the engine's logprobs of the sampled tokens at the sampling temperature.
+    `logprobs` are *rollout* logprobs: of the sampled tokens at the sampling temperature.
     """
 
     prompt_id: str
@@ -74,7 +79,7 @@ class Rollout:
     started_s: float
     finished_s: float
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens from the prefix cache."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -83,30 +88,30 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one rollout and the parts that it is the weighted sum of."""
+    """The reward of one rollout, and its parts."""
 
     total: float
     parts: Mapping[str, float]
-    """Value of each part by name, before its weight. A failed part is missing, or 0 if the spec says so."""
+    """Value of each part before its weight. A failed part is missing, or 0 if the spec says so."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """The cause of each failed part, by name."""
+    """The cause of each failed part."""
 
     def plus(self, other: Score) -> Score:
-        """The sum of this score and the score of other parts of the same rollout."""
+        """Add the score of other parts of the same rollout."""
         return Score(self.total + other.total, {**self.parts, **other.parts}, {**self.failures, **other.failures})
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
-    """The seed of one sample: the same whichever actor draws it, and in whatever order.
+    """Derive the seed of one sample, independent of actor and order.
 
-    63 bits of BLAKE2b, because engines take signed 64-bit seeds and Python's own `hash` differs by process.
+    63 bits of BLAKE2b: engines take signed 64-bit seeds, and Python's `hash` differs by process.
     """
     text = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class Source(StrEnum):
-    """The source of tokens that the policy did not draw."""
+    """The source of tokens that the policy did not generate."""
 
     PROMPT = "prompt"
     ENVIRONMENT = "environment"
@@ -114,32 +119,31 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GivenSegment:
-    """Tokens that the policy has read and not drawn: nothing is learned from them."""
+    """Tokens that the policy has read and not generated: nothing is learned from them."""
 
     source: Source
     token_ids: IntArray  # [segment]
 
 
 Segment = GivenSegment | Rollout
-"""A Rollout is the segment that the model drew."""
+"""A Rollout is a segment that the model generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One answer to a prompt. The first segment is the prompt, and at least one is a Rollout.
 
-    The fields after `segments` are None until their stage has set them. Values per token belong to the tokens that
-    the model drew, over all its segments: `[model tokens]`.
+    Fields after `segments` are empty until their stage has set them. Per-token values cover the generated tokens of all
+    segments: `[model tokens]`.
     """
 
     segments: tuple[Segment, ...]
     score: Score | None = None
     columns: Mapping[str, FloatArray] = field(default_factory=dict)
-    """By name, each `[model tokens]`: reference logprobs, and columns of the user's own functions."""
+    """Per-token outputs by name, each `[model tokens]`: reference logprobs, and those of user functions."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """The segments that the model drew."""
         return tuple(segment for segment in self.segments if isinstance(segment, Rollout))
 
     @property
@@ -153,27 +157,24 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all its segments."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def model_tokens(self) -> int:
-        """Tokens that the model drew."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
     @property
     def text(self) -> str:
-        """The text that the model drew."""
+        """The generated text."""
         return "".join(rollout.text for rollout in self.rollouts)
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the sample's last segment of the model ended."""
         return self.rollouts[-1].finish_reason
 
     @property
     def scored(self) -> Score:
-        """Its score. Raises ValueError before the scoring stage."""
+        """The score. Raises ValueError before the scoring stage."""
         if self.score is None:
             raise ValueError(f"{self} has no score yet")
         return self.score
@@ -185,24 +186,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its samples, in the order of their sample index."""
+    """A prompt and its samples, by sample index."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
 
     @classmethod
     def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> Group:
-        """A group of samples of one turn."""
+        """Create a group of single-turn samples."""
         segment = GivenSegment(Source.PROMPT, np.asarray(prompt.token_ids, dtype=np.int64))
         return cls(prompt, tuple(Sample((segment, rollout)) for rollout in rollouts))
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """All rollouts of the group."""
         return tuple(rollout for sample in self.samples for rollout in sample.rollouts)
 
     def adding(self, score: Sequence[Score] | None = None, **columns: Sequence[FloatArray]) -> Group:
-        """The group with scores and columns added to its samples: one value of each per sample, in their order."""
+        """Return the group with scores and per-token outputs added: one value per sample, in order."""
         samples = self.samples
         if score is not None:
             samples = tuple(replace(sample, score=value) for sample, value in zip(samples, score, strict=True))
@@ -238,14 +238,14 @@ class Example(Prompt):
     """A prompt with its demonstrated response, or with the chosen and then the rejected one."""
 
     sequences: tuple[tuple[int, ...], ...] = ()
-    """The token ids of prompt and response, for each response."""
+    """Token ids of prompt and response, per response."""
     learned_from: tuple[int, ...] = ()
-    """The position in each sequence of the first token that is learned."""
+    """Position of the first learned token, per sequence."""
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """The positions [start, end) in each sequence that are learned; all from `learned_from` on if this is empty."""
+    """Learned positions [start, end), per sequence; from `learned_from` on if empty."""
 
     def learned(self, index: int) -> list[bool]:
-        """Which tokens of a sequence are learned."""
+        """Return which tokens of a sequence are learned."""
         length = len(self.sequences[index])
         spans = self.spans[index] if self.spans else ((self.learned_from[index], length),)
         return [any(start <= position < end for start, end in spans) for position in range(length)]

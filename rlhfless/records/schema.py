@@ -1,12 +1,9 @@
-"""The columns of a trace, declared once.
+"""The columns of a trace, and reading and writing its files.
 
-The version is one integer. Any change of a column (its name, type, unit or meaning; added or taken away)
-raises it, and a reader reads exactly the versions it knows, this one and those of ADDED: a bill that is misread
-silently is worse than a refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix
-time. docs/trace.md explains every column.
-
-Enums are stored as their text, so that files can be read without this package. `Decision.inputs` and the columns of a
-prompt mix types, which no Arrow map holds: they are JSON text.
+Any change of a column (name, type, unit, meaning) raises the version; a reader accepts this version and those in ADDED:
+a misread bill is worse than a refusal. Units are in column names (`_s`, `_tokens`, `_bytes`); times are unix time.
+Enums are text, so files can be read without this package; mixed types (`Decision.inputs`, prompt columns) are JSON
+text. docs/trace.md explains every column.
 """
 
 from __future__ import annotations
@@ -36,17 +33,16 @@ ADDED: Mapping[int, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         5: _TEXT,
     }
 )
-"""The earlier versions that can be read: the columns that a table did not have yet, with the value of all their
-rows."""
+"""Readable earlier versions: the columns that a table lacked, with the value for all rows."""
 
 NAME_KEY = b"rlhfless.table"
-"""Parquet metadata: the name of the table."""
+"""Parquet metadata: the table's name."""
 VERSION_KEY = b"rlhfless.trace_version"
-"""Parquet metadata: TRACE_VERSION of the writer."""
+"""Parquet metadata: the writer's TRACE_VERSION."""
 
 
 class TraceError(UserError):
-    """A trace that cannot be written or read. The message names the file, what is wrong, and the hint."""
+    """A trace cannot be written or read. The message names the file, the fault and the hint."""
 
 
 def _columns(name: str, columns: Mapping[str, pa.DataType], nullable: tuple[str, ...] = ()) -> pa.Schema:
@@ -55,8 +51,7 @@ def _columns(name: str, columns: Mapping[str, pa.DataType], nullable: tuple[str,
 
 
 RECORDED = ("token_ids", "logprobs", "text")
-"""Columns of `rollouts` that are null unless the spec has `logging.record_tokens`. Text is a large string: it is not
-written with a dictionary, as names are."""
+"""Columns of `rollouts` that are null without `logging.record_tokens`. Text is a large string, without a dictionary."""
 
 _VERSION_SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 
@@ -154,12 +149,12 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
         ),
     }
 )
-"""Each table is a folder of the trace; each file in it has exactly these columns. Tables are written in this order: the
-records of a step are on disk before its row in `steps`."""
+"""Each table is a folder of the trace. Tables are written in this order: a step's records are on disk before its row in
+`steps`."""
 
 
 def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Writes rows, each in the order of the schema's columns, as one Parquet file."""
+    """Write rows, each in the order of the schema's columns, as one Parquet file."""
     columns = zip(*rows, strict=True)
     arrays = [pa.array(column, type=field.type) for field, column in zip(schema, columns, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=schema)
@@ -171,7 +166,7 @@ def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Writes the bytes so that `path` is whole or absent, even if the machine loses power."""
+    """Write bytes so that `path` is whole or absent, even after a power failure."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -181,7 +176,7 @@ def write_whole(path: Path, content: Any) -> None:
 
 
 def read_part(path: Path, name: str) -> pa.Table:
-    """Reads one file of the table `name`. Raises TraceError unless its columns and version are right."""
+    """Read one file of the table `name`. Raises TraceError unless its columns and version are right."""
     try:
         with path.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
             return _table(path, pq.ParquetFile(stream), name)
@@ -214,7 +209,7 @@ def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
 
 
 def check_version(path: Path, version: object) -> None:
-    """Raises TraceError unless `version`, found in `path`, can be read."""
+    """Raises TraceError unless `version`, found in `path`, is readable."""
     known = (*ADDED, TRACE_VERSION)
     if version not in known:
         readable = f"{', '.join(map(str, known[:-1]))} and {known[-1]}"

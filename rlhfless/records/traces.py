@@ -5,13 +5,12 @@
       holdings/    <part>.parquet   one folder per table of rlhfless.records.schema
       invocations/ prompts/ rollouts/ steps/ decisions/
 
-Every flush writes one part per table that has new rows, under a temporary name, synced and then renamed. So
-a part is whole or absent, and a run that dies loses at most what came after its last flush. Nothing is ever
-rewritten, except meta.json by a later attempt of the same run; parts carry the attempt in their name. A step
-that was interrupted and done again appears twice in holdings and invocations, because it was paid for twice.
+Each flush writes one part per table with new rows, under a temporary name, synced and renamed: a dead run loses at most
+what came after its last flush. Nothing is rewritten except meta.json, by a later attempt; part names carry the attempt.
+A repeated step appears twice in holdings and invocations, because it was paid for twice.
 
-The text and tokens of prompts and responses are here only with `logging.record_tokens`, so that a trace can be shared.
-There is no index: a reader scans. One writer belongs to one thread.
+Texts and tokens are recorded only with `logging.record_tokens`, so that a trace can be shared. One writer belongs to
+one thread.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ META_FILE = "meta.json"
 
 @dataclass(frozen=True, slots=True)
 class TraceMeta:
-    """The context of a run's records: the attempt that wrote them, the prices, the spec and the machine."""
+    """The context of a run's records."""
 
     run_id: str
     attempt: int
@@ -66,12 +65,12 @@ class TraceMeta:
     spec: Mapping[str, Any]
     """The RunSpec as JSON values."""
     machine: Mapping[str, Any]
-    """The result of `describe_machine()`."""
+    """See `describe_machine`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRollout:
-    """A row of the table `rollouts`: a rollout with its step and its score."""
+    """A row of the table `rollouts`."""
 
     step: int
     prompt_id: str
@@ -96,20 +95,20 @@ class TracedRollout:
 
 @dataclass(frozen=True, slots=True)
 class TracedPrompt:
-    """A row of the table `prompts`: a prompt as the policy saw it, with the columns that rewards got."""
+    """A row of the table `prompts`: a prompt as the policy saw it, with the columns for rewards."""
 
     prompt_id: str
     source: str
-    """The name of its set, if that has one."""
+    """The name of its set, if any."""
     text: str
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]
-    """Values that JSON does not have are texts."""
+    """Values that JSON lacks are texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All records of a run, in the order in which they were written."""
+    """All records of a run, in the order they were written."""
 
     meta: TraceMeta
     holdings: tuple[Holding, ...] = ()
@@ -118,11 +117,11 @@ class Trace:
     steps: tuple[StepRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
     prompts: tuple[TracedPrompt, ...] = ()
-    """Empty unless tokens were recorded; each attempt of the run writes its own prompts."""
+    """Empty unless tokens were recorded; each attempt writes its own."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine of this process, for `TraceMeta.machine`."""
+    """Describe this process's machine."""
     return {
         "host": platform.node(),
         "system": platform.system(),
@@ -133,12 +132,11 @@ def describe_machine() -> dict[str, Any]:
 
 
 class TraceWriter:
-    """Appends to the trace in `folder`, which is made if it is missing. Rows are kept in memory until `flush`.
+    """Append to the trace in `folder`, created if missing. Rows are converted and written by `flush`, so a step does
+    not wait.
 
-    Records are turned into rows only in `flush`, so that a step does not wait for it.
-    With `record_tokens` the text, token ids and logprobs of every rollout are kept as well, and each prompt once: the
-    bulk of a trace.
-    Raises TraceError if `folder` holds another run, or this run's attempt or a later one.
+    With `record_tokens`, texts, token ids and logprobs of rollouts are kept, and each prompt once. Raises TraceError if
+    `folder` holds another run, or this attempt or a later one.
     """
 
     def __init__(self, folder: str | os.PathLike[str], meta: TraceMeta, record_tokens: bool) -> None:
@@ -165,14 +163,13 @@ class TraceWriter:
         self._add("invocations", invocation)
 
     def add_prompt(self, prompt: Prompt) -> None:
-        """Add the prompt of rollouts, if tokens are recorded; a prompt that was added before is not added again."""
+        """Add a prompt once, if tokens are recorded."""
         if self._record_tokens and prompt.prompt_id not in self._prompts:
             self._add("prompts", prompt)
             self._prompts.add(prompt.prompt_id)
 
     def add_rollout(self, step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:
-        """Adds a scored rollout, drawn in `step` from a prompt of `prompt_tokens` tokens; returns its record, without
-        tokens."""
+        """Add a scored rollout of `step`; return its record without tokens."""
         traced = TracedRollout(
             step=step,
             prompt_id=rollout.prompt_id,
@@ -202,11 +199,8 @@ class TraceWriter:
         self._add("decisions", decision)
 
     def flush(self, step: int) -> None:
-        """Writes all records added so far. `step` is only used in the names of the parts; a step may be flushed many
-        times.
-
-        Records that could not be written (OSError: disk full) stay in memory for the next flush.
-        """
+        """Write all records added so far; `step` only names the parts. Records that could not be written (OSError) stay
+        for the next flush."""
         self._step = step
         for name, records in self._records.items():
             if records:
@@ -216,7 +210,7 @@ class TraceWriter:
                 records.clear()
 
     def close(self) -> None:
-        """Flushes the remaining rows. Adding to a closed writer raises TraceError; closing twice does nothing."""
+        """Flush the remaining rows. Adding afterwards raises TraceError; closing twice does nothing."""
         if not self._closed:
             self.flush(self._step)
             self._closed = True
@@ -236,7 +230,6 @@ class TraceWriter:
 
 
 def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...]:
-    """The row of a rollout, with its tokens if they are recorded."""
     traced, drawn = record
     return (
         traced.step,
@@ -286,10 +279,10 @@ _ROW: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
-    """Reads the trace of a run as records; without `tokens`, its bulk is left out.
+    """Read a trace as records; without `tokens`, its bulk is skipped.
 
-    Raises TraceError, naming the file, for an unknown version, a missing or mistyped column, or a file that
-    is not Parquet. Temporary files of a writer that died are ignored.
+    Raises TraceError, naming the file, for an unknown version, a missing or mistyped column, or a file that is not
+    Parquet. Temporary files of a dead writer are ignored.
     """
     meta = read_meta(folder)
     tables = read_tables(folder)
@@ -313,8 +306,8 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
 
 
 def newest_responses(folder: str | os.PathLike[str], most_tokens: int) -> Iterator[tuple[str, IntArray]]:
-    """Prompt ids and tokens of the responses in a trace, the newest first, until they have `most_tokens`; none without
-    `logging.record_tokens`. Raises TraceError."""
+    """Yield prompt ids and response tokens, newest first, up to `most_tokens`; none without `logging.record_tokens`.
+    Raises TraceError."""
     for path in sorted((Path(folder) / "rollouts").glob("*.parquet"), reverse=True):
         table = read_part(path, "rollouts").select(["prompt_id", "token_ids"])
         for row in reversed(table.to_pylist()):
@@ -327,15 +320,15 @@ def newest_responses(folder: str | os.PathLike[str], most_tokens: int) -> Iterat
 
 
 def trace_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder of a trace, given that folder or the run's."""
+    """Return the trace folder, given that folder or the run's."""
     inner = Path(folder) / TRACE_FOLDER
     return inner if inner.is_dir() else Path(folder)
 
 
 def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
-    """Reads the trace as Arrow tables, one per table of the schema; for columns rather than records.
+    """Read the trace as Arrow tables.
 
-    A run may be writing: steps are read first, so that all that a step of theirs has left is found.
+    A run may be writing: steps are read first, so that all records of a read step are found.
     """
     read_meta(folder)
     tables = {name: _read_table(Path(folder), name) for name in reversed(list(TABLES))}
@@ -343,7 +336,7 @@ def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
 
 
 def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:
-    """Reads meta.json. Raises TraceError if it is missing, broken, or of another version."""
+    """Read meta.json. Raises TraceError if it is missing, broken, or of another version."""
     path = Path(folder) / META_FILE
     try:
         content = parsed_json(path.read_bytes())
@@ -380,7 +373,6 @@ def _read_table(folder: Path, name: str) -> pa.Table:
 
 
 def holding_of(row: dict[str, Any]) -> Holding:
-    """The record of a row of the table `holdings`."""
     typed = {"state": ReplicaState(row["state"])}
     return Holding(**(row | typed))
 
@@ -414,25 +406,25 @@ Key = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Samples of two runs, compared by their key."""
+    """Samples of two runs, compared by key."""
 
     compared: int
-    """Number of samples that both runs have."""
+    """Samples that both runs have."""
     identical: int
-    """Number of samples with the same tokens."""
+    """Samples with the same tokens."""
     first_difference: Key | None
-    """The first of the samples that differ."""
+    """The first sample that differs."""
     only_in_first: int
     only_in_second: int
 
     @property
     def fraction(self) -> float:
-        """Share of the compared samples that are token-identical; 1 if none were compared."""
+        """Share of compared samples that are token-identical; 1 if none were compared."""
         return self.identical / self.compared if self.compared else 1.0
 
 
 def compare_samples(first: Trace, second: Trace) -> Comparison:
-    """Compare all samples that both traces hold. Raises TraceError for a trace without token ids."""
+    """Compare all samples of two traces. Raises TraceError for a trace without token ids."""
     samples, others = _by_key(first), _by_key(second)
     common = sorted(samples.keys() & others.keys())
     different = [key for key in common if samples[key].token_ids != others[key].token_ids]
