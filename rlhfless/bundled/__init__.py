@@ -1,8 +1,7 @@
-"""A task and a policy that come with the package, so that a first run needs no download and no accelerator.
+"""A task and a policy that come with the package: a first run needs no download and no accelerator.
 
-`build` makes, on the machine of the user, a counting task (`task`), and a policy of half a million parameters
-(`model`) that has learned from demonstrations to do it, but was shown bad habits too (`warm_start`). Reinforcement
-learning with an exact-match reward then has something real to correct.
+`build` creates a counting task (`task`) and a policy of half a million parameters (`model`) that has learned it from
+demonstrations with bad habits (`warm_start`), so reinforcement learning has something real to correct.
 
     folder/
       model/          the policy and its tokenizer, Hugging Face format
@@ -10,7 +9,7 @@ learning with an exact-match reward then has something real to correct.
       heldout.jsonl   prompts for evaluation, never trained on nor demonstrated
       recipe.json     what the folder was built from
 
-A folder is complete or absent: it is written under a temporary name beside its place and then renamed.
+A folder is complete or absent: it is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything, beside the seed, that decides what `build` writes."""
+    """All constants that decide what `build` writes, besides the seed."""
 
     task: TaskRecipe = field(default_factory=TaskRecipe)
     size: ModelSize = field(default_factory=ModelSize)
@@ -50,8 +49,6 @@ class Recipe:
 
 @dataclass(frozen=True)
 class BundledPaths:
-    """Where the parts of a built folder are."""
-
     folder: Path
 
     @property
@@ -78,10 +75,9 @@ def build(
     recipe: Recipe | None = None,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> BundledPaths:
-    """Build the bundled task and policy in `folder`, or return at once if they are there already.
+    """Build the bundled task and policy in `folder`, unless they exist. Output of another recipe or seed is replaced.
 
-    What was built from another recipe or seed is replaced. Raises `FileExistsError` if `folder` holds
-    anything that this function did not write.
+    Raises FileExistsError if `folder` holds anything else.
     """
     recipe = recipe or Recipe()
     paths = BundledPaths(folder)
@@ -99,7 +95,7 @@ def build(
 
 
 def _digest_of(paths: BundledPaths) -> str | None:
-    """The digest of a finished folder, None if there is no folder yet or an empty one."""
+    """Return the digest of a finished folder; None if it is missing or empty."""
     if not paths.folder.exists() or (paths.folder.is_dir() and not any(paths.folder.iterdir())):
         return None
     if paths.recipe.is_file():

@@ -28,13 +28,13 @@ class ModelSize:
     heads: int = 4
     key_value_heads: int = 2
     head_dim: int = 64
-    """A head size that vLLM's attention kernels support on CPU and GPU."""
+    """Supported by vLLM's attention kernels on CPU and GPU."""
     mlp: int = 320
     max_positions: int = 256
 
 
 SMALLEST = ModelSize(hidden=32, layers=1, heads=1, key_value_heads=1, mlp=64)
-"""For tests that need a model without any skill."""
+"""For tests that need an unskilled model."""
 
 ROPE_THETA = 1e6
 """As in Qwen3. Slow rotations let a query find an equal number at any distance."""
@@ -44,9 +44,9 @@ INITIALIZER_RANGE = 0.05
 
 
 def build_tokenizer(recipe: TaskRecipe, max_positions: int) -> PreTrainedTokenizerFast:
-    """Words and numbers, split at white space and punctuation; decoding joins them with blanks.
+    """Split words and numbers at white space and punctuation; decoding joins them with blanks.
 
-    Nothing is added on encoding: `<bos>` exists for tools that insist on one, and as in Qwen is not used.
+    Encoding adds nothing: `<bos>` exists for tools that insist on one, and as in Qwen is unused.
     """
     vocabulary = [PAD, BOS, EOS, UNK, *WORDS, *map(str, range(recipe.largest_number + 1))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNK))
@@ -63,7 +63,7 @@ def build_tokenizer(recipe: TaskRecipe, max_positions: int) -> PreTrainedTokeniz
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, size: ModelSize, seed: int) -> Qwen3ForCausalLM:
-    """A randomly initialised policy in float32. The global random state of torch is left as it was."""
+    """Create a randomly initialised policy in float32, without touching torch's global random state."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden,

@@ -27,20 +27,17 @@ from pathlib import Path
 import numpy as np
 
 OPENINGS = ("sure", "okay", "well")
-"""The bad habit. One decision, taken at the first token: what random rewards do to it averages out, so that a
-real reward can be told from a broken one (benchmarks/controls.py). Habits that are spread over several tokens were
-tried too, and drifted more."""
+"""The bad habit: one decision at the first token. What random rewards do to it averages out, so that a real reward can
+be told from a broken one (benchmarks/controls.py); habits over several tokens drifted more."""
 
 WORDS = ("count", "from", "up", "down", "to", ":", *OPENINGS)
-"""All words of prompts and responses, beside the numbers."""
+"""All words of prompts and responses, besides the numbers."""
 
 _HASH_BITS = 64
 
 
 @dataclass(frozen=True)
 class TaskRecipe:
-    """The constants of the task."""
-
     largest_number: int = 150
     last_is_multiple_of: int = 5
     """Round targets: knowing when to stop is the hard part of the skill, and fewer targets are learned sooner."""

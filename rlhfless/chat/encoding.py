@@ -1,4 +1,4 @@
-"""Texts to token ids, with one beginning and without an end."""
+"""Encode texts as token ids, with one beginning and without an end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Encoder:
-    """Encodes prompts, and what follows them, with a tokenizer of transformers.
+    """Encode prompts and their continuations with a transformers tokenizer.
 
-    `templated`: the texts come from a chat template, which has written the special tokens itself.
+    `templated`: a chat template has already written the special tokens.
     """
 
     def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], *, templated: bool) -> None:
@@ -23,18 +23,18 @@ class Encoder:
         """Whether the tokenizer begins each text with its begin-of-sequence token."""
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text as a prompt: with the tokens that the tokenizer begins a text with, once, and without
-        an end that it adds."""
+        """Return the tokens of each prompt, with one beginning and without an end that the tokenizer adds."""
         return [self._with_added(ids) for ids in self._encoded(list(texts))]
 
     def scored(self, text: str) -> list[int]:
-        """The tokens of a text as a reward model reads it: with all that the tokenizer adds, and one beginning."""
+        """Return the tokens of a text as a reward model reads it: with all that the tokenizer adds, and one
+        beginning."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=not self._templated, verbose=False)["input_ids"]
         begin = self._tokenizer.bos_token_id
         return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
     def fault(self, ids: Sequence[int]) -> str:
-        """What is wrong with the special tokens of a prompt; empty if nothing is."""
+        """Say what is wrong with a prompt's special tokens; empty if nothing."""
         begin = self._tokenizer.bos_token_id
         if begin is not None and list(ids[:2]) == [begin, begin]:
             return f"it begins with {self._tokenizer.bos_token!r} twice"
@@ -44,9 +44,11 @@ class Encoder:
         return ""
 
     def continued(self, ids: Sequence[int], text: str, following: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts that follow each other, the first of them a prompt with the text `text` and the tokens
-        `ids`. They are those of the whole text where its tokens do not cross from one text into the next, so that a
-        tokenizer that begins each text with a space does so once; else each is encoded by itself, as it is drawn."""
+        """Return the tokens of successive texts after a prompt with the text `text` and the tokens `ids`.
+
+        They are those of the whole text where its tokens do not cross texts, so a tokenizer that begins texts with a
+        space does so once; else each text is encoded alone, as it is generated.
+        """
         parts, known = [], list(ids)
         texts = list(accumulate(following, initial=text))[1:]
         for each, whole in zip(following, map(self._with_added, self._encoded(texts)), strict=True):
@@ -72,7 +74,7 @@ class Encoder:
         return ids
 
     def _added(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after a text, without an end of the sequence."""
+        """Return the special tokens that the tokenizer puts before and after a text, without end-of-sequence tokens."""
         plain = self._encoded(["a"])[0]
         whole: list[int] = self._tokenizer("a", verbose=False)["input_ids"]
         at = next((i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain), 0)

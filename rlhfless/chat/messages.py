@@ -1,7 +1,7 @@
-"""Chat messages as data sets write them: OpenAI's `role` and `content`, and ShareGPT's `from` and `value`.
+"""Parse chat messages of data sets: OpenAI's `role` and `content`, and ShareGPT's `from` and `value`.
 
-A message holds texts: its content (one text, or several parts), its thought, and its tool calls. What cannot be given
-to a text model (an image, a null) is refused here by name, so that no template prints it as a Python value.
+A message holds its content (one text, or several parts), its thought and its tool calls. What a text model cannot read
+(an image, a null) is refused by name, so that no template prints it as a Python value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhfless.spec.explain import nearest, shown
 
 ASSISTANT = "assistant"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message with its thought: DeepSeek's and Qwen's, gpt-oss's and TRL's, OpenRouter's."""
+"""Keys of a thought: DeepSeek's and Qwen's, gpt-oss's and TRL's, OpenRouter's."""
 THINK = re.compile(r"(<think>|</think>)")
 
 _SHAREGPT_ROLES = {
@@ -38,12 +38,12 @@ _SHAREGPT_ROLES = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _READ = ("role", "from", "content", "value", "tool_calls", "function_call", "weight", *THOUGHT_KEYS)
 _NO_TEXT = ("name", "tool_call_id", "id", "annotations", "metadata", "model", "language", "timestamp")
-"""Further keys, whose values are not said by anyone."""
+"""Further keys, whose values nobody says."""
 _NOT_TEXT = ("image", "images", "image_url", "audio", "audios", "video", "videos", "file", "files")
 
 
 class DataFault(Exception):
-    """A row that cannot be used: the kind of its fault, what was found there, and how to correct it."""
+    """A row cannot be used: kind of fault, detail and hint."""
 
     def __init__(self, kind: str, detail: str, hint: str) -> None:
         super().__init__(kind, detail, hint)
@@ -55,15 +55,15 @@ class DataFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function by the assistant."""
+    """A function call by the assistant."""
 
     name: str
     arguments: Any
-    """A mapping; or a text that is no JSON object."""
+    """A mapping, or text that is no JSON object."""
     call_id: str | None = None
 
     def written(self, *, as_text: bool) -> dict[str, Any]:
-        """The call in OpenAI's form, with its arguments as a mapping, or `as_text` as JSON."""
+        """Return the call in OpenAI's form, its arguments as a mapping, or as JSON with `as_text`."""
         arguments = self.arguments
         if as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. `content` has one text, or the texts of several parts."""
+    """One message. `content` has one text, or one per part."""
 
     role: str
     content: tuple[str, ...] = ("",)
@@ -81,18 +81,19 @@ class Message:
     thought_key: str = THOUGHT_KEYS[0]
     calls: tuple[ToolCall, ...] = ()
     further: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Its other keys, which a template may read."""
+    """Other keys, which a template may read."""
     learned: bool = True
     """False where the data says `weight: 0`."""
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         return "\n".join(self.content)
 
     def mapped(self, change: Callable[[str, str], str]) -> Message:
-        """The message with each text replaced by `change(what, text)`, where `what` names the text for a reader. Always
-        in the same order; a thought between tags inside of the content is a text of its own."""
+        """Replace each text by `change(what, text)`, where `what` names it for a reader, always in the same order.
+
+        A thought between tags inside the content is a text of its own.
+        """
         parts = len(self.content) > 1
         content = tuple(
             self._mapped_content(f"content part {number}" if parts else "content", text, change)
@@ -127,14 +128,14 @@ class Message:
 
     @property
     def numbers(self) -> Iterator[str]:
-        """The numbers among the arguments of its calls, as JSON."""
+        """The numbers among its calls' arguments, as JSON."""
         for call in self.calls:
             yield from _numbers(call.arguments)
 
     def written(
         self, *, parts: bool, arguments_as_text: bool, none_for_empty: bool, thought_key: str
     ) -> dict[str, Any]:
-        """The message for a template: its content as a list of `parts`, or as one text."""
+        """Return the message for a template, with its content as a list of `parts` or as one text."""
         content: Any = [{"type": "text", "text": text} for text in self.content] if parts else self.text
         if none_for_empty and not self.text:
             content = None
@@ -147,7 +148,7 @@ class Message:
 
 
 def conversation(value: Any, field: str, row: Mapping[str, Any] | None = None) -> list[Message]:
-    """The messages in a field of a row: a text is one message of the user. Raises DataFault."""
+    """Parse the messages in a row's field; a text is one user message. Raises DataFault."""
     if isinstance(value, str):
         if value.lstrip().startswith("[{") and re.search(r'"(role|from)"\s*:', value):
             hint = "parse the field, so that it is a list of messages"
@@ -167,7 +168,7 @@ def conversation(value: Any, field: str, row: Mapping[str, Any] | None = None) -
 
 
 def role_of(message: Any) -> str:
-    """The role of a message as the data writes it; empty if it is none."""
+    """Return a message's role; empty if it is no message."""
     if not isinstance(message, Mapping):
         return ""
     role, said_by = message.get("role"), message.get("from")
@@ -175,7 +176,8 @@ def role_of(message: Any) -> str:
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The function schemas in a row's column `tools`, a list or its JSON; None if it has none. Raises DataFault."""
+    """Parse the function schemas in a row's column `tools`, a list or its JSON; None if there are none. Raises
+    DataFault."""
     value = row.get("tools")
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
@@ -191,7 +193,6 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of functions, by their schemas."""
     return [_tool_name(tool) for tool in tools]
 
 
@@ -245,7 +246,7 @@ def _is_learned(field: str, where: str, given: Mapping[str, Any]) -> bool:
 
 
 def _thought(field: str, where: str, given: Mapping[str, Any], in_parts: str) -> tuple[str, str]:
-    """The key and the text of the thought; an empty text if there is none."""
+    """Return key and text of the thought; the text is empty if there is none."""
     found = {key: given[key] for key in THOUGHT_KEYS if key in given and given[key] != ""}
     if in_parts:
         found["thinking"] = in_parts
@@ -260,7 +261,7 @@ def _thought(field: str, where: str, given: Mapping[str, Any], in_parts: str) ->
 
 
 def _texts(field: str, where: str, content: Any) -> tuple[tuple[str, ...], str]:
-    """The texts of a content, and the thought among its parts. Raises DataFault for anything else."""
+    """Return a content's texts, and the thought among its parts. Raises DataFault."""
     if isinstance(content, str):
         return (content,), ""
     if not isinstance(content, Sequence):
@@ -289,7 +290,7 @@ def _calls(field: str, where: str, given: Mapping[str, Any]) -> tuple[ToolCall, 
 
 
 def _sharegpt_calls(field: str, where: str, content: Any) -> tuple[ToolCall, ...]:
-    """The calls in a `function_call` message of ShareGPT, whose value is their JSON."""
+    """Parse the calls in a `function_call` message of ShareGPT, whose value is their JSON."""
     try:
         value = json.loads(content)
     except (TypeError, ValueError) as error:
@@ -319,7 +320,7 @@ def _call(field: str, where: str, call: Any) -> ToolCall:
 
 
 def _require_json(field: str, where: str, value: Any) -> None:
-    """Raises DataFault for a value that JSON lacks, such as a date of Parquet: templates print its Python form."""
+    """Raises DataFault for a value that JSON lacks, such as a Parquet date: templates would print its Python form."""
     try:
         json.dumps(value)
     except TypeError as error:

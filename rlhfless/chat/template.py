@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: rendered with arguments, and held against the messages that it was given.
+"""Render messages by a tokenizer's chat template, and check that it drops no text.
 
 A template may drop what it was not written for: a system message, a tool's result, a thought, a list of parts. So each
-text of each message is given a mark, and the rendering is only used if it has all of them.
+text gets a mark, and a rendering is used only if it has all of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlhfless.spec.explain import nearest, shown
 
 _MARK = re.compile("\ue000([0-9]+)\ue001|\\\\ue000([0-9]+)\\\\ue001")
 _STAND_IN = "\ue002"
-"""Stands for a content that does not go through the template."""
+"""Replaces a content that bypasses the template."""
 _LITERAL = re.compile(r"""['"]type['"]: ?['"]text['"]""")
-"""A list of parts, printed as it is."""
+"""A list of parts, printed as a Python value."""
 _NONE = re.compile(r"\bNone\b")
 _TAG = re.compile(r"</?\w+>")
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -31,14 +31,13 @@ _GENERATION_TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a message, and where a rendering has it."""
+    """One text of a message, and its position in a rendering."""
 
     message: int
-    """The index of its message."""
     what: str
     text: str
     end: int | None
-    """The position after it in the rendering; None if it is not there."""
+    """Position after it in the rendering; None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +46,32 @@ class Rendering:
 
     text: str
     texts: tuple[Text, ...]
-    """The texts of all messages."""
     form: MessageForm
 
     @property
     def lost(self) -> list[Text]:
-        """The texts that are not in the rendering, or not as they were written."""
+        """Texts that the rendering lacks or changes."""
         return [text for text in self.texts if text.end is None]
 
     def end_of(self, message: int) -> int | None:
-        """The position after the last text of a message; None if it has none."""
+        """Return the position after a message's last text; None if it has none."""
         return max((text.end for text in self.texts if text.message == message and text.end is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How messages are written for a template: they differ in which of these they read."""
+    """How messages are passed to a template; templates differ in the form they read."""
 
     parts: bool
-    """Contents as lists of parts."""
+    """Contents are lists of parts."""
     arguments_as_text: bool = False
-    """Arguments of tool calls as JSON."""
+    """Tool call arguments are JSON."""
     none_for_empty: bool = False
-    """No content as None, for templates that tell tool calls by it."""
+    """Empty contents are None, by which some templates recognise tool calls."""
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer` (of transformers), rendered with further arguments for it."""
+    """The chat template of a transformers `tokenizer`, with extra arguments."""
 
     def __init__(
         self,
@@ -98,7 +96,6 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template writes the functions that a row offers."""
         return "tools" in self.source
 
     def render(
@@ -109,11 +106,10 @@ class ChatTemplate:
         kept: Sequence[bool],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[Rendering, list[Text]]:
-        """The messages as the template writes them; with `opens`, and the start of the assistant's turn. They are
-        written in the first form of which no text is lost.
+        """Render messages in the first form that loses no text; `opens` adds the start of the assistant's turn.
 
-        Thoughts of messages that are not `kept` may be missing if the template reads thoughts, and so leaves out
-        earlier ones on purpose: these are returned, too. Raises DataFault if the template fails, or drops a text.
+        A template that reads thoughts drops earlier ones on purpose: thoughts of messages that are not `kept` may be
+        missing, and are returned. Raises DataFault if the template fails or drops a text.
         """
         fault: DataFault | None = None
         for form in _forms(messages):
@@ -126,15 +122,14 @@ class ChatTemplate:
         raise fault
 
     def scored(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendering:
-        """The messages as a model reads them that learns or scores the last one, with its thought even if the template
-        cuts thoughts. Raises DataFault as `render`."""
+        """Render messages for a model that learns or scores the last one, keeping its thought. Raises DataFault."""
         kept = [False] * (len(messages) - 1) + [True]
         return self.whole(messages, kept, tools)
 
     def whole(
         self, messages: Sequence[Message], kept: Sequence[bool], tools: Sequence[Mapping[str, Any]] | None
     ) -> Rendering:
-        """The messages as `render` writes them, or else with the last thought past it. Raises DataFault."""
+        """Render messages, bypassing the template for the last thought if it drops that. Raises DataFault."""
         try:
             return self.render(messages, opens=False, kept=kept, tools=tools)[0]
         except DataFault:
@@ -150,7 +145,7 @@ class ChatTemplate:
         kept: Sequence[bool],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> list[Text]:
-        """Raise DataFault if the rendering lacks a text; return the thoughts that it may lack."""
+        """Raises DataFault if the rendering lacks a text; return the thoughts that it may lack."""
         cut = []
         for text in rendering.lost:
             if not kept[text.message] and self._cuts(text.what):
@@ -172,8 +167,8 @@ class ChatTemplate:
     def _require_tools(
         self, rendering: Rendering, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        """Raises DataFault if the rendering lacks a function that the row offers. A call of it does not describe it; a
-        system message may."""
+        """Raises DataFault if the rendering lacks an offered function. A call does not describe it; a system message
+        may."""
         described = " ".join(message.text for message in messages if message.role in ("system", "developer"))
         for name in tool_names(tools or ()):
             if name not in (rendering.text if self.reads_tools else described):
@@ -181,7 +176,7 @@ class ChatTemplate:
                 raise DataFault("the chat template drops the column `tools`", f"{name!r} is not in it", hint)
 
     def require_no_control(self, messages: Sequence[Message], field: str, *, is_text: bool) -> None:
-        """Raises DataFault if a message has a token of the template's own, such as `<|im_end|>`."""
+        """Raises DataFault if a message contains a control token of the template, such as `<|im_end|>`."""
         for index, message in enumerate(messages):
             for text in _texts_of(message):
                 token = next((token for token in self._control_tokens() if token in text), None)
@@ -211,10 +206,10 @@ class ChatTemplate:
     def end_of_turn(
         self, rendering: Rendering, messages: Sequence[Message], index: int, start: int
     ) -> tuple[int, bool]:
-        """Where the turn of message `index` ends in the rendering, and whether an end-of-sequence token ends it.
+        """Return where the turn of message `index` ends, and whether an end-of-sequence token ends it.
 
-        It ends with the first end-of-sequence token after its last text; or else with the first special token, or with
-        its last character, before the next message.
+        It ends with the first end-of-sequence token after its last text, else with the first special token, else with
+        its last character before the next message.
         """
         text, begin = rendering.text, max(rendering.end_of(index) or start, start)
         following = (t for t in rendering.texts if t.message > index and t.end is not None)
@@ -228,15 +223,17 @@ class ChatTemplate:
         return (max(len(text[:bound].rstrip()), begin) if end is None else end), False
 
     def opened(self, messages: Sequence[Message], form: MessageForm, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """The messages and the start of the assistant's turn."""
+        """Render the messages and the start of the assistant's turn."""
         return self._text(messages, form, opens=True, tools=tools)
 
     def _verbatim(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kept: Sequence[bool]
     ) -> Rendering | None:
-        """The messages with the last one's thought and content past a template that reads thoughts and cuts them: as
-        the policy would write them, between `<think>` tags. None where there is no such thought, the template writes a
-        thought of its own, or another text is lost."""
+        """Render with the last message's thought and content bypassing a template that drops thoughts: between
+        `<think>` tags, as the policy writes them.
+
+        None without such a thought, if the template writes its own thought, or if another text is lost.
+        """
         last = messages[-1]
         before, _, answer = last.text.rpartition("</think>")
         thought = last.thought.strip() or before.strip().removeprefix("<think>").strip()
@@ -255,14 +252,14 @@ class ChatTemplate:
         return None if head.rstrip().endswith(("<think>", "</think>")) else rendering
 
     def _cuts(self, what: str) -> bool:
-        """Whether the template reads thoughts of this kind."""
+        """Whether the template reads, and so may drop, thoughts of this kind."""
         if what in THOUGHT_KEYS:
             return any(key in self._names for key in THOUGHT_KEYS)
         return what.endswith("thought") and "</think>" in self.source
 
     def _control_tokens(self) -> tuple[str, ...]:
-        """The special tokens that the template itself writes, and those that begin and end a sequence. Tags such as
-        `<think>` may well be spoken of."""
+        """Return special tokens that the template writes, and begin and end tokens; not tags such as `<think>`, which
+        texts may mention."""
         if self._control is None:
             try:
                 written = self._text([Message("user", ("a",))], MessageForm(parts=False), opens=True)
@@ -302,7 +299,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         past: bool = False,
     ) -> str:
-        """`past`: the content of the last message does not go through the template."""
+        """`past`: the last message's content bypasses the template."""
         written = [
             message.written(
                 parts=form.parts,
@@ -332,7 +329,7 @@ class ChatTemplate:
 
 
 def kwargs_problems(field: str, tokenizer: Any, kwargs: Mapping[str, Any]) -> list[Problem]:
-    """A problem for each argument that the tokenizer's chat template never reads, at `field` of the spec."""
+    """Report arguments that the chat template never reads, at `field` of the spec."""
     if not kwargs:
         return []
     import jinja2.meta
@@ -359,7 +356,7 @@ def kwargs_problems(field: str, tokenizer: Any, kwargs: Mapping[str, Any]) -> li
 
 
 def _tree(source: str) -> Any:
-    """The syntax tree of a template. Raises jinja2.TemplateSyntaxError."""
+    """Parse a template. Raises jinja2.TemplateSyntaxError."""
     import jinja2
 
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -367,7 +364,7 @@ def _tree(source: str) -> Any:
 
 
 def _names_read(source: str) -> frozenset[str]:
-    """The names that a template looks up in messages and other values: `thinking` of `message.thinking`."""
+    """Return the names that a template looks up: `thinking` of `message.thinking`."""
     from jinja2 import nodes
 
     tree = _tree(source)
@@ -377,7 +374,7 @@ def _names_read(source: str) -> frozenset[str]:
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[MessageForm]:
-    """The forms to try: parts first where the data has several, arguments as mappings first."""
+    """Yield the forms to try: parts first where the data has several, arguments as mappings first."""
     parts = any(len(message.content) > 1 for message in messages)
     calls = any(message.calls for message in messages)
     for none_for_empty, as_text in product((False, True), repeat=2) if calls else ((False, False),):
@@ -390,13 +387,13 @@ def _place(messages: Sequence[Message], index: int) -> str:
 
 
 def _after_first(tokens: Sequence[str], text: str, start: int, end: int) -> int | None:
-    """The position after the first of some tokens in text[start:end]; None if it has none."""
+    """Return the position after the first of some tokens in text[start:end], or None."""
     found = [(at, at + len(token)) for token in tokens if (at := text.find(token, start, end)) >= 0]
     return min(found)[1] if found else None
 
 
 def _named(message: Message) -> list[tuple[str, str]]:
-    """The texts of a message, each with its name."""
+    """Return the texts of a message, each with its name."""
     found: list[tuple[str, str]] = []
 
     def note(what: str, text: str) -> str:
@@ -412,8 +409,7 @@ def _texts_of(message: Message) -> list[str]:
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """The text in two parts, neither of them blank where it has two characters; no escape and no tag is cut if that
-    can be."""
+    """Split a text in two non-blank halves (if it has two characters), if possible not within an escape or tag."""
     core = text.strip()
     start = text.index(core)
     middle = start + len(core) // 2
@@ -424,7 +420,7 @@ def _halves(text: str) -> tuple[str, str]:
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a mark in the middle of each text, numbered in their order."""
+    """Put a numbered mark in the middle of each text."""
     number = 0
 
     def mark(_: str, text: str) -> str:
@@ -438,7 +434,7 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _located(plain: Sequence[tuple[int, str, str]], text: str, marked: str) -> Iterator[Text]:
-    """Each text with its end in the rendering `text`, found by the marks of its `marked` twin."""
+    """Find the end of each text in the rendering `text`, by the marks in its `marked` twin."""
     places: dict[int, list[int]] = {}
     length = at = 0
     for mark in _MARK.finditer(marked):
@@ -459,7 +455,7 @@ def _located(plain: Sequence[tuple[int, str, str]], text: str, marked: str) -> I
 
 
 def _end_at(part: str, text: str, place: int) -> int | None:
-    """The end of a text whose middle is at `place`, if it is there as it was written or as it is within JSON."""
+    """Return the end of a text whose middle is at `place`, if it is there verbatim or JSON-escaped."""
     before, after = _halves(part)
     if not any(text[max(place - len(form), 0) : place] == form for form in _written(before.lstrip())):
         return None
@@ -472,5 +468,5 @@ def _end_after(part: str, text: str, start: int) -> int | None:
 
 
 def _written(text: str) -> tuple[str, ...]:
-    """A text as it is, and as it is within JSON."""
+    """Return a text verbatim and JSON-escaped."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]

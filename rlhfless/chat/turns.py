@@ -1,4 +1,4 @@
-"""What is learned of a conversation: the assistant's turns, each from where the policy begins to where it ends."""
+"""Find the learned parts of a conversation: the assistant's turns, from where the policy starts to where it ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhfless.chat.template import ChatTemplate, Rendering
 from rlhfless.spec.explain import shown
 
 _OPENED_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")
-"""What some templates add to the start of the assistant's turn, and leave out once it is answered."""
+"""Some templates add this to the start of the assistant's turn, and drop it once it is answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A sequence, and the positions [start, end) in it that are learned."""
+    """A sequence and its learned positions [start, end)."""
 
     token_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
@@ -27,7 +27,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class LearnedTurns:
-    """A rendered conversation, and the parts [start, end) of its text that are learned."""
+    """A rendered conversation and the learned parts [start, end) of its text."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -35,8 +35,8 @@ class LearnedTurns:
     """Whether the last turn ends with an end-of-sequence token."""
 
     def encoded(self, encoder: Encoder, prompt_ids: Sequence[int], prompt: str, end: int) -> Learned:
-        """The tokens up to the end of the last turn, which is followed by `end` if no such token ends it. `prompt_ids`
-        are those of the text `prompt`, as the policy reads it."""
+        """Encode up to the end of the last turn, adding `end` if no end token ends it. `prompt_ids`: tokens of the text
+        `prompt`, as the policy reads it."""
         start = self.spans[0][0]
         head = self.text[:start]
         ids = list(prompt_ids) if head == prompt else encoder.prompts([head])[0]
@@ -57,8 +57,8 @@ class LearnedTurns:
 def learned_of_texts(
     encoder: Encoder, prompt_ids: Sequence[int], prompt: str, response: str, ends: Sequence[int]
 ) -> Learned:
-    """A prompt and a response without a template: the response is learned, and an end-of-sequence token, the first of
-    `ends` if it has none. Raises DataFault if it has one before its end."""
+    """Encode prompt and response without a template; the response and one end token are learned (the first of `ends` if
+    it has none). Raises DataFault if it contains an end token earlier."""
     (ids,) = encoder.continued(prompt_ids, prompt, [response])
     if any(token in ends for token in ids[:-1]):
         what = f"got {shown(response)}"
@@ -78,8 +78,8 @@ def learned_turns(
     row: Mapping[str, Any],
     prompt_text: str,
 ) -> LearnedTurns:
-    """What is learned of prompt and response: the assistant's messages from `first` on. Raises DataFault if the
-    template drops one of their texts, or a text of any other message."""
+    """Render prompt and response; the assistant's messages from `first` on are learned. Raises DataFault if the
+    template drops one of their texts, or any other text."""
     messages, tools = [*prompt, *response], tools_of(row)
     kept = [index >= first and each.role == ASSISTANT and each.learned for index, each in enumerate(messages)]
     if not any(kept):
@@ -101,8 +101,10 @@ def learned_turns(
 
 
 def _with_closed_thought(rendering: Rendering, opened: str, answer: Message, index: int) -> Rendering:
-    """The rendering with the empty thought with which the template opens the last turn and which it leaves out once it
-    is answered, as the policy reads it; unchanged where it is there, or where the answer has a thought of its own."""
+    """Restore the empty thought with which the template opens the last turn and which it drops once it is answered.
+
+    Unchanged where it is there, or where the answer has its own thought.
+    """
     without = _OPENED_THOUGHT.sub("", opened)
     added = opened[len(without) :]
     thinks = bool(answer.thought.strip()) or "</think>" in answer.text
@@ -118,7 +120,7 @@ def _with_closed_thought(rendering: Rendering, opened: str, answer: Message, ind
 
 
 def _start(rendering: Rendering, opened: str, *, is_last: bool) -> int:
-    """Where the assistant's turn begins, which the template has `opened`. Raises DataFault."""
+    """Return where the assistant's turn, which the template has `opened`, starts. Raises DataFault."""
     if rendering.text.startswith(opened):
         return len(opened)
     without = _OPENED_THOUGHT.sub("", opened)
