@@ -48,15 +48,13 @@ MICRO_BATCHES = 2
 CPU = torch.device("cpu")
 
 
-def peak_bytes(
-    config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int, optimizer: AdamWSpec | None = None
-) -> Mapping[str, int]:
+def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
     """What rank 0 of `ranks` holds at most during micro-batches of `rows` sequences of `width` tokens: in `total`, and
     of it by the tracker's categories.
 
     `config` is a transformers config. Must run in a process without a process group.
     """
-    return _peak_bytes(lambda mesh: _learner(config, learner, optimizer, mesh), learner, ranks, _batch(rows, width))
+    return _peak_bytes(lambda mesh: _learner(config, learner, mesh), learner, ranks, _batch(rows, width))
 
 
 def critic_peak_bytes(config: Any, critic: CriticSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
@@ -115,10 +113,10 @@ def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
     return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in peaks.items()}
 
 
-def _learner(config: Any, learner: LearnerSpec, optimizer: AdamWSpec | None, mesh: DeviceMesh) -> LearnerRank:
+def _learner(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
     rank = LearnerRank.__new__(LearnerRank)
     rank._algorithm, rank._temperature, rank._entropy_gradient = algorithm_of(GRPOSpec()), 1.0, False
-    _fill(rank, learner, mesh, _policy(config, learner, mesh), optimizer or AdamWSpec())
+    _fill(rank, learner, mesh, _policy(config, learner, mesh), AdamWSpec())
     return rank
 
 

@@ -21,7 +21,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     if critic is None:
         return ()
     tokens = max(critic.pass_tokens, terms.sequence_tokens)
-    phases = value_phases(terms.shape, tokens, sharded(critic, critic.optimizer, terms.sheet.kind))
+    phases = value_phases(terms.shape, tokens, sharded(critic, terms.sheet.kind))
     return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies)
 
 

@@ -52,8 +52,8 @@ def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int, kind: str) -> 
     """The phases of a rank on a kind of device with micro-batches of so many tokens, without what its process holds."""
     learner = spec.learner
     if spec.type == "reward_model":
-        return value_phases(shape, tokens, sharded(learner, spec.optimizer, kind))
-    how = replace(sharded(learner, spec.optimizer, kind), exact_head=learner.head_dtype == "float32")
+        return value_phases(shape, tokens, sharded(learner, kind))
+    how = replace(sharded(learner, kind), exact_head=learner.head_dtype == "float32")
     phases = learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
     return tuple(phase for phase in phases if not (spec.supervised and phase.name == PUBLISH))
 

@@ -1,5 +1,4 @@
-"""The optimiser of a rank's shards: clipping by the norm over all ranks, the learning rate, and the state of a
-checkpoint."""
+"""AdamW (arXiv 1711.05101) over one rank's shards: clipping by the global norm, the learning rate, checkpoint state."""
 
 from __future__ import annotations
 
@@ -9,20 +8,48 @@ import torch
 import torch.distributed as dist
 
 from rlhfless.functions.sharding import copies_of, local
-from rlhfless.functions.training.adamw import EightBitAdamW, TorchAdamW
 from rlhfless.functions.training.learning_rate import learning_rate
 from rlhfless.spec import AdamWSpec
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of AdamW's two moments."""
+
+
+def decays(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has weight decay: matrices and embeddings do, norms and biases do not (as in nanoGPT,
+    Megatron-LM and the Hugging Face Trainer)."""
+    return parameter.ndim > 1
+
 
 class ShardedAdamW:
-    """The optimiser of one rank. All of its state is there from the start, so that a lack of memory shows at once."""
+    """torch's AdamW of one rank. All state is allocated at once, so a lack of memory shows before the first step."""
 
     def __init__(self, model: torch.nn.Module, spec: AdamWSpec) -> None:
         self._spec = spec
         self._parameters = dict(model.named_parameters())
         self._copies = copies_of(next(iter(self._parameters.values())))
-        self._adamw = (TorchAdamW if spec.moment_bits == 32 else EightBitAdamW)(self._parameters, spec)
+        self._adamw = self._torch_adamw()
         self.updates = 0
+
+    def _torch_adamw(self) -> torch.optim.AdamW:
+        parameters = self._parameters.values()
+        groups = [
+            {"params": [p for p in parameters if decays(p)], "weight_decay": self._spec.weight_decay},
+            {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self._spec.learning_rate,
+            betas=self._spec.betas,
+            eps=self._spec.eps,
+            fused=True,  # in place, without a temporary copy of all parameters
+        )
+        for parameter in parameters:
+            adamw.state[parameter] = {
+                "step": torch.zeros((), device=local(parameter).device),
+                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
+            }
+        return adamw
 
     def gradient_norm(self) -> float:
         """The norm of the whole gradient, before clipping; the same on every rank. *Collective*."""
@@ -36,28 +63,31 @@ class ShardedAdamW:
             parameter.grad = None
 
     def step(self, norm: float, planned: int) -> float:
-        """Clip the gradient, whose norm is `norm`, and step, as one of `planned` steps. Returns the learning rate."""
+        """Clip the gradient, whose norm is `norm`, and step, as one of `planned` steps. Return the learning rate."""
         limit = self._spec.max_grad_norm
         if limit is not None and norm > limit:
             for gradient in self._gradients():
                 gradient.mul_(limit / norm)
         self.updates += 1
         rate = learning_rate(self._spec, self.updates, planned)
-        self._adamw.step(rate, self.updates)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
         self.forget_gradients()
         return rate
 
     def moments(self) -> list[torch.Tensor]:
         """The tensors of the moments."""
-        return [tensor for part in self._adamw.state().values() for tensor in part.values() if tensor.ndim]
+        return [self._adamw.state[parameter][moment] for moment in MOMENTS for parameter in self._parameters.values()]
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint keeps, in place: shards of master weights and moments, and the number of
         updates."""
+        states = {name: self._adamw.state[parameter] for name, parameter in self._parameters.items()}
         return {
             # The model's own file may have a coarser format than the master weights.
             "master_weights": {name: parameter.detach() for name, parameter in self._parameters.items()},
-            **self._adamw.state(),
+            **{key: {name: state[key] for name, state in states.items()} for key in ("step", *MOMENTS)},
             "updates": torch.tensor(self.updates),
         }
 

@@ -177,8 +177,7 @@ def memory_plan(
     weights = {name: 4 * sizes[name] * part.copies for name, part in spec.trained.items()}
     # What a checkpoint copies, and what waits in the host's memory in turns: master weights, moments, an average.
     kept = {
-        name: kept_bytes(size, spec.optimizers[name].moment_bits, averaged=spec.trained[name].average_decay is not None)
-        for name, size in weights.items()
+        name: kept_bytes(size, averaged=spec.trained[name].average_decay is not None) for name, size in weights.items()
     }
     offloaded = sum(weights[name] + kept[name] for name, part in spec.trained.items() if part.offload)
     waiting = kept if spec.placement.in_turns else weights  # all are loaded by way of the host

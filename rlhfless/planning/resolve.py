@@ -20,7 +20,6 @@ from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, PlacementError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.learner import PASS_TOKENS
-from rlhfless.spec.run import OPTIMIZER_KEYS
 
 SLOWEST_BYTES_PER_S = 1e8
 """Rate of the slowest network by which weights reach a node: 1 Gbit/s, less its overhead. This machine's store was
@@ -108,8 +107,6 @@ SETTLED = (
     "critic.shard_ranks",
     "reference.ranks",
     "scoring.reward_model_ranks",
-    "optimizer.moment_bits",
-    "critic.optimizer.moment_bits",
     TENSOR_PARALLEL,
     MOST,
 )
@@ -196,12 +193,12 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, turns and moment formats.
+    """Decide what a spec leaves open: `placement.mode`, ranks, actors, devices per actor, and turns.
 
     The first candidate of `_candidates` that fits with room for a batch of sequences is taken; failing that the first
-    that fits at all. 8-bit moments round the optimiser's state, so they are tried when nothing else fits. All that is
-    decided with activation checkpointing, and with forward passes of PASS_TOKENS. Then states are split inside of nodes
-    where that fits, too; and what memory is left goes to kept activations, larger passes and larger blocks of logits.
+    that fits at all. All that is decided with activation checkpointing, and with forward passes of PASS_TOKENS. Then
+    states are split inside of nodes where that fits, too; and remaining memory goes to kept activations, larger passes
+    and larger blocks of logits.
     """
     open_keys = {f"{name}.gradient_checkpointing": True for name in _open_checkpointing(asked.spec)}
     small = replace(asked, spec=edited(asked.spec, open_keys))
@@ -312,28 +309,18 @@ def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_all_ranks(asked: Question) -> RunSpec:
-    for question in _with_moments(asked):
-        candidates = list(_candidates(question))
-        fitting = None
-        for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
-            changed = _with_others(asked, candidate)
-            if changed is not None and _holds(asked, changed, BATCH_SEQUENCES):
-                return changed
-            fitting = fitting or changed
-        if fitting is not None:
-            return fitting
+    candidates = list(_candidates(asked))
+    fitting = None
+    for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
+        changed = _with_others(asked, candidate)
+        if changed is not None and _holds(asked, changed, BATCH_SEQUENCES):
+            return changed
+        fitting = fitting or changed
+    if fitting is not None:
+        return fitting
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
     last = _with_fewest(_last_resort(asked))
     return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
-
-
-def _with_moments(asked: Question) -> Iterator[Question]:
-    """The question with the optimizers' formats as they are, and with 8-bit moments where the spec leaves them open."""
-    yield asked
-    keys = (f"{OPTIMIZER_KEYS[name]}.moment_bits" for name in asked.spec.optimizers)
-    open_keys = [key for key in keys if not is_set(asked.spec, key)]
-    if open_keys and asked.learner_sheet.kind != CPU_KIND:
-        yield replace(asked, spec=edited(asked.spec, dict.fromkeys(open_keys, 8)))
 
 
 def _holds(asked: Question, spec: RunSpec, sequences: int) -> bool:

@@ -17,7 +17,6 @@ from rlhfless.planning.resolve import FRACTION, TENSOR_PARALLEL, TURNS, is_set, 
 from rlhfless.scaling.function_kinds import wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
-from rlhfless.spec.run import OPTIMIZER_KEYS
 
 MOST_DEVICES = 64
 
@@ -95,9 +94,6 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
         split = {"placement.mode": "disaggregated", "placement.learner_devices": ranks}
         yield Edit(f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split)
     yield from _of_ranks(asked)
-    for name, optimizer in spec.optimizers.items():
-        if optimizer.moment_bits == 32 and is_set(spec, key := f"{OPTIMIZER_KEYS[name]}.moment_bits"):
-            yield _edit(key, 8)
     if engines and engine.tensor_parallel_size != "auto":
         sizes = (size for size in TENSOR_PARALLEL_SIZES if size > engine.devices_per_actor)
         yield from (_edit(TENSOR_PARALLEL, size) for size in sizes)

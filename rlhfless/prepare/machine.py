@@ -116,8 +116,8 @@ def _room_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     existing = Path(where).absolute()
     while not existing.exists():
         existing = existing.parent
-    optimizer, averaged = spec.optimizer, spec.learner.average_decay is not None
-    state = kept_bytes(4 * policy.shape.parameters, optimizer.moment_bits, averaged=averaged)
+    averaged = spec.learner.average_decay is not None
+    state = kept_bytes(4 * policy.shape.parameters, averaged=averaged)
     needed, free = version_bytes(policy.shape, spec.model.dtype) + state, shutil.disk_usage(existing).free
     if needed <= free:
         return []

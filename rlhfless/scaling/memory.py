@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.spec import AdamWSpec, DType, RunSpec, TrainingSpec
+from rlhfless.spec import DType, RunSpec, TrainingSpec
 
 GIB = 2**30
 
@@ -192,8 +192,6 @@ class Sharded:
     """Sets of so many ranks (HSDP)."""
     values: bool = False
     """Its head gives one value, as a critic's: no logits, and no gradient of a head."""
-    moment_bits: int = 32
-    """Bits of each moment of the optimiser."""
     averaged: bool = False
     """A moving average of the weights is kept."""
 
@@ -203,8 +201,8 @@ class Sharded:
         return self.ranks * self.copies == 1 and not self.offload
 
 
-def sharded(training: TrainingSpec, optimizer: AdamWSpec, kind: str = CPU_KIND) -> Sharded:
-    """How a trained model is split, by its section of the spec, and how it is optimised."""
+def sharded(training: TrainingSpec, kind: str = CPU_KIND) -> Sharded:
+    """How a trained model is split, by its section of the spec."""
     return Sharded(
         training.split_over(training.world_size),
         training.dtype,
@@ -213,33 +211,21 @@ def sharded(training: TrainingSpec, optimizer: AdamWSpec, kind: str = CPU_KIND) 
         sharing=training.share_prefixes,
         on_gpu=kind != CPU_KIND,
         copies=training.copies,
-        moment_bits=optimizer.moment_bits,
         averaged=training.average_decay is not None,
     )
 
 
-SCALED_NUMBERS = 256
-"""Numbers in 8 bits that share a scale in float32 (functions/training/block_quantised.py)."""
+def kept_bytes(weights_bytes: int, *, averaged: bool) -> int:
+    """Bytes that a checkpoint copies: float32 master weights, AdamW's two moments, and the average if there is one."""
+    return weights_bytes * (4 if averaged else 3)
 
 
-def moment_bytes(parameters: int, moment_bits: int) -> int:
-    """AdamW's two moments of so many parameters: 8 bytes each in float32, 2 (1 + 4 / 256) in 8 bits."""
-    return 8 * parameters if moment_bits == 32 else 2 * (parameters + 4 * math.ceil(parameters / SCALED_NUMBERS))
-
-
-def kept_bytes(weights_bytes: int, moment_bits: int, *, averaged: bool) -> int:
-    """What a checkpoint copies of float32 weights: master weights, moments, and the average if there is one."""
-    return weights_bytes * (2 if averaged else 1) + moment_bytes(weights_bytes // 4, moment_bits)
-
-
-def learner_states_bytes(
-    shape: ModelShape, ranks: int = 1, moment_bits: int = 32, *, averaged: bool = False
-) -> tuple[MemoryPart, ...]:
+def learner_states_bytes(shape: ModelShape, ranks: int = 1, *, averaged: bool = False) -> tuple[MemoryPart, ...]:
     """The states of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N
     (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its
-    stage 3); less with moments in 8 bits (moment_bytes), and 4 P / N more with an average of the weights."""
+    stage 3), and 4 P / N more with an average of the weights."""
     p = math.ceil(shape.parameters / ranks)
-    moments = MemoryPart("AdamW", moment_bytes(p, moment_bits))
+    moments = MemoryPart("AdamW", 8 * p)
     average = (MemoryPart("average of the weights", 4 * p),) if averaged else ()
     return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), moments, *average
 
@@ -271,7 +257,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     publish holds no gradients, and the probe's exact weights: 4 (R + G + h V). restore holds no gradients.
     Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare.
     """
-    states = () if how.offload else learner_states_bytes(shape, how.ranks, how.moment_bits, averaged=how.averaged)
+    states = () if how.offload else learner_states_bytes(shape, how.ranks, averaged=how.averaged)
     resting = tuple(part for part in states if part.name != "gradients")
     b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
     layer, root, head = layer_parameters(shape), root_parameters(shape), 0 if how.values else shape.head

@@ -40,9 +40,6 @@ class AdamWSpec(SpecModel):
     `rate_floor`, `cosine` by half a cosine."""
     rate_floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """What `linear` and `cosine` fall to, as a share of `learning_rate`."""
-    moment_bits: Literal[32, 8] = 32
-    """Bits of each of the optimiser's two moments. 8: block-wise quantised (arXiv 2110.02861), 6 bytes per parameter
-    less, for matrices and embeddings."""
 
 
 PASS_TOKENS = 8192

@@ -18,12 +18,19 @@ _SIMULATED = (
     "scenario"
 )
 
+_MOMENTS = (
+    "Leave it out: AdamW's moments are float32. If they do not fit, set `learner.offload: true` (or `critic.offload`), "
+    "or more `learner.ranks`"
+)
+
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "algorithm.type=remax": (
             "Use `rloo`, whose baseline is the mean reward of the prompt's other samples, or `grpo`; both need "
             "samples_per_prompt of 2 or more, and no greedy response"
         ),
+        "optimizer.moment_bits": _MOMENTS,
+        "critic.optimizer.moment_bits": _MOMENTS,
         "scaling.policy.type=queue_reactive_ray_serve": _SIMULATED,
         "scaling.policy.type=queue_reactive_knative": _SIMULATED,
         "scaling.policy.type=queue_reactive_keda": _SIMULATED,

@@ -24,7 +24,7 @@ from rlhfless.fleet.ray_session import _known_by_loopback, errors_to_log
 from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.functions.ranks.group import _of_network
-from rlhfless.functions.training.adamw import MOMENTS
+from rlhfless.functions.training.optimizer import MOMENTS
 from rlhfless.util.errors import UserError
 
 # In a process of its own: a process group belongs to a process, and the store is made by torch.

@@ -34,7 +34,7 @@ PPO: dict[str, Any] = {
     },
     "critic": {"warm_up_steps": WARM_UP, "epochs": 3, "optimizer": {"learning_rate": 1e-3}},
     "epochs": 2,
-    "optimizer": {"learning_rate": 1e-4, "moment_bits": 8, "rate_schedule": "cosine"},
+    "optimizer": {"learning_rate": 1e-4, "rate_schedule": "cosine"},
     "steps": STEPS,
     "checkpoint": {"every_steps": 2, "best": {"metric": "eval/test/has_seven_pass@2"}},
     "evaluation": {"every_steps": 2, "samples_per_prompt": 3, "pass_at": [1, 2]},

@@ -266,7 +266,7 @@ def test_a_removed_key_is_told_from_an_unknown_one():
             "optimizer: {rate_schedule: linear, warmup_steps: 200}\nsteps: 100\nmini_batches: 2",
             ["optimizer.warmup_steps is 200", "plans 200 optimiser steps", "set warmup_steps below 200"],
         ),
-        ("optimizer: {moment_bits: 16}", ["optimizer.moment_bits", "16", "32 or 8"]),
+        ("optimizer: {moment_bits: 8}", ["optimizer.moment_bits", "was removed", "learner.offload: true"]),
         (
             "evaluation: {pass_at: [1, 8], samples_per_prompt: 4}",
             ["evaluation", "pass_at has 8", "samples_per_prompt is 4", "set samples_per_prompt to 8"],
