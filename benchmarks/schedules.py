@@ -23,10 +23,10 @@ from setting import assets, live_run, median_ratio, spec_of, spread
 from smoke import parsed
 from where import machine
 
-from rlhfless.orchestrator.one_version import OneVersion
 from rlhfless.orchestrator.run import Run
 from rlhfless.orchestrator.schedules import Data, schedule_of
 from rlhfless.orchestrator.step import rollout, train
+from rlhfless.orchestrator.weight_sync import OneVersion
 from rlhfless.records import Experience
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
 

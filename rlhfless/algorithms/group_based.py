@@ -103,7 +103,7 @@ class GRPO(GroupRelative[GRPOSpec], ClippedLoss[GRPOSpec]):
 class DAPO(GroupRelative[DAPOSpec], ClippedLoss[DAPOSpec]):
     """Decoupled clip and dynamic sampling policy optimization (arXiv 2503.14476).
 
-    It is GRPO with other defaults. The loop does the dynamic sampling (rlhfless.orchestrator.redraws).
+    It is GRPO with other defaults. The loop does the dynamic sampling (rlhfless.orchestrator.experience).
     """
 
 

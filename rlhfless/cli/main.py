@@ -3,7 +3,7 @@
 An error that the user can correct gives one message on stderr and exit code 2, like a mistyped option. Any other error
 is a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130, SIGTERM 143, a
 closed terminal (SIGHUP) 129, and a closed pipe (`| head`) 141 without a word.
-A run has further exit codes (rlhfless.orchestrator.endings; docs/design.md).
+A run has further exit codes (rlhfless.orchestrator.exit_codes; docs/design.md).
 
 Every command imports what it needs when it is called, so that `--help` does not wait for torch or Ray.
 """

@@ -144,7 +144,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path, changed: Sequence[str]
     from rlhfless.cli.report import run_report
     from rlhfless.fleet import private_ray
     from rlhfless.orchestrator.driver import execute
-    from rlhfless.orchestrator.endings import INTERRUPTED, RunStopped, ending_of, hint, user_message
+    from rlhfless.orchestrator.exit_codes import INTERRUPTED, RunStopped, ending_of, hint, user_message
     from rlhfless.orchestrator.launch import remove_stores
     from rlhfless.orchestrator.session import Session
     from rlhfless.telemetry.console import Console

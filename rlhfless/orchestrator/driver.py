@@ -15,15 +15,16 @@ from functools import partial
 from typing import Any
 
 from rlhfless.fleet.pool import RECOVERABLE
-from rlhfless.orchestrator import drawing, supervised
+from rlhfless.orchestrator import step as rlhf
+from rlhfless.orchestrator import supervised
+from rlhfless.orchestrator.base_run import ElasticLearner, TrainedRun
 from rlhfless.orchestrator.host import RunPaused, StopCause
-from rlhfless.orchestrator.limits import reached
 from rlhfless.orchestrator.recovery import Recovered, Recovery
 from rlhfless.orchestrator.run import Run
 from rlhfless.orchestrator.schedules import Data, schedule_of
 from rlhfless.orchestrator.session import Session, open_session
-from rlhfless.orchestrator.trained_run import ElasticLearner, TrainedRun
 from rlhfless.records import Experience
+from rlhfless.scaling.accounting import reached
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class RunSteps:
 
     def __init__(self, run: TrainedRun, session: Session, first: int) -> None:
         self._run: Any = run
-        self._stages: Any = drawing if isinstance(run, Run) else supervised
+        self._stages: Any = rlhf if isinstance(run, Run) else supervised
         """What a step and an evaluation of the run are."""
         self._session = session
         if isinstance(run, Run):

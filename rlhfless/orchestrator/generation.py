@@ -29,13 +29,11 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
-from rlhfless.orchestrator.draw_journal import DrawJournal
+from rlhfless.orchestrator.in_flight_samples import DrawJournal, RolloutRequest, SampleTable
 from rlhfless.orchestrator.policy_runner import PolicyRunner
 from rlhfless.orchestrator.precompute import Precomputation
 from rlhfless.orchestrator.prefill import PrefillActors
-from rlhfless.orchestrator.prompt_history import PromptHistory
-from rlhfless.orchestrator.rollout_request import RolloutRequest
-from rlhfless.orchestrator.sample_table import SampleTable
+from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.engine_speeds import PrefixMoves

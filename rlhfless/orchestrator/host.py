@@ -14,8 +14,8 @@ from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.util.errors import UserError
 
 if TYPE_CHECKING:
+    from rlhfless.orchestrator.base_run import TrainedRun
     from rlhfless.orchestrator.run import Run
-    from rlhfless.orchestrator.trained_run import TrainedRun
 
 
 @dataclass(frozen=True, slots=True)

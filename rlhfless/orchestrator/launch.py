@@ -9,8 +9,11 @@ import os
 import random
 import secrets
 import shutil
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,18 +28,90 @@ from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.orchestrator.host import DevicesWanted
-from rlhfless.orchestrator.transports import transport_of
-from rlhfless.planning.host_memory import Needed, Room, room_at, room_problems, store_base
+from rlhfless.planning.host_memory import Needed, Room, on_this_node, room_at, room_problems, store_base
 from rlhfless.planning.inputs import loading_bytes, planned, shared_kv_bytes, with_ranks
 from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import FunctionRole, Prompt
 from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
-from rlhfless.scaling.placement import Node, Placement
-from rlhfless.spec import RunSpec
+from rlhfless.scaling.placement import CPU_KIND, Device, Node, Placement
+from rlhfless.spec import RunSpec, Transport
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.imports import load_target
+from rlhfless.util.errors import UserError
 from rlhfless.weights.address import StoreAddress
+
+
+class TransportRefused(UserError):
+    """The weights cannot come that way to where the actors are."""
+
+    where = "weights.transport"
+
+
+def transport_of(spec: RunSpec, placement: Placement) -> Transport:
+    """The way of the weights, of which `http` is another one for the actors on the learner's node. Raises
+    TransportRefused."""
+    asked = spec.weights.transport
+    if asked == "auto":
+        return on_this_node(spec) if spec.placement.ray_address is None else "http"
+    if asked in ("cuda_ipc", "nccl") and (why := _keeps_from_gpus(asked, spec, placement)):
+        raise TransportRefused(f"weights.transport is {asked}, but {why}; set weights.transport to auto")
+    if asked == "shared_memory" and spec.placement.ray_address is None and on_this_node(spec) != asked:
+        raise TransportRefused(
+            f"weights.transport is {asked}, but {str(store_base(spec))!r} is not in memory; set it to file, or "
+            "weights.folder to a folder in memory"
+        )
+    return asked
+
+
+def _keeps_from_gpus(asked: Transport, spec: RunSpec, placement: Placement) -> str | None:
+    """Why a transport between GPUs cannot work with this placement; None if it can."""
+    actors = placement.allocations[name_of(spec, FunctionRole.SAMPLES)]
+    allocation = placement.allocation(publisher_of(spec), 0)
+    learner = allocation.devices
+    nodes = {group.node for group in placement.groups_of(allocation)}
+    if asked == "cuda_ipc" and len(nodes) > 1:
+        return f"the learner's ranks are on {len(nodes)} nodes, and it works on one"
+    for number, actor in enumerate(actors):
+        for device in (*actor.devices, *learner):
+            if device.kind == CPU_KIND:
+                return f"{device.name} is a CPU core, and it copies between GPUs"
+        if asked == "cuda_ipc" and (apart := set(actor.devices) - set(learner)):
+            return f"actor {number} is on {_names(apart)}, where the learner, on {_names(learner)}, has no rank"
+        if asked == "nccl" and (both := set(actor.devices) & set(learner[:1])):
+            return f"actor {number} and the learner's first rank share {_names(both)}: a broadcast goes between GPUs"
+    return None
+
+
+def _names(devices: Iterable[Device]) -> str:
+    return ", ".join(device.name for device in devices)
+
+
+_STOP_S = 10.0
+
+# Nothing of ours is imported: the process lasts as long as the run, and should cost next to nothing.
+_PROGRAM = """
+import shutil, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.stdin.buffer.read()
+for folder in sys.argv[1:]:
+    shutil.rmtree(folder, ignore_errors=True)
+"""
+
+
+@contextmanager
+def janitor(folders: Sequence[Path]) -> Iterator[None]:
+    """Within the block, the folders are removed if this process dies."""
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, folders)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(_STOP_S)
+
 
 PROBE_TOKENS = 128
 """Length of the probe: long enough for a steady mean over its tokens, short enough to cost one small prefill."""

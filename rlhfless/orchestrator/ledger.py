@@ -1,4 +1,4 @@
-"""The driver's ledger: collects every holding and invocation for the trace, and adds up the cost so far."""
+"""The driver's ledger: collects holdings and invocations for the trace, adds up the cost, and times the steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from statistics import fmean
 
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.orchestrator.limits import Spent
-from rlhfless.orchestrator.step_context import StepBegun
 from rlhfless.records import (
     Decision,
     Group,
@@ -21,7 +20,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
-from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.accounting import Spent, cold_starts
 from rlhfless.scaling.acquisition import Acquired, AcquisitionLags, mean_phases, started
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
@@ -237,3 +236,68 @@ def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
     for pool in pools:
         for replica in pool.replicas():
             yield from replica.open_device_s.items()
+
+
+@dataclass(slots=True)
+class StepBegun:
+    """When a step began. Times are unix times."""
+
+    step: int
+    start_s: float
+    """Begin of its first try, or the end of the step before, if that was later: the times of steps do not overlap."""
+    tried_s: float
+    """Begin of the current try."""
+    recovers: bool
+    """Whether the step is done again after a fault, or began while no generation actor was up. The time until the first
+    work of this try then counts as recovery."""
+
+
+class StepClock:
+    """When steps begin. A step begins at the end of the step before it, so that closing the previous step is counted in
+    this one, unless other work came between. A step that is done again counts from its first try, and one that is drawn
+    while another is learned from the end of that one: so all steps together are the time of the run."""
+
+    def __init__(self) -> None:
+        self._first_s: dict[int, float] = {}
+        """When the first try of each step that has not ended began, by step."""
+        self._last: dict[int, StepBegun] = {}
+        """The last try of each of these steps."""
+        self._ended = 0
+        """The last step that has ended; steps up to it may be taken again by a new learner, and end again."""
+        self._ended_s: float | None = None
+        """When a step ended last; None if other work than closing it came after."""
+
+    def begin(self, step: int, *, fleet_is_up: bool) -> StepBegun:
+        """Record that a step begins, or is done again."""
+        now_s, before = time.time(), self._last.get(step)
+        first_s = now_s if self._ended_s is None else self._ended_s
+        start_s = first_s if before is None else before.start_s
+        self._ended_s = None
+        self._first_s.setdefault(step, first_s)
+        begun = self._last[step] = StepBegun(step, start_s, now_s, before is not None or not fleet_is_up)
+        return begun
+
+    def interrupt(self) -> None:
+        """Record work that belongs to no step, such as an evaluation."""
+        self._ended_s = None
+
+    def resume(self) -> None:
+        """Record the end of the work between two steps: if it belongs to no step, the time of a step that is drawn
+        already counts from here."""
+        if self._ended_s is None:
+            self._move_starts(time.time())
+
+    def end(self, step: int, end_s: float) -> float:
+        """Record the end of a step. Returns when the earliest other step in progress began; `end_s` if there is
+        none."""
+        self._first_s.pop(step, None)
+        self._last.pop(step, None)
+        if step > self._ended:
+            self._ended = step
+            self._move_starts(end_s)
+        self._ended_s = end_s
+        return min(self._first_s.values(), default=end_s)
+
+    def _move_starts(self, at_s: float) -> None:
+        for begun in self._last.values():
+            begun.start_s = max(begun.start_s, at_s)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.orchestrator.in_flight_samples import SampleTable
 from rlhfless.orchestrator.live_fleet import LiveFleet
-from rlhfless.orchestrator.sample_table import SampleTable
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policy import (
     UNASSIGNED,

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.prefill import PrefillActors
-from rlhfless.orchestrator.rollout_request import RolloutRequest
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.records import Work
 from rlhfless.scaling.engine_speeds import PrefixMoves

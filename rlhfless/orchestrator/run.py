@@ -8,22 +8,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
+from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.actor_weights import ActorWeights
-from rlhfless.orchestrator.algorithm_state import AlgorithmState
-from rlhfless.orchestrator.failures import added_up, readable
+from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.experience import Staleness, added_up, readable
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.one_version import OneVersion
-from rlhfless.orchestrator.prompt_history import PromptHistory
-from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
+from rlhfless.orchestrator.group_pipeline import ComputeColumn, ScoredGroups, ScoreGroups
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
+from rlhfless.orchestrator.ledger import StepBegun
+from rlhfless.orchestrator.prompt_selection import PromptHistory, select
 from rlhfless.orchestrator.scaler import Scaler
-from rlhfless.orchestrator.selection import select
-from rlhfless.orchestrator.stages import ComputeColumn, ScoredGroups, ScoreGroups
-from rlhfless.orchestrator.staleness import Staleness
-from rlhfless.orchestrator.step_context import StepContext
-from rlhfless.orchestrator.trained_run import TrainedRun
+from rlhfless.orchestrator.weight_sync import ActorWeights, OneVersion
 from rlhfless.records import (
     Experience,
     FloatArray,
@@ -34,10 +32,65 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes
+from rlhfless.spec import AlgorithmSpec
 from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
+
+
+class AlgorithmState:
+    """The settings of the steps around the current one."""
+
+    def __init__(self, settings: AlgorithmSpec) -> None:
+        self._first = settings
+        self._settings: dict[int, AlgorithmSpec] = {}
+        """By step, for the last learned step and the next; empty before the first."""
+
+    def _at(self, step: int) -> AlgorithmSpec:
+        return self._settings.get(step, self._first)
+
+    def at(self, step: int) -> Algorithm:
+        """Build the algorithm with the settings of a step."""
+        return algorithm_of(self._at(step))
+
+    def learn(self, step: int, batch: PackedBatch) -> dict[str, float]:
+        """Adapt the next step's settings to the batch of this one; return this step's metrics."""
+        here = self._at(step)
+        kl = adaptive_kl(here)
+        self._settings = {step: here, step + 1: adapt_kl(here, batch)}
+        return {} if kl is None else {"kl_coefficient": kl.coefficient}
+
+    def coefficient_after(self, step: int) -> float | None:
+        """Return the KL coefficient of the step after `step` for a checkpoint, or None if it follows no target."""
+        kl = adaptive_kl(self._at(step + 1))
+        return None if kl is None else kl.coefficient
+
+    def restore(self, step: int, coefficient: float | None) -> None:
+        """Resume from a checkpoint of `step` with what `coefficient_after` returned, or from the start."""
+        self._settings = {} if coefficient is None else {step + 1: with_kl_coefficient(self._first, coefficient)}
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One try of a step, from the begin of its rollout to the end of its training."""
+
+    begun: StepBegun
+    request: RolloutRequest
+    oldest: int
+    """The step of the oldest version that may draw its samples: the newest when it began."""
+    stage: GenerationStage | None = None
+    """Its generation, once that has begun."""
+
+    @property
+    def step(self) -> int:
+        return self.begun.step
+
+    @property
+    def call(self) -> Call:
+        """The identity that all calls of the step carry."""
+        return self.request.call
+
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""

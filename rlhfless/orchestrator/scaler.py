@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.engine_starts import EngineStarts
-from rlhfless.orchestrator.live_fleet import FleetFigures, LiveFleet
+from rlhfless.orchestrator.live_fleet import EngineStarts, FleetFigures, LiveFleet
 from rlhfless.orchestrator.policy_runner import EvenSplit, PolicyRunner
 from rlhfless.orchestrator.prefill import PrefillActors
 from rlhfless.prepare.prepared import Prepared

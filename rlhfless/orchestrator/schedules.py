@@ -1,6 +1,6 @@
 """The order in which the steps of a run generate and learn. A user's own schedule is named by import path.
 
-Which groups a step generates and learns from is not decided here: see rlhfless.orchestrator.selection."""
+Which groups a step generates and learns from is not decided here: see rlhfless.orchestrator.prompt_selection."""
 
 from __future__ import annotations
 

@@ -20,19 +20,16 @@ from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.actor_weights import ActorWeights
-from rlhfless.orchestrator.feeding import Feeding
+from rlhfless.orchestrator.base_run import TrainedRun
 from rlhfless.orchestrator.host import Host
-from rlhfless.orchestrator.janitor import janitor
-from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, store_folders
-from rlhfless.orchestrator.learner_size import size_of
+from rlhfless.orchestrator.launch import devices_wanted, janitor, launch_of, pools_of, require_room, store_folders
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
-from rlhfless.orchestrator.prompt_history import PromptHistory
-from rlhfless.orchestrator.recovery import clear
+from rlhfless.orchestrator.prompt_selection import PromptHistory
+from rlhfless.orchestrator.recovery import clear, size_of
 from rlhfless.orchestrator.run import Run
 from rlhfless.orchestrator.scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
-from rlhfless.orchestrator.trained_run import TrainedRun
+from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
 from rlhfless.planning.inputs import devices_of, memory_problems, settled_on
 from rlhfless.prepare.prepared import Prepared
 from rlhfless.prepare.prompt_order import order_of

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.orchestrator.experience import has_signal
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.redraws import has_signal
-from rlhfless.orchestrator.run import Run
-from rlhfless.orchestrator.step_context import StepContext
+from rlhfless.orchestrator.run import Run, StepContext
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added

@@ -18,9 +18,9 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import Objective, evaluate, objective_of, pack_examples
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.step_context import StepBegun
+from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.ledger import StepBegun
 from rlhfless.orchestrator.summary import own_seconds
-from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.records import FloatArray, StepRecord, Work
 from rlhfless.records.rollouts import Example
 from rlhfless.scaling.step_times import Phase

@@ -28,8 +28,9 @@ from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.acquisition import Acquired, started
 from rlhfless.scaling.intervals import Interval, clip, length, union
-from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
+from rlhfless.spec import LimitsSpec
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 """Quantiles of the response length: the median, and the tail that decides how long a step takes."""
@@ -225,3 +226,26 @@ def _length_quantiles(rollouts: Sequence[TracedRollout]) -> dict[float, float]:
 def _label(holding: Holding) -> str:
     replica = f"{holding.replica} (incarnation {holding.incarnation}) on {holding.device}"
     return f"the {holding.state} holding of {replica} from {holding.start_s:.3f} to {holding.end_s:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What all attempts of a run have spent together."""
+
+    cost_usd: float
+    device_s: float
+    held_s: float
+    """Time in which the run held devices."""
+
+
+def reached(limits: LimitsSpec, spent: Spent) -> str:
+    """The limit that is reached, with its key and figures; empty if none is."""
+    figures = (
+        ("max_cost_usd", limits.max_cost_usd, spent.cost_usd),
+        ("max_device_hours", limits.max_device_hours, spent.device_s / SECONDS_PER_HOUR),
+        ("max_wall_clock_s", limits.max_wall_clock_s, spent.held_s),
+    )
+    for key, limit, value in figures:
+        if limit is not None and value >= limit:
+            return f"limits.{key} is {limit:g}, and the run has used {value:.4g}"
+    return ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless import __version__
-from rlhfless.orchestrator.engine_starts import EngineStarts
+from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.planning.prediction import Lengths, lengths_of
 from rlhfless.planning.question import Question
 from rlhfless.planning.run_plan import Planner

@@ -10,7 +10,7 @@ import pytest
 
 from fakes import saboteur
 from fakes.live_runs import Whole, check_one_awake, fault_opening
-from rlhfless.orchestrator import transports
+from rlhfless.orchestrator import launch
 from rlhfless.orchestrator.run import Run
 from rlhfless.records import Work
 from rlhfless.records.ledger import TRANSPORT
@@ -31,7 +31,7 @@ async def sabotage(run: Run) -> None:
 def test_engines_that_copy_from_a_sleeping_learner_draw_the_same_samples(
     assets: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transports, "_keeps_from_gpus", lambda *_: None)
+    monkeypatch.setattr(launch, "_keeps_from_gpus", lambda *_: None)
     start = fault_opening(
         assets, tmp_path / "run", actors=1, steps=STEPS, placement={"turns": True, "devices": 1},
         learner={"threads": 1}, weights={"transport": "cuda_ipc"},

@@ -21,9 +21,9 @@ from rlhfless.functions.base import Call, StaleCall
 from rlhfless.functions.generation.deployment import WrongVersion
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
 from rlhfless.functions.loopback import is_loopback
-from rlhfless.orchestrator.evaluation import evaluate_held_out
+from rlhfless.orchestrator.in_flight_samples import sampling_of
 from rlhfless.orchestrator.launch import TOKEN_FILE
-from rlhfless.orchestrator.rollout_request import sampling_of
+from rlhfless.orchestrator.step import evaluate_held_out
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings, summarise

@@ -21,8 +21,8 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
+from rlhfless.orchestrator.in_flight_samples import SampleTable
 from rlhfless.orchestrator.policy_runner import EvenSplit, PolicyRunner
-from rlhfless.orchestrator.sample_table import SampleTable
 from rlhfless.records import (
     Decision,
     FinishReason,

@@ -12,11 +12,11 @@ from uuid import uuid4
 import numpy as np
 
 from rlhfless.bundled.task import TaskRecipe, draw_problems
+from rlhfless.orchestrator.base_run import TrainedRun
 from rlhfless.orchestrator.host import Host, StopCause, Verdict
 from rlhfless.orchestrator.run import Run
 from rlhfless.orchestrator.session import Session
 from rlhfless.orchestrator.step import rollout, train
-from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.planning.preflight import preflight
 from rlhfless.records import FunctionName, ReplicaState, StepRecord, WeightVersion
 from rlhfless.records.traces import Trace

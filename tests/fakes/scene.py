@@ -16,7 +16,7 @@ from fakes.ledgers import ledger_in
 from fakes.stage import until
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.prompt_history import PromptHistory
+from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.run import Run
 from rlhfless.orchestrator.step import rollout
 from rlhfless.prepare.prompt_order import PromptOrder

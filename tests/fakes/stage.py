@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fakes.fleet import prompt
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.records import Group, Work
 from rlhfless.spec import RunSpec
 

@@ -10,7 +10,7 @@ from fakes.cluster import CALL, FakeCluster, pool_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.actor_weights import ActorWeights
+from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.spec import RunSpec

@@ -14,7 +14,7 @@ from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import ReplicaInfo
-from rlhfless.orchestrator.actor_weights import ActorWeights
+from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.acquisition import started
 from rlhfless.scaling.function_kinds import Bounds

@@ -14,7 +14,7 @@ from fakes.fleet import group
 from fakes.scene import OLD_LOGPROB, Scene
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.kl import next_kl_coefficient
-from rlhfless.orchestrator.algorithm_state import AlgorithmState
+from rlhfless.orchestrator.run import AlgorithmState
 from rlhfless.orchestrator.step import learned_batch, train
 from rlhfless.records import Experience, FinishReason, Rollout, Sample, Score
 from rlhfless.spec import GRPOSpec, Needs, PPOSpec, ReinforcePlusPlusSpec, RewardKLSpec, RLOOSpec

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlhfless.orchestrator.base_run import TrainedRun
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
-from rlhfless.orchestrator.step_context import StepClock
-from rlhfless.orchestrator.trained_run import TrainedRun
+from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.records.checkpoints import Checkpoint, CheckpointNotes, Checkpoints
 from rlhfless.spec import BestSpec, CheckpointSpec, EvaluationSpec
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.orchestrator import evaluation
-from rlhfless.orchestrator.evaluation import evaluate_held_out, figures_of, mean_reward, pass_at
-from rlhfless.orchestrator.failures import LOGPROBS
+from rlhfless.orchestrator import step
+from rlhfless.orchestrator.experience import LOGPROBS
+from rlhfless.orchestrator.step import evaluate_held_out, figures_of, mean_reward, pass_at
 from rlhfless.records import Experience, FinishReason, Group, Prompt, Rollout, Score
 from rlhfless.spec import EvaluationSpec, ScoringSpec
 
@@ -94,7 +94,7 @@ async def test_the_samples_of_an_evaluation_are_told(monkeypatch: pytest.MonkeyP
 
     async def average() -> None: ...
 
-    monkeypatch.setattr(evaluation, "drawn", drawn)
+    monkeypatch.setattr(step, "drawn", drawn)
     run: Any = SimpleNamespace(
         clock=SimpleNamespace(interrupt=lambda: None),
         held_out_request=lambda step, greedy: (step, greedy),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fakes.fleet import group
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.group_based import GRPO, STD_FLOOR
-from rlhfless.orchestrator.failures import LOGPROBS, added_up, readable, without_failures
+from rlhfless.orchestrator.experience import LOGPROBS, added_up, readable, without_failures
 from rlhfless.orchestrator.summary import reward_metrics
 from rlhfless.records import Experience, Group, Score
 from rlhfless.rewards import RewardError

@@ -10,8 +10,7 @@ import pytest
 from fakes.cluster import CALL, FakeCluster, pool_of
 from fakes.stage import until
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
-from rlhfless.orchestrator.actor_weights import ActorWeights
-from rlhfless.orchestrator.feeding import Feeding, LearnerLost
+from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding, LearnerLost
 from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.placement import Allocation, Device

@@ -10,11 +10,11 @@ import pytest
 
 from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.functions.base import Call
+from rlhfless.orchestrator.base_run import Keepers
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
-from rlhfless.orchestrator.keepers import Keepers
+from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.run import Run
-from rlhfless.orchestrator.step_context import StepClock
 
 
 class FakeRun:

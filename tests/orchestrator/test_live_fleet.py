@@ -14,8 +14,8 @@ from fakes.live_fleet import Fleet
 from fakes.stage import until
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.orchestrator.engine_starts import EngineStarts
-from rlhfless.orchestrator.sample_table import SampleTable
+from rlhfless.orchestrator.in_flight_samples import SampleTable
+from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.assignment import PolicyFault

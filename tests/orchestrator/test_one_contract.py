@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fakes.small_fleet import actor, setup_of
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
+from rlhfless.orchestrator.in_flight_samples import SampleTable
 from rlhfless.orchestrator.policy_runner import PolicyRunner
-from rlhfless.orchestrator.sample_table import SampleTable
 from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.fitted import LinearEngine

@@ -11,10 +11,10 @@ import pytest
 from fakes.fleet import FakePool, runner
 from fakes.stage import SPEC, draw, until
 from rlhfless.functions.scoring.deployment import score_groups
-from rlhfless.orchestrator.failures import added_up, without_failures
+from rlhfless.orchestrator.experience import added_up, without_failures
 from rlhfless.orchestrator.generation import GenerationStage
+from rlhfless.orchestrator.group_pipeline import collect
 from rlhfless.orchestrator.ledger import NOTHING, Ledger
-from rlhfless.orchestrator.stages import collect
 from rlhfless.records import Experience, Group, Score
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace

@@ -15,8 +15,7 @@ from fakes.scene import Scene, weights_of
 from fakes.stage import SPEC, Reader, draw, until
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.rollout_request import RolloutRequest, Selection
-from rlhfless.orchestrator.sample_table import Redrawn
+from rlhfless.orchestrator.in_flight_samples import Redrawn, RolloutRequest, Selection
 from rlhfless.orchestrator.step import rollout as roll_out
 from rlhfless.orchestrator.step import train
 from rlhfless.records import FinishReason, Rollout, VersionSpan

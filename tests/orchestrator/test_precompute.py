@@ -10,7 +10,7 @@ import pytest
 from fakes.fleet import FakePool, runner
 from fakes.stage import SPEC, Reader, draw, until
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.engine_speeds import EngineSpeeds, PrefixMoves
 

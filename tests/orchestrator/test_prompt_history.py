@@ -16,9 +16,9 @@ from fakes.fleet import FakePool, rollout, runner
 from fakes.rollouts import drawn
 from fakes.stage import SPEC, Reader, draw, until
 from fakes.traced import traced
-from rlhfless.orchestrator import prompt_history
+from rlhfless.orchestrator import prompt_selection
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.prompt_history import PromptHistory
+from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import FinishReason, Prompt, Score
 from rlhfless.records.journal import Journal
@@ -156,7 +156,7 @@ def known(history: PromptHistory, *prompt_ids: str) -> dict[str, list[list[int]]
 
 
 def test_of_each_prompt_the_newest_responses_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_history, "MOST_RESPONSES", 2)
+    monkeypatch.setattr(prompt_selection, "MOST_RESPONSES", 2)
     history = history_of()
     history.ended(drawn("p", i, [i]) for i in range(3))
     history.ended([drawn("q", 0, [])])

@@ -11,9 +11,9 @@ import pytest
 from fakes.ledgers import ledger_in
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
+from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.recovery import Recovered, Recovery
 from rlhfless.orchestrator.run import Run
-from rlhfless.orchestrator.step_context import StepClock
 from rlhfless.orchestrator.summary import tokens_per_s
 from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
@@ -127,11 +127,13 @@ class Clock:
     def time(self) -> float:
         return self.now_s
 
+    monotonic = time
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("rlhfless.orchestrator.step_context.time", clock)
+    monkeypatch.setattr("rlhfless.orchestrator.ledger.time", clock)
     return clock
 
 

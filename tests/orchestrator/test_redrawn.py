@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes.rollouts import drawn
 from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.orchestrator.sample_table import Redrawn, SampleTable
+from rlhfless.orchestrator.in_flight_samples import Redrawn, SampleTable
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.telemetry.metrics import METRICS
 

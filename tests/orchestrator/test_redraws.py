@@ -16,10 +16,9 @@ from fakes import scene as scenes
 from fakes.fleet import group, prompt, runner
 from fakes.stage import until
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.algorithm_state import AlgorithmState
-from rlhfless.orchestrator.failures import LOGPROBS, usable_of
-from rlhfless.orchestrator.redraws import has_signal, redrawn, with_signal
-from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.orchestrator.experience import LOGPROBS, has_signal, redrawn, usable_of, with_signal
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.orchestrator.run import AlgorithmState
 from rlhfless.orchestrator.step import rollout, train
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Experience, Group, Score, Work

@@ -11,7 +11,7 @@ import pytest
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
-from rlhfless.orchestrator.step_context import StepClock
+from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.records.checkpoints import CheckpointError
 
 

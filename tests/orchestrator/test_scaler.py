@@ -16,7 +16,7 @@ from fakes.live_fleet import Fleet
 from fakes.stage import Reader, draw, until
 from fakes.traced import rollout
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.rollout_request import RolloutRequest
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.scaler import Scaler, StepDue, policy_of
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from fakes.fleet import prompt
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.prompt_history import PromptHistory
-from rlhfless.orchestrator.rollout_request import RolloutRequest, sampling_of
-from rlhfless.orchestrator.selection import select
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
+from rlhfless.orchestrator.prompt_selection import PromptHistory, select
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import Work
 from rlhfless.records.journal import Journal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.orchestrator.trained_run import warn_of_skipped_updates
+from rlhfless.orchestrator.base_run import warn_of_skipped_updates
 from rlhfless.records import StepRecord
 
 

@@ -12,7 +12,7 @@ from fakes.fleet import group
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.losses import clip_metrics, correction
-from rlhfless.orchestrator.staleness import by_token, split, staleness_of
+from rlhfless.orchestrator.experience import by_token, split, staleness_of
 from rlhfless.records import Experience, Group, VersionSpan, WeightVersion
 from rlhfless.spec import GRPOSpec
 from rlhfless.telemetry.metrics import resolve

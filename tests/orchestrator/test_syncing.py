@@ -9,7 +9,7 @@ from typing import Any, cast
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import Loaded
-from rlhfless.orchestrator.actor_weights import ActorWeights
+from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation, Device

@@ -11,7 +11,7 @@ import pytest
 
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.transports import TransportRefused, transport_of
+from rlhfless.orchestrator.launch import TransportRefused, transport_of
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.placement import Allocation, Device, DeviceGroup, Placement
 from rlhfless.spec import RunSpec

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.messages import GenerateRequest, Sampling
-from rlhfless.orchestrator.rollout_request import RolloutRequest
-from rlhfless.orchestrator.sample_table import SampleTable
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest, SampleTable
 from rlhfless.records import Prompt, Work
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import explain

@@ -2,7 +2,7 @@
 
 `Passes` asks them after each iteration, with the requests of the batch; what these are is in the model runner.
 Responses that have ended stay for their siblings; responses of earlier steps come with a request
-(`SampleRequest.earlier`), from the run's record (rlhfless.orchestrator.prompt_history). The index is not part of that
+(`SampleRequest.earlier`), from the run's record (rlhfless.orchestrator.prompt_selection). The index is not part of that
 record: the engine's process reads and extends it, and the driver gets tokens when a response ends.
 
 vLLM's own n-grams are not used on CPUs: they are compiled by numba, whose threads wait for each other on a busy core.

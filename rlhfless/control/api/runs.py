@@ -28,8 +28,8 @@ from rlhfless.control.run_files import allow_changed
 from rlhfless.control.run_order import RunOrder, ordered_runs
 from rlhfless.control.service import Service
 from rlhfless.control.spec_admission import accepted_spec, posted_spec
-from rlhfless.orchestrator.limits import Spent, reached
 from rlhfless.prepare.inputs import KINDS
+from rlhfless.scaling.accounting import Spent, reached
 from rlhfless.spec import LimitsSpec, RunSpec
 from rlhfless.spec.explain import shown
 

@@ -10,8 +10,8 @@ from typing import Any
 from rlhfless.control.objects.costs import FunctionUsage
 from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.orchestrator.base_run import TrainedRun
 from rlhfless.orchestrator.ledger import Ledger
-from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.records import Holding, Invocation, ReplicaState, in_order
 from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.placement import Allocation

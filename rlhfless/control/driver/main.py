@@ -28,7 +28,7 @@ from rlhfless.control.spec_paths import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.orchestrator.driver import execute
-from rlhfless.orchestrator.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
+from rlhfless.orchestrator.exit_codes import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, user_message
 from rlhfless.orchestrator.host import RunPaused, StopCause
 from rlhfless.orchestrator.resuming import has_begun, hold_inputs
 from rlhfless.orchestrator.session import Session

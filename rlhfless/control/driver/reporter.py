@@ -23,9 +23,9 @@ from rlhfless.control.driver.samples import SampleReader
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects.fleet import DeviceWork
 from rlhfless.fleet.run_devices import NoDevices
+from rlhfless.orchestrator.base_run import TrainedRun
 from rlhfless.orchestrator.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.orchestrator.run import Run
-from rlhfless.orchestrator.trained_run import TrainedRun
 from rlhfless.records import Experience
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.telemetry.console import Console

@@ -27,7 +27,7 @@ without the step's running samples lost 6 % (pinball loss at half time); those w
 correlation.
 
 Deterministic: the same steps give the same forecasts, so a resumed run learns its trace again
-(rlhfless.orchestrator.prompt_history).
+(rlhfless.orchestrator.prompt_selection).
 """
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, StepSamples

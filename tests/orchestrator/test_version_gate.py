@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fakes.scene import weights_of
-from rlhfless.orchestrator.one_version import OneVersion
+from rlhfless.orchestrator.weight_sync import OneVersion
 from rlhfless.records import PublishedWeights
 
 

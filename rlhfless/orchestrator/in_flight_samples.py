@@ -1,22 +1,123 @@
-"""The samples of a generation stage: the tokens of each sample, its slot, and the actor that draws it.
+"""What a generation stage works on: its request, the samples in flight, and what the journal has of them.
 
-A sample belongs to the slot that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the
-actor that draws it. The stage brings the two together: a sample on no request goes to its slot as soon as an actor
-serves there, and a sample on a request to another slot is called back.
-"""
+A sample belongs to the slot that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the actor
+that generates it. The stage brings the two together: a sample on no request goes to its slot as soon as an actor serves
+there, and a sample on a request to another slot is aborted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
+from rlhfless.functions.base import Call
+from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey, Sampling
 from rlhfless.prefixes.tree import PrefixTree
-from rlhfless.records import PREFIXES, Decision, FinishReason, Rollout
+from rlhfless.records import PREFIXES, Decision, FinishReason, Prompt, Rollout, Work, sample_seed
+from rlhfless.records.journal import Journal
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
+from rlhfless.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which of the groups that a step draws it learns from, if it does not wait for all."""
+
+    groups: int
+    """So many: those that are complete first."""
+    awaited: frozenset[str]
+    """Prompts that are among them in any case."""
+    begun: Mapping[str, int]
+    """By prompt, the step that began it, which is part of its samples' seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """The samples that one generation stage is to draw."""
+
+    call: Call
+    prompts: tuple[Prompt, ...]
+    samples_per_prompt: int
+    sampling: Sampling
+    work: Work
+    seed: int
+    seed_step: int
+    """Part of every seed: the step, or one number for all evaluations, which then differ by the weights alone."""
+    selection: Selection | None = None
+    """If its step does not wait for all groups."""
+
+    @property
+    def groups(self) -> int:
+        """Groups that come of it."""
+        return self.selection.groups if self.selection else len(self.prompts)
+
+    def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
+        """The samples of one prompt. Their seeds do not depend on where they are drawn."""
+        begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
+        return tuple(
+            SampleItem(
+                prompt.prompt_id,
+                index,
+                prompt.token_ids,
+                sample_seed(self.seed, begun, prompt.prompt_id, index),
+            )
+            for index in range(self.samples_per_prompt)
+        )
+
+
+def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
+    """The spec's sampling settings, or their greedy variant."""
+    generation = spec.generation
+    return Sampling(
+        max_tokens=generation.max_tokens,
+        temperature=0.0 if greedy else generation.temperature,
+        top_p=1.0 if greedy else generation.top_p,
+        top_k=0 if greedy else generation.top_k,
+        stop=generation.stop,
+        stop_token_ids=generation.stop_token_ids,
+    )
+
+
+class DrawJournal:
+    """The journal, as one draw reads and writes it; without a journal nothing is read nor written."""
+
+    def __init__(self, journal: Journal | None, request: RolloutRequest) -> None:
+        self._journal = journal
+        self._request = request
+
+    def recall(self, items: Sequence[SampleItem]) -> Iterator[Rollout]:
+        """The rollouts of these samples. Another seed means another draw, for example because the data set has been
+        edited since."""
+        if self._journal is None:
+            return
+        seeds = {item.key: item.seed for item in items}
+        rollouts = self._journal.rollouts(*{self._step_of(item.prompt_id) for item in items})
+        yield from (rollout for rollout in rollouts if seeds.get(rollout.key) == rollout.seed)
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Write finished rollouts. Raises JournalError, StaleAttempt."""
+        if self._journal is None:
+            return
+        for step in sorted({self._step_of(rollout.prompt_id) for rollout in rollouts}):
+            self._journal.add(step, [rollout for rollout in rollouts if self._step_of(rollout.prompt_id) == step])
+
+    def keep(self, aborted: Sequence[Rollout]) -> None:
+        """Write the tokens of samples that are left to later steps."""
+        if self._request.selection is not None:
+            self.add(aborted)
+
+    def take(self, prompt_ids: Sequence[str]) -> None:
+        """Write that the step learns from the groups of these prompts."""
+        if self._journal is not None and (selection := self._request.selection) is not None:
+            begun = [(selection.begun[prompt_id], prompt_id) for prompt_id in prompt_ids]
+            self._journal.take_groups(self._request.call.step, begun)
+
+    def _step_of(self, prompt_id: str) -> int:
+        """The step of a prompt's rows: the one that began it."""
+        selection = self._request.selection
+        return selection.begun[prompt_id] if selection else self._request.call.step
 
 
 @dataclass(slots=True)

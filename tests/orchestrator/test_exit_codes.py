@@ -20,7 +20,7 @@ from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.engine import EngineDead, EngineTimeout
 from rlhfless.orchestrator import driver
-from rlhfless.orchestrator.endings import hint
+from rlhfless.orchestrator.exit_codes import hint
 from rlhfless.orchestrator.session import JOURNAL_FILE, Session
 from rlhfless.planning import preflight
 from rlhfless.records import WeightVersion

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fakes.fleet import group
-from rlhfless.orchestrator import stages
-from rlhfless.orchestrator.stages import collect
+from rlhfless.orchestrator import group_pipeline
+from rlhfless.orchestrator.group_pipeline import collect
 from rlhfless.records import FloatArray, Group, Score
 
 
@@ -40,7 +40,7 @@ async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> 
 
 
 async def test_groups_that_come_one_after_the_other_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "WINDOW_S", 60.0)
+    monkeypatch.setattr(group_pipeline, "WINDOW_S", 60.0)
     sizes: list[int] = []
 
     async def groups() -> AsyncIterator[Group]:

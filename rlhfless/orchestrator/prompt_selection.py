@@ -1,4 +1,7 @@
-"""What a run has drawn of each prompt: one record of lengths, signals and responses, whichever actors drew them.
+"""Choose the prompts of each step, from the data's order, the history of each prompt, and deferred groups.
+
+`PromptHistory` is one record of lengths, signals and responses of each prompt, whichever actors generated them:
+
 
 - `lengths`: what forecasts of the prompt's next samples need. The scaling policy adds to it where it sees a step's
   samples, because it forecasts from the same view, and the simulator, which has no rollouts, runs the same code.
@@ -18,25 +21,34 @@ them sometimes, and easy ones now and then. A prompt with a signal is drawn as b
 
 Invariant: the prompts of a step follow from the seed, the step, and what the steps up to step - 1 - max_staleness drew,
 which have been learned from whenever it begins. So a step that is done again has the same prompts.
+
+With `schedule: partial` (`select`) steps do not learn from all groups that they start. Prompts are started in the order
+of the data, and no more than the run's steps learn from. A group that a step defers is finished by a later one, so at
+the end of the run none is left: a run learns from all groups that it starts, whatever their lengths. Invariants: each
+step learns from `prompts_per_step` groups; which groups a step starts, and which it learns from, is in the journal
+before they have any effect, so a step that is repeated has the same groups.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from rlhfless.orchestrator.failures import usable
-from rlhfless.orchestrator.redraws import differ
+from rlhfless.orchestrator.experience import differ, usable
+from rlhfless.orchestrator.in_flight_samples import Selection
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import IntArray, Prompt, Rollout
+from rlhfless.records.journal import BegunGroup, Journal
 from rlhfless.records.traces import Trace, TracedRollout, newest_responses
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.lengths.recorded import samples_at, steps_of
-from rlhfless.spec import DrawLessSpec, RunSpec
+from rlhfless.scaling.selection import is_due, new_groups
+from rlhfless.spec import DrawLessSpec, PartialSpec, RunSpec
 
 MOST_RESPONSES = 16
 """Of a prompt. More find hardly more, and travel with each request."""
@@ -121,3 +133,52 @@ class PromptHistory:
         while self._tokens > self._most_tokens:
             _, oldest = self._responses.popitem(last=False)
             self._tokens -= sum(map(len, oldest))
+
+
+def select(
+    spec: RunSpec, step: int, order: PromptOrder, history: PromptHistory, journal: Journal
+) -> tuple[Sequence[Prompt], Selection | None]:
+    """The prompts of a step, oldest first, and how it chooses among their groups; None if it learns from all. Raises
+    JournalError, and InputError for a prompt that was begun and is no longer in the data."""
+    schedule, wanted = spec.schedule, spec.prompts_per_step
+    if not isinstance(schedule, PartialSpec):
+        return history.prompts(order, step, wanted), None
+    known = journal.groups(step)
+    if taken := [group for group in known if group.taken == step]:
+        return _selection(schedule, step, order, taken, wanted)
+    left = [group for group in known if group.begun < step]
+    began = wanted * (step - 1) + len(left)
+    """Groups that earlier steps have begun, all of which they took or left."""
+    count = new_groups(schedule, wanted, len(left), wanted * spec.steps - began, len(order))
+    new = [group for group in known if group.begun == step]
+    if not new and count:
+        sequence = _sequence(order, history, wanted, began)
+        used = {group.prompt_id for group in left}
+        prompt_ids = [prompt.prompt_id for prompt in islice(_distinct(sequence, order, step, used), count)]
+        journal.begin_groups(step, prompt_ids)
+        new = [BegunGroup(step, prompt_id, None) for prompt_id in prompt_ids]
+    return _selection(schedule, step, order, [*left, *new], wanted)
+
+
+def _selection(
+    schedule: PartialSpec, step: int, order: PromptOrder, groups: Sequence[BegunGroup], wanted: int
+) -> tuple[Sequence[Prompt], Selection]:
+    begun = {group.prompt_id: group.begun for group in groups}
+    due = frozenset(prompt_id for prompt_id, by in begun.items() if is_due(schedule, by, step))
+    return [order.prompt(prompt_id) for prompt_id in begun], Selection(wanted, due, begun)
+
+
+def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: int) -> Iterator[Prompt]:
+    """The prompts of the run in their order, after the first `began`: those of one batch after the other."""
+    batch, place = divmod(began, wanted)
+    while True:
+        yield from history.prompts(order, batch + 1, wanted)[place:]
+        batch, place = batch + 1, 0
+
+
+def _distinct(sequence: Iterator[Prompt], order: PromptOrder, step: int, used: set[str]) -> Iterator[Prompt]:
+    """The prompts of a sequence; one that is `used`, or was there before, gives its place to another."""
+    for prompt in sequence:
+        chosen = prompt if prompt.prompt_id not in used else order.others(step - 1, 1, used)[0]
+        used.add(chosen.prompt_id)
+        yield chosen

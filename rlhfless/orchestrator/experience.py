@@ -1,0 +1,257 @@
+"""What a step learns from: groups without failed samples, dynamic sampling, and the age of each token.
+
+*Dynamic sampling* (DAPO, arXiv 2503.14476, section 3.2). If all samples of a prompt have the same reward, every
+advantage is 0. With `max_redraws` a step generates other prompts in place of such groups, and learns from the groups
+with a signal alone. Each redraw has as many prompts as are missing, divided by the share of groups that had a signal:
+the last few prompts one by one would leave the engines idle. The prompts follow from the seed, the step and the groups
+so far, so a step that is repeated generates the same ones, and finds them in the journal.
+
+*Failed samples* (`scoring.on_failure`, `scoring.max_failed`). A sample fails if a reward raises on it, or if the engine
+returned a logprob that is not finite; the latter is always dropped. Samples are dropped before the batch is packed, so
+they are in no mean, standard deviation, loss or denominator. They stay in the ledger, with the cause."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+
+from rlhfless.algorithms.base import BY_STALENESS
+from rlhfless.algorithms.batch import in_batch_order
+from rlhfless.orchestrator.group_pipeline import ScoredGroups
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest
+from rlhfless.prepare.prompt_order import PromptOrder
+from rlhfless.records import Experience, Group, IntArray, Rollout, Sample, Score, VersionSpan, WeightVersion
+from rlhfless.rewards import RewardError
+from rlhfless.spec import ScoringSpec
+
+log = logging.getLogger(__name__)
+
+ROUNDING = 1e-12
+"""Rewards that differ by less, relative to the largest, are equal: sums of parts in another order."""
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a prompt's samples differ; False for fewer than two."""
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    return high - low > ROUNDING * max(abs(low), abs(high))
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the samples of a group differ in their rewards. Leave out those that failed first (`usable_of`)."""
+    return differ([sample.scored.total for sample in group.samples])
+
+
+def with_signal(experience: Experience) -> Experience:
+    """The groups with a signal; all of them if none has one, because a step needs a batch."""
+    groups = tuple(filter(has_signal, experience.groups))
+    return Experience(groups) if groups else experience
+
+
+async def redrawn(
+    experience: Experience,
+    request: RolloutRequest,
+    order: PromptOrder,
+    redraws: int,
+    draw: Callable[[RolloutRequest], Awaitable[Experience]],
+    scoring: ScoringSpec,
+) -> Experience:
+    """What a step has drawn for `request`, and what `draw` gives in place of groups without signal, by prompt id. It
+    stops at a step that has so many failures that it ends the run."""
+    groups = {group.prompt.prompt_id: group for group in experience.groups}
+    wanted = len(request.prompts)
+
+    def signals() -> int:
+        return sum(map(has_signal, usable_of(Experience(tuple(groups.values())), scoring).groups))
+
+    def lacking() -> int:
+        return max(wanted - signals(), 0)
+
+    for _ in range(redraws):
+        if too_many_failed(Experience(tuple(groups.values())), scoring):
+            break
+        count = min(math.ceil(lacking() / (max(signals(), 1) / len(groups))), wanted)
+        prompts = order.others(request.call.step - 1, count, groups.keys())
+        if not prompts:
+            break
+        further = await draw(replace(request, prompts=tuple(prompts)))
+        groups |= {group.prompt.prompt_id: group for group in further.groups}
+    if redraws and lacking():
+        what = "step %d learns from %d of %d prompts: %d redraws gave no more with a signal"
+        log.warning(what, request.call.step, wanted - lacking(), wanted, redraws)
+    return Experience(tuple(groups[prompt_id] for prompt_id in sorted(groups)))
+
+
+LOGPROBS = "rollout_logprobs"
+"""The name of the failure of a sample whose logprobs are not finite."""
+
+
+def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: ScoringSpec) -> ScoredGroups:
+    """The scores of several functions, added up to one score per sample; with a failure where the engine's logprobs are
+    not finite.
+
+    Raises RewardError at the first failure if the spec says so.
+    """
+    scores = [
+        [_marked(sample, reduce(Score.plus, parts)) for sample, *parts in zip(group.samples, *of_group, strict=True)]
+        for group, *of_group in zip(groups, *scored, strict=True)
+    ]
+    if scoring.on_failure == "fail":
+        scored_groups = (group.adding(score=of_group) for group, of_group in zip(groups, scores, strict=True))
+        for sample in Experience(tuple(scored_groups)).failed():
+            reward, cause = next(iter(sample.scored.failures.items()))
+            raise RewardError(reward, f"{sample}: {cause} (scoring.on_failure is `fail`)")
+    return scores
+
+
+def without_failures(experience: Experience, scoring: ScoringSpec, step: int) -> Experience:
+    """The part of a step that is trained on: all samples, or all except those that failed.
+
+    Logs failures. Raises RewardError if too many samples failed.
+    """
+    log_failures(experience, step)
+    if too_many_failed(experience, scoring):
+        failed, samples = list(experience.failed()), len(experience.samples)
+        reward, cause = next(iter(failed[0].scored.failures.items()))
+        share = (
+            f"{len(failed)} of {samples} samples of step {step} failed (scoring.max_failed is {scoring.max_failed:g})"
+        )
+        raise RewardError(reward, f"{share}; the first: {failed[0]}: {cause}")
+    return usable_of(experience, scoring)
+
+
+def usable_of(experience: Experience, scoring: ScoringSpec) -> Experience:
+    """The samples that can be learned from, and the groups that have any."""
+    unusable = {sample.key for sample in experience.failed() if not usable(sample.scored.failures, scoring)}
+    return _without(experience, unusable) if unusable else experience
+
+
+def usable(failures: Collection[str], scoring: ScoringSpec) -> bool:
+    """Whether a sample whose parts `failures` have failed can be learned from."""
+    return not failures or (scoring.on_failure != "drop" and LOGPROBS not in failures)
+
+
+def too_many_failed(experience: Experience, scoring: ScoringSpec) -> bool:
+    """Whether a step stops the run because of the samples that failed."""
+    failed, samples = len(list(experience.failed())), len(experience.samples)
+    return failed > scoring.max_failed * samples or not usable_of(experience, scoring).groups
+
+
+def log_failures(experience: Experience, step: int) -> None:
+    """Log one warning per reward, with the number of samples that it failed on and the first cause."""
+    by_reward: dict[str, list[Sample]] = {}
+    for sample in experience.failed():
+        for reward in sample.scored.failures:
+            by_reward.setdefault(reward, []).append(sample)
+    for reward, samples in by_reward.items():
+        causes = {sample.scored.failures[reward] for sample in samples}
+        others = f"; {len(causes)} different causes" if len(causes) > 1 else ""
+        all_of_them = f" (all: rlhfless trace samples RUN --step {step} --failed)" if len(samples) > 1 else ""
+        log.warning(
+            "step %d: reward %r failed on %d of %d samples; %s: %s%s%s",
+            step, reward, len(samples), len(experience.samples), samples[0], samples[0].scored.failures[reward],
+            others, all_of_them,
+        )  # fmt: skip
+
+
+def readable(groups: Sequence[Group]) -> list[Group]:
+    """The groups with 0 for each rollout logprob that is not finite, for stages that run before failed samples are
+    dropped."""
+    return [replace(group, samples=tuple(map(_readable, group.samples))) for group in groups]
+
+
+def _readable(sample: Sample) -> Sample:
+    if all(np.isfinite(rollout.logprobs).all() for rollout in sample.rollouts):
+        return sample
+    segments = [
+        replace(segment, logprobs=np.nan_to_num(segment.logprobs, nan=0.0, posinf=0.0, neginf=0.0))
+        if isinstance(segment, Rollout)
+        else segment
+        for segment in sample.segments
+    ]
+    return replace(sample, segments=tuple(segments))
+
+
+def _marked(sample: Sample, score: Score) -> Score:
+    for rollout in sample.rollouts:
+        odd = np.flatnonzero(~np.isfinite(rollout.logprobs))
+        if len(odd):
+            cause = f"the engine gave {rollout.logprobs[odd[0]]} as the logprob of response token {odd[0]}"
+            return replace(score, failures={**score.failures, LOGPROBS: cause})
+    return score
+
+
+def _without(experience: Experience, keys: Collection[tuple[str, int]]) -> Experience:
+    """The experience without these samples, and without groups that are empty then."""
+    kept = (
+        Group(group.prompt, tuple(sample for sample in group.samples if sample.key not in keys))
+        for group in experience.groups
+    )
+    return Experience(tuple(group for group in kept if group.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Of one step, whose samples may be of several versions."""
+
+    oldest: WeightVersion
+    """The oldest version of a token."""
+    mean: float
+    """Over tokens, in versions."""
+    most: int
+    differs: bool
+    """Between tokens."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"staleness_mean": self.mean, "staleness_max": float(self.most)}
+
+
+def staleness_of(experience: Experience, learner: WeightVersion) -> Staleness | None:
+    """Of samples that are learned from next, when the learner's weights are the version `learner`. None if their engine
+    does not say with which version it drew."""
+    tokens = _tokens_by_version(
+        span for sample in experience.samples for r in sample.rollouts for span in r.version_spans
+    )
+    if not tokens:
+        return None
+    # Versions are numbered by the training steps that they have seen, in all attempts of a run.
+    behind = {version: learner.step - version.step for version in tokens}
+    mean = sum(behind[version] * count for version, count in tokens.items()) / sum(tokens.values())
+    oldest = max(behind, key=lambda version: behind[version])
+    return Staleness(oldest, mean, behind[oldest], len({*behind.values()}) > 1)
+
+
+def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
+    """Versions that the weights of each token were behind `learner`, `[tokens]` in the order of `pack`; 0 on those that
+    were given."""
+    values = []
+    for segment in (each for group in in_batch_order(groups) for sample in group.samples for each in sample.segments):
+        values.append(np.zeros(len(segment.token_ids), dtype=np.int64))
+        for span in segment.version_spans if isinstance(segment, Rollout) else ():
+            values[-1][span.start : span.end] = max(learner.step - WeightVersion.parse(span.version).step, 0)
+    return np.concatenate(values)
+
+
+def split(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step, of which those by staleness are means over its tokens; a staleness that no token has is
+    left out."""
+    found = {}
+    for name, value in metrics.items():
+        of, _, behind = name.partition(BY_STALENESS)
+        share = metrics[f"tokens{BY_STALENESS}{behind}"] if behind else 1.0
+        if share:
+            found[name] = value if of == "tokens" else value / share
+    return found
+
+
+def _tokens_by_version(spans: Iterable[VersionSpan]) -> Mapping[WeightVersion, int]:
+    labels: Counter[str] = Counter()
+    for span in spans:
+        labels[span.version] += span.end - span.start
+    return {WeightVersion.parse(label): count for label, count in labels.items() if count}

@@ -1,0 +1,318 @@
+"""Sync weights: which version a step generates with (`VersionGate`), and verified loads into the actors.
+
+Engines that load between steps have one version for all samples in progress:
+
+    async with versions.generating(oldest=3) as published:
+        ...   # engines may be synced to `published`, and keep it
+
+A step with the current version joins the others. A step with another version waits until these have ended, and later
+steps wait for it, so none waits for ever. The version is the newest at the end of the wait. Engines that load in flight
+need no gate, except for weights that are no version of the run, such as their average: these are never mixed with
+others. A new learner repeats earlier steps and publishes their weights again; a later step, for which they are too old,
+waits for newer ones without holding up the others.
+
+An actor serves only after a load by `ActorWeights`, which follows the proof that loads reach every tensor. With
+`weights.transport: cuda_ipc` the learner's ranks feed the engines on their GPUs during the load
+(rlhfless.weights.buckets); loads that start together share a feed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.base import Call
+from rlhfless.functions.generation.deployment import Loaded, LoadProof
+from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, SleepTier, StartPhase, WeightVersion, Work
+from rlhfless.scaling.capabilities import TIERS
+from rlhfless.scaling.placement import Device
+from rlhfless.spec import RunSpec
+from rlhfless.util.tasks import beside, gather_or_cancel
+
+log = logging.getLogger(__name__)
+
+
+class OneVersion:
+    """The newest weights of a run, and the draws that are under way."""
+
+    def __init__(self, *, in_flight: bool = False) -> None:
+        self._in_flight = in_flight
+        self._newest: PublishedWeights | None = None
+        self._drawn_with: PublishedWeights | None = None
+        self._apart = False
+        """Whether the draws under way are with weights that are no version of the run."""
+        self._draws = 0
+        self._entrance = asyncio.Lock()  # which serves in the order of arrival
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> PublishedWeights:
+        """The weights that were published last."""
+        assert self._newest is not None, "the first version is published before anything is drawn"
+        return self._newest
+
+    @newest.setter
+    def newest(self, published: PublishedWeights) -> None:
+        self._newest = published
+        self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def drawing(self, oldest: int, apart: PublishedWeights | None = None) -> AsyncIterator[PublishedWeights]:
+        """Within the block no draw of another version is under way; gives the version to draw with, which is of the
+        step `oldest` or a later one, or `apart`."""
+        published = None
+        while published is None:
+            await self._until(lambda: self.newest.version.step >= oldest)
+            published = await self._enter(oldest, apart)
+        try:
+            yield published
+        finally:
+            self._draws -= 1
+            self._changed.set()
+
+    async def newer_than(self, version: WeightVersion) -> PublishedWeights:
+        """Wait for a version that the learner has trained further; a new learner publishes earlier ones again."""
+        await self._until(lambda: self.newest.version.step > version.step)
+        return self.newest
+
+    async def _enter(self, oldest: int, apart: PublishedWeights | None) -> PublishedWeights | None:
+        """Begin a draw when it may draw with the newest version; None if that has become too old meanwhile."""
+        async with self._entrance:
+            mixed = self._in_flight and apart is None
+            await self._until(
+                lambda: not self._draws or self._drawn_with == (apart or self.newest) or (mixed and not self._apart)
+            )
+            if self.newest.version.step < oldest:
+                return None
+            self._drawn_with, self._apart = apart or self.newest, apart is not None
+            self._draws += 1
+            return self._drawn_with
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+TOGETHER_S = 0.05
+"""Loads that begin within this time share a feed: those of a sync begin at once."""
+
+OFFER_POLL_S = 0.5
+
+T = TypeVar("T")
+
+
+class LearnerLost(ReplicaLost):
+    """The learner was lost, or began another step, while it gave weights to engines."""
+
+
+class Feeding:
+    """The learner's part in the loads of generation actors."""
+
+    def __init__(self, learner: ReplicaPool, timeout_s: float) -> None:
+        self._learner = learner
+        self._timeout_s = timeout_s
+        self._waiting: list[Replica] = []
+        """The actors of the next feed."""
+        self._loading: list[Replica] = []
+        """The actors whose loads are under way."""
+        self._next: asyncio.Task[None] | None = None
+        self._feeding = asyncio.Lock()
+
+    async def wait_offered(self, wanted: Callable[[], WeightVersion], call: Call) -> None:
+        """Wait until the learner can give the version that is wanted then: not while it learns another step. Raises
+        LearnerLost."""
+        while True:
+            if await self._ask("offers", call, wanted()):
+                return
+            await asyncio.sleep(OFFER_POLL_S)
+
+    async def during(self, load: Coroutine[Any, Any, T], actor: Replica, version: WeightVersion, call: Call) -> T:
+        """Return the result of an actor's load, in which the learner takes part. Raises what the load raises, which
+        has a time limit of its own, or LearnerLost."""
+        self._waiting.append(actor)
+        self._loading.append(actor)
+        if self._next is None:
+            self._next = asyncio.create_task(self._feed(version, call))
+            self._next.add_done_callback(lambda feed: feed.cancelled() or feed.exception())  # its loads may have ended
+        try:
+            return await beside(load, self._shared(self._next))
+        finally:
+            self._loading.remove(actor)
+
+    @staticmethod
+    async def _shared(feed: asyncio.Task[None]) -> None:
+        """Wait for a feed that others wait for, too."""
+        await asyncio.shield(feed)
+
+    async def _feed(self, version: WeightVersion, call: Call) -> None:
+        """Feed the actors that wait, and again those workers that came too late, until no load of theirs is left."""
+        await asyncio.sleep(TOGETHER_S)
+        async with self._feeding:
+            actors, self._waiting, self._next = self._waiting, [], None
+            (allocation,) = self._learner.allocations
+            missing = self._loading_workers(actors, allocation.devices)
+            while any(missing):
+                taken = await self._ask("feed", call, version, missing)
+                if not taken:
+                    raise LearnerLost(f"{version.label}: the learner has begun another step, and gives it no more")
+                loading = self._loading_workers(actors, allocation.devices)
+                missing = [min(late - came, left) for late, came, left in zip(missing, taken, loading, strict=True)]
+                if any(missing):
+                    log.warning(
+                        "%s: %d workers did not take the weights in time; fed again", version.label, sum(missing)
+                    )
+
+    def _loading_workers(self, actors: Sequence[Replica], devices: Sequence[Device]) -> list[int]:
+        """The workers on each device of those actors that are still loading."""
+        on = Counter(device for actor in actors if actor in self._loading for device in actor.allocation.devices)
+        return [on[device] for device in devices]
+
+    async def _ask(self, method: str, call: Call, *arguments: object) -> Any:
+        what = "the learner's part in a load of weights"
+        try:
+            learner = next(iter(self._learner.replicas()), None)
+            if learner is None:
+                raise LearnerLost(f"{what}: there is no learner")
+            return await learner.call(method, call, *arguments, timeout_s=self._timeout_s, waiting_for=what)
+        except (ReplicaLost, CallTimeout) as error:
+            raise LearnerLost(str(error)) from error
+
+
+class ActorWeights:
+    """Loads published weights into the actors of a pool, and into those that prefill for them."""
+
+    def __init__(
+        self, pool: ReplicaPool, spec: RunSpec, prefill: ReplicaPool | None = None, feeding: Feeding | None = None
+    ) -> None:
+        self.served: PublishedWeights | None = None
+        """The version for all actors, including actors that start later, or wake; None before there is one."""
+        self.perturbed: PublishedWeights
+        """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
+        self._pool = pool
+        self._pools = (pool,) if prefill is None else (pool, prefill)
+        self._spec = spec
+        self._feeding = feeding
+        """The learner's part in each load; None if actors read published weights without it."""
+        self._syncing = asyncio.Lock()
+        """Held during a sync: steps that are drawn at once ask for the same version, and one load is enough."""
+        for each in self._pools:
+            each.opens = self.open
+        pool.wakes = self.wake
+        # A load follows each sleep; only before the first one do actors prove that loads move what they have.
+        pool.tier = lambda: SleepTier.HOST if self.served is None else TIERS[FunctionRole.SAMPLES]
+
+    async def open(self, actor: Replica, call: Call) -> None:
+        """Load the current version into a new actor, after the proof of loading. Raises as `load` does."""
+        await self.prove_loading(actor, call)
+        if self._feeding is not None:
+            await self._feeding.wait_offered(lambda: self._the_served.version, call)
+        await self.load(actor, self._the_served, call)
+
+    async def wake(self, actor: Replica, call: Call) -> None:
+        """Wake an actor, and load the current version into it: a load gives it its memory back, part by part."""
+        actor.mark_waking()
+        actor.mark_awake()
+        if self.served is not None:
+            await self.load(actor, self.served, call)
+            self._pool.notify_joined(actor)
+
+    @property
+    def _the_served(self) -> PublishedWeights:
+        assert self.served is not None, "a version is published before actors serve"
+        return self.served
+
+    async def sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event | None = None) -> None:
+        """Load published weights into all actors that are up; the listeners of the pool are told of each. `asked` is
+        set when no actor serves others any more: a draw that began before would be of older weights.
+
+        Replacements of lost actors start in the background, and are waited for only if no other actor is up; then an
+        error of their start is raised. Wrong weights of a new actor are raised whenever they were found.
+        """
+        for pool in self._pools:
+            if pool.fatal is not None:
+                raise pool.fatal
+        async with self._syncing:
+            self.served = published
+            async with self._pool.turn(call):
+                await self._sync(published, call, asked or asyncio.Event())
+
+    async def _sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event) -> None:
+        for pool in self._pools:
+            pool.replace_missing(call)
+        await self._pool.wait_any_up()
+        up = [(pool, actor) for pool in self._pools for actor in pool.up()]
+        for _, actor in up:
+            actor.ask(published.version)  # from here on, an actor gets no work before it has loaded this version
+        asked.set()
+        await gather_or_cancel(*(self._bring(pool, actor, call) for pool, actor in up))
+
+    async def _bring(self, pool: ReplicaPool, actor: Replica, call: Call) -> None:
+        """Load the current version into one actor. If the actor is lost meanwhile, it is replaced and the others go on.
+        Raises ReplicaLost if no actor that draws is up: new actors might be lost to the same weights."""
+        if actor.state is ReplicaState.SERVING:
+            return
+        try:
+            await self.load(actor, self._the_served, call)
+        except LearnerLost:
+            raise
+        except ReplicaLost as lost:
+            if actor.state is not ReplicaState.DEAD:
+                return  # it was released
+            if not self._pool.up():
+                raise
+            log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
+            pool.replace_missing(call)
+            pool.notify_missed(pool.slot_of(actor))
+        if actor.state is ReplicaState.SERVING:
+            pool.notify_joined(actor)
+
+    async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
+        """Load a version into one actor, the only way to SERVING. Does nothing if the actor serves it already.
+
+        Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
+        """
+        actor.ask(published.version)
+        if actor.state is ReplicaState.SERVING:
+            return
+        loading = actor.call(
+            "load",
+            call,
+            published,
+            in_flight=self._spec.schedule.in_flight,
+            timeout_s=self._spec.timeouts.sync_s,
+            waiting_for=f"the weights of step {published.version.step}",
+            work=Work.LOAD_WEIGHTS,
+        )
+        if self._feeding is not None:
+            loading = self._feeding.during(loading, actor, published.version, call)
+        loaded: Loaded = await loading
+        actor.record_transport(call, loaded.transport)
+        # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
+        if actor.state is ReplicaState.STALE:
+            actor.mark_loaded(published.version)
+
+    async def prove_loading(self, actor: Replica, call: Call) -> None:
+        """Check that loads reach every tensor of a new engine."""
+        proof: LoadProof = await actor.call(
+            "prove_loading",
+            call,
+            self.perturbed,
+            timeout_s=self._spec.timeouts.sync_s,
+            waiting_for="the proof that loads reach every tensor",
+            work=Work.PROVE_LOADING,
+        )
+        opening = {StartPhase.CHART: proof.chart_s, StartPhase.FIRST_LOAD: proof.load_s}
+        actor.record_start(call, {str(phase): seconds for phase, seconds in opening.items() if seconds})
+        if self._spec.weights.read_back and proof.read_back < proof.tensors:
+            log.warning(
+                "%s can give back %d of %d weight tensors; the probe alone covers the others",
+                actor.name,
+                proof.read_back,
+                proof.tensors,
+            )
