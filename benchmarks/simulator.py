@@ -28,7 +28,7 @@ from where import machine
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Allocation, Device
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import math
 
-from rlhfless.scaling.compiled import compiled, inlined, part
 from rlhfless.scaling.policy import UNASSIGNED
+from rlhfless.sim.compiled import compiled, inlined, part
 from rlhfless.sim.kernel_state import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
 
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
+from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths
 from rlhfless.scaling.policies.static import Static
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.baselines.queue_reactive import KedaSpec, KnativeSpec, RayServeSpec, keda, knative, ray_serve

@@ -22,7 +22,6 @@ from rlhfless.sim.report.verdict import (
     best_fleets,
     contract_text,
     infeasible,
-    unused,
     verdict,
 )
 from rlhfless.sim.scenarios import Scenario
@@ -45,7 +44,7 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
     legend = f"{ends} times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
-    notes = [*filter(None, [best_fleets(comparison)]), *infeasible(comparison), *unused(comparison)]
+    notes = [*filter(None, [best_fleets(comparison)]), *infeasible(comparison)]
     decided = verdict(comparison)
     last = ("", Prose(decided, style="bold")) if decided else ()
     return Group(title, *parts, "", *map(Prose, notes), Prose(legend, style="dim"), *last)

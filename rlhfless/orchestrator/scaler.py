@@ -23,9 +23,9 @@ from rlhfless.scaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.lengths import LengthPredictor
-from rlhfless.scaling.plan import CheapestUnderDeadline, RunContract, contract_for_step
+from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
+from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths
 from rlhfless.scaling.policies.static import Static
 from rlhfless.scaling.policy import Idle, Policy, StepEnded
 from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, WeightedSpec

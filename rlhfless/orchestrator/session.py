@@ -42,7 +42,6 @@ from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_mach
 from rlhfless.scaling.function_kinds import name_of, place_run, publisher_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.scaling.quantization import quantization_problems
 from rlhfless.spec import RunSpec
@@ -314,7 +313,7 @@ async def _start_drawing(session: Session, run: Run) -> int:
     """As `_start_learning`, of a run with actors: they have the weights then."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
-        await gather_or_cancel(start_functions(run, actors), asyncio.to_thread(warm_up))
+        await start_functions(run, actors)
     with session.console.waiting("checking that weight loads reach every tensor"):
         step = await run.restore()
         await run.open_weights(step)

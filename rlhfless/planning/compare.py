@@ -29,7 +29,7 @@ from rlhfless.planning.schedules import limit_of_run
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
-from rlhfless.scaling.plan import order_of
+from rlhfless.scaling.policies.contract import order_of
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.experiment.rows import MILLION
 from rlhfless.spec import RunSpec

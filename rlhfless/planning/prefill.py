@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from rlhfless.planning.dimensions import connector_on
 from rlhfless.planning.prediction import Lengths
+from rlhfless.planning.prefill_break_even import AlikeEngines, PoolComparison, StepShape, compare
 from rlhfless.planning.question import Question
 from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.engine_speeds import CALLS_S, prior_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.plan.prefill_apart import AlikeEngines, PoolComparison, StepShape, compare
 from rlhfless.sim.scenarios.timing import Packed
 from rlhfless.spec import RunSpec
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlhfless.planning.prediction import Predicted
 from rlhfless.planning.question import Question
 from rlhfless.records import FunctionName
-from rlhfless.scaling.plan import best_of, contract_for_step
+from rlhfless.scaling.policies.contract import best_of, contract_for_step
 from rlhfless.spec import (
     AsyncSpec,
     CheapestSpec,

@@ -1,5 +1,5 @@
 """The price of prompts that are computed apart (docs/prefill.md), declared once: for the break-even of a plan
-(`plan.prefill_apart`), for a policy's plan of a step (`plan.cost`), and for simulated fleets. Pure.
+(`planning.prefill_break_even`), for a policy's plan of a step (`group_times`), and for simulated fleets. Pure.
 
 An actor's prompts are handed over in PIECES pieces, those with the longest responses first. A piece is computed by one
 of the prefill actors, first come, first served; then the actor reads its KV, and draws nothing meanwhile.

@@ -20,12 +20,9 @@ import numpy as np
 from pydantic import Field
 
 from rlhfless.records import FunctionRole
-from rlhfless.scaling.plan import responses
-from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.responses import Floats
+from rlhfless.scaling.policies.cost_aware.group_times import ActorTypeCache, Floats, GroupTimes, responses
 from rlhfless.scaling.policies.fleet_actions import Inputs, note, rescue, samples_by_prompt, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, Layout, PolicyContext
-from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
@@ -70,7 +67,7 @@ class RLHFlessPublished:
     def __init__(self, settings: RLHFlessPaperSpec) -> None:
         self._settings = settings
         self._contexts = Contexts()
-        self._fleet_options = FleetOptionsCache()
+        self._actor_types = ActorTypeCache()
         self._means: dict[str, float] = {}
         self._seen_tokens, self._seen = 0.0, 0
         self._step, self._began_s = 0, 0.0
@@ -146,7 +143,7 @@ class RLHFlessPublished:
         """
         view, layout, prompts = now.view, now.layout, len(now.view.prompt_ids)
         step = responses(predicted[view.group], view.group, view.prompt_tokens)
-        times = GroupTimes(self._fleet_options.device(layout.replica_slots[layout.generation[0]]), step, order)
+        times = GroupTimes(self._actor_types.of(layout.replica_slots[layout.generation[0]]), step, order)
         sweep = range(1, min(len(layout.generation), prompts) + 1)
         cuts = [ends[np.arange(actors + 1) * prompts // actors] for actors in sweep]
         work_s = [times.time_s(cut[:-1], cut[1:]) for cut in cuts]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.forecasts import Forecaster, RemainingLengths
 from rlhfless.scaling.policy import Ints, Policy, StepView
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.spec import CostAwareSpec

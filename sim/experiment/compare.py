@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfless.scaling.plan import best_of
+from rlhfless.scaling.policies.contract import best_of
 from rlhfless.sim.experiment.contracts import (
     contract_of,
     in_order,

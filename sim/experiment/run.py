@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.sim.experiment.bounds import clairvoyant
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
@@ -32,18 +32,10 @@ class FleetShape:
 
     placement: ScenarioPlacementSpec
     devices: int | None = None
-    """Devices of the first kind; all of them if None."""
-    kinds: tuple[str, ...] | None = None
-    """Kinds of devices that it has, the first kind among them; all if None."""
-
-    def rents(self, kind: str) -> bool:
-        """Whether it has the scenario's machines of this kind."""
-        return self.kinds is None or kind in self.kinds
+    """Devices of the kind that generates; all of them if None."""
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
-        if self.kinds is not None:
-            size += f", of {' and '.join(self.kinds)} only"
         if self.placement.mode == "colocated":
             return f"{size}, co-located"
         size += f", {self.placement.learner_devices or 'half'} of them the learner's"
@@ -136,13 +128,13 @@ def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
 
 def layout_of(scenario: Scenario, fleet: FleetShape) -> ScenarioLayout:
     """The slots of a fleet. Raises InputError if the learner or an actor does not fit."""
-    return ScenarioLayout(scenario, fleet.placement, fleet.devices, fleet.kinds)
+    return ScenarioLayout(scenario, fleet.placement, fleet.devices)
 
 
 def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> DeviceSupply:
     """The devices that a policy may hold, and owned ones beside them. `reserved`: it pays for all that it may hold."""
     count = {machines.kind: machines.devices for machines in layout.machines}
-    count[layout.machines[0].kind] = layout.devices
+    count[layout.machines[-1].kind] = layout.devices
     prices, spare = price_book(scenario), {}
     for machines in scenario.cluster.machines:
         used, each = count.get(machines.kind, 0), machines.devices_per_node

@@ -21,7 +21,7 @@ from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.policies import configured, make_policy
 from rlhfless.sim.replay.latency_file import LatencyFile

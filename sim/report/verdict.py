@@ -168,20 +168,6 @@ def infeasible(comparison: PolicyComparison) -> list[str]:
     return lines
 
 
-def unused(comparison: PolicyComparison) -> list[str]:
-    """By policy, the kinds of machines that it pays for and of which it never used a device."""
-    lines = []
-    for label, (run, *_) in comparison.results.items():
-        if run.trace is None:
-            continue
-        used = {held.device_kind for held in run.trace.holdings}
-        machines = [each for each in comparison.scenario.cluster.machines if run.fleet.rents(each.kind)]
-        idle = [f"{each.devices} x {each.kind}" for each in machines if each.kind not in used]
-        if idle:
-            lines.append(f"{label} never uses {' or '.join(idle)}: do not rent them")
-    return lines
-
-
 def _multiple(measure: MultipleOf, of: str) -> str:
     return f"{measure.times:g} x the {of} of {measure.policy}"
 

@@ -44,36 +44,35 @@ def price_book(scenario: Scenario) -> PriceBook:
 
 
 class ScenarioLayout:
-    """Slots of one placement on the first `devices` devices of the scenario's first kind, and on all of the others, or
-    of those among `kinds`.
+    """Slots of one placement. The learner's side is on the first machines and generation on the last ones, of which it
+    has the first `devices` devices, by default all.
 
     Raises InputError if the learner or an actor does not fit.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        placement: ScenarioPlacementSpec,
-        devices: int | None = None,
-        kinds: tuple[str, ...] | None = None,
-    ) -> None:
+    def __init__(self, scenario: Scenario, placement: ScenarioPlacementSpec, devices: int | None = None) -> None:
         self._scenario, self._measured = scenario, timing.measured_times(scenario)
         self._placement = placement
-        first, *others = scenario.cluster.machines
-        self.machines = (first, *(machines for machines in others if kinds is None or machines.kind in kinds))
-        """The machines whose devices the layout uses."""
-        self.devices = first.devices if devices is None else devices
+        first, last = scenario.cluster.machines[0], scenario.cluster.machines[-1]
+        self.machines = scenario.cluster.machines
+        self.devices = last.devices if devices is None else devices
+        """Devices of the last machines."""
         self.prefills = placement.prefill_actors > 0
         """Whether other actors compute the prompts of those that draw."""
-        self._first = DevicesByNode.of(first, self.devices)
+        self._generation = last, DevicesByNode.of(last, self.devices)
+        self._first = DevicesByNode.of(first, first.devices if first is not last else self.devices)
         devices_of_first = self._first.all
         apart = placement.mode == "disaggregated"
         if scenario.cluster.serverless is not None and not apart:
             what = "co-located functions share devices, and serverless containers have their own"
             hint = "set placement.mode to disaggregated, also for each policy that is placed co-located by default"
             raise InputError(scenario.name, [Problem("placement.mode", what, hint)])
+        if first is not last and (not apart or placement.learner_devices not in (None, first.devices)):
+            what = f"generation is on {last.kind} and the learner on {first.kind}"
+            hint = f"set mode to disaggregated, and learner_devices to {first.devices} or leave it out"
+            raise InputError(scenario.name, [Problem("placement", what, hint)])
         self.learner_side = devices_of_first
-        if apart:
+        if apart and first is last:
             self.learner_side = devices_of_first[-(placement.learner_devices or -(-len(devices_of_first) // 2)) :]
         needed = timing.learner_devices_needed(scenario, first.kind)
         if len(self.learner_side) < needed:
@@ -82,16 +81,13 @@ class ScenarioLayout:
             raise timing.DoesNotFit(scenario.name, [Problem("placement", what, hint)])
 
     def actors(self) -> tuple[ActorShape, ...]:
-        """Slots for generation; slots on the first kind of device come first."""
-        shapes: list[ActorShape] = []
-        for index, machines in enumerate(self.machines):
-            devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
-            if index == 0 and self._placement.mode == "disaggregated":
-                devices = devices.without(self.learner_side)
-            first = not shapes
-            shapes += self._of_kind(machines, devices)
-            if first and (apart := self._placement.prefill_actors):
-                shapes[-apart:] = [replace(shape, prefills=True) for shape in shapes[-apart:]]
+        """Slots for generation."""
+        machines, devices = self._generation
+        if self._placement.mode == "disaggregated":
+            devices = devices.without(self.learner_side)
+        shapes = self._of_kind(machines, devices)
+        if apart := self._placement.prefill_actors:
+            shapes[-apart:] = [replace(shape, prefills=True) for shape in shapes[-apart:]]
         if all(shape.prefills for shape in shapes):
             what = f"no node has {self._scenario.engine.devices} devices left for an actor that draws"
             hint = "lower engine.tensor_parallel, placement.learner_devices or prefill_actors, or take more devices"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -103,7 +103,8 @@ class ClusterSpec(SpecModel):
     """All machines that a policy may use, and how they are billed."""
 
     machines: Annotated[tuple[MachinesSpec, ...], Field(min_length=1)]
-    """One entry per kind; the learner lives on the first."""
+    """One kind; or two, of which the learner has the first and generation the second, with placement
+    `disaggregated`."""
 
     prices: str | None = None
     """Price book (YAML); the bundled one when left out."""
@@ -158,6 +159,17 @@ class ClusterSpec(SpecModel):
                 "one of the two out"
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _generation_has_one_kind(cls, data: Any) -> Any:
+        machines = data.get("machines") if isinstance(data, dict) else None
+        if isinstance(machines, list | tuple) and len(machines) > 2:
+            raise ValueError(
+                f"machines has {len(machines)} entries, and generation on several kinds of devices was removed; give "
+                "one kind, or two: the learner's and that of generation"
+            )
+        return data
 
     @model_validator(mode="after")
     def _kinds_differ(self) -> ClusterSpec:

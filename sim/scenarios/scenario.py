@@ -191,7 +191,9 @@ class Scenario(SpecModel):
         names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, CLAIRVOYANT)
         schedule = data.get("schedule", "sync")
         named = schedule.get("type", "sync") if isinstance(schedule, dict) else getattr(schedule, "type", schedule)
-        if named not in IN_TURN:  # it overlaps what a co-located policy does in turn
+        cluster = data.get("cluster")
+        kinds = len(cluster.get("machines") or ()) if isinstance(cluster, dict) else 1
+        if named not in IN_TURN or kinds > 1:  # a co-located policy does all in turn, on one kind of device
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
 

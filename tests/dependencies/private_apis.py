@@ -328,7 +328,7 @@ OTHER_NAMES = (
     PrivateName("kubernetes.client.CoreV1Api.list_namespaced_pod", (PODS,),
                 "no call waits for ever", takes=("namespace", "label_selector", "_request_timeout")),
     PrivateName("kubernetes.client.CoreV1Api.list_node", (PODS,), "the same", takes=("_request_timeout",)),
-    PrivateName("numba.core.options.DefaultOptions", ("rlhfless/scaling/compiled.py",), "no counting of references",
+    PrivateName("numba.core.options.DefaultOptions", ("sim/compiled.py",), "no counting of references",
                 has=("_nrt",)),
     PrivateName("pydantic.BaseModel", ("rlhfless/spec/extension.py",), "the schema of a part that a user may replace",
                 has=("__pydantic_core_schema__",)),

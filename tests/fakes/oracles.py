@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-from rlhfless.scaling.plan import DeviceOption, FleetOptions, Responses, Standby
-from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.responses import order_of
+from rlhfless.scaling.policies.cost_aware.group_times import ActorType, GroupTimes, Responses
+from rlhfless.scaling.policies.cost_aware.plan import FleetOptions, Standby
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,23 @@ class Straight:
         return self.per_prompt_token_s * tokens
 
 
-def device(engine: EngineModel, *standby: Standby, kind: str = "gpu", **changes: float) -> DeviceOption:
-    """A device with ample memory that costs 1 USD a second, unless changed."""
+@dataclass(frozen=True)
+class Offer:
+    """Actors of a type, in tiers."""
+
+    actor: ActorType
+    standby: tuple[Standby, ...]
+    between_usd: float
+
+
+def device(engine: EngineModel, *standby: Standby, between_usd: float = 0.0, **changes: float) -> Offer:
+    """Actors with ample memory that cost 1 USD a second, unless changed."""
     values = {"kv_capacity_tokens": 10**9, "max_sequences": 256, "usd_per_s": 1.0} | changes
-    return DeviceOption(kind, engine, standby=standby, **values)  # type: ignore[arg-type]
+    return Offer(ActorType("gpu", engine, **values), standby, between_usd)  # type: ignore[arg-type]
 
 
-def fleet(
-    option: DeviceOption, *more: DeviceOption, weight_sync_s: float = 0.0, max_actors: int = 1024
-) -> FleetOptions:
-    return FleetOptions((option, *more), max_actors, weight_sync_s)
+def fleet(offer: Offer, weight_sync_s: float = 0.0, max_actors: int = 1024) -> FleetOptions:
+    return FleetOptions(offer.actor, offer.standby, max_actors, weight_sync_s, offer.between_usd)
 
 
 def drained_s(engine: EngineModel, tokens: list[int], prompt: list[int], prompt_tokens: list[int]) -> float:
@@ -71,9 +77,9 @@ def drained_s(engine: EngineModel, tokens: list[int], prompt: list[int], prompt_
     return seconds
 
 
-def group_times(step: Responses, option: DeviceOption) -> np.ndarray:
+def group_times(step: Responses, offer: Offer) -> np.ndarray:
     """[samples + 1, samples + 1]: seconds of each group [i, j) of the step's list; infinite where i >= j."""
-    times, n = GroupTimes(option, step, order_of(step)), step.tokens.size
+    times, n = GroupTimes(offer.actor, step, step.list_order), step.tokens.size
     begin, end = np.triu_indices(n + 1, 1)
     table = np.full((n + 1, n + 1), np.inf)
     table[begin, end] = times.time_s(begin, end)

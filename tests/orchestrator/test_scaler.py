@@ -22,7 +22,7 @@ from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.lengths import LengthPredictor
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policy import Policy
 from rlhfless.spec import CheapestSpec, RunSpec, WeightedSpec

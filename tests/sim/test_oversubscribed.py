@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fakes.books import CONTRACTS, Run, check_books
 from fakes.naive_engine import LinearModel
 from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
-from rlhfless.scaling.plan import DeviceOption, RunContract
+from rlhfless.scaling.policies.contract import RunContract
+from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policy import Action, Event, Note, Policy, StepView
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
@@ -97,7 +98,7 @@ def test_the_closed_form_foresees_when_an_engine_ends_whose_samples_wait(times: 
     engine = EnginePool(ROOMY, PricedModel(HEAVY, SLOTS), progress.table, [0]).open(0, progress, 0.0)
     engine.submit(order, 0.0)
     engine.advance(math.inf)
-    device = DeviceOption("h100", HEAVY, 4000, SLOTS, 0.001, ())
+    device = ActorType("h100", HEAVY, 4000, SLOTS, 0.001)
     everyone = np.full(batch.samples, PROMPT_TOKENS)
     tokens = batch.response_tokens.astype(np.float64)
     assert device.drain_s(tokens, everyone, float(tokens.max())) == pytest.approx(engine.now_s, rel=0.03)

@@ -26,7 +26,7 @@ from fakes.small_fleet import (
     slot_setup,
 )
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.sim.experiment.bounds import Clairvoyant
 from rlhfless.sim.policies import POLICIES, make_policy

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace, read_trace
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.sim.experiment.compare import compare, quoted_part
 from rlhfless.sim.policies import PolicyError, make_policy, policy_kind
 from rlhfless.sim.replay.calibrate import calibrate

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.speculating import Speculating, per_pass
-from rlhfless.scaling.plan.curve import fit_curve
+from rlhfless.scaling.policies.cost_aware.group_times import fit_iteration_times
 
 ENGINE = LinearEngine(fixed_s=0.010, sequence_s=0.0005, context_s=2e-7, prefill_token_s=1e-5, prefill_context_s=0.0)
 HALVES = (0.5, 0.25, 0.125)
@@ -88,8 +88,8 @@ def test_a_plan_can_use_it() -> None:
     engine = Speculating(ENGINE, (1, 1), HALVES[:2])
     table = [engine.iteration_s(sequences) for sequences in range(1, 257)]
     assert all(before <= after for before, after in pairwise(table))
-    assert float(fit_curve(table).iteration_s(256)) == pytest.approx(ENGINE.iteration_s(256), rel=1e-2)
-    assert float(fit_curve(table).iteration_s(4)) == pytest.approx(engine.iteration_s(4), rel=1e-2)
+    assert float(fit_iteration_times(table).of(256)) == pytest.approx(ENGINE.iteration_s(256), rel=1e-2)
+    assert float(fit_iteration_times(table).of(4)) == pytest.approx(engine.iteration_s(4), rel=1e-2)
 
 
 def test_the_places_of_a_ledger() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fakes.views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin
-from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
+from rlhfless.scaling.policies.cost_aware.estimates import DeadlineMargin
+from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths
 from rlhfless.scaling.policy import (
     Action,
     Assign,

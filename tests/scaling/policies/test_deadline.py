@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlhfless.scaling.policies.cost_aware.deadline import (
+from rlhfless.scaling.policies.cost_aware.estimates import (
     FIRST_SCATTER,
     FIRST_STEPS,
     DeadlineMargin,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.records import FunctionName, FunctionRole, ReplicaState
-from rlhfless.scaling.policies.cost_aware.estimators import COLD, STARTING, StartTimes
+from rlhfless.scaling.policies.cost_aware.estimates import COLD, STARTING, StartTimes
 from rlhfless.scaling.policy import ReplicaSlot, Start
 
 # -- starts: the wait for devices is apart from what a replica itself takes

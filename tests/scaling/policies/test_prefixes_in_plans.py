@@ -11,9 +11,8 @@ import pytest
 from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
-from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
-from rlhfless.scaling.policies.cost_aware.planner import SIMILAR_MEAN, _by_mean
+from rlhfless.scaling.policies.cost_aware.estimates import StartTimes
+from rlhfless.scaling.policies.cost_aware.forecasts import SIMILAR_MEAN, RemainingLengths, _by_mean
 from rlhfless.scaling.policies.cost_aware.relief import Actors, kv_again_s
 from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
 from rlhfless.scaling.policy import StepView

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from fakes.views import ABSENT, MODEL, UP, fleet_of, replica_slot, view_of
-from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies.cost_aware.deadline import StepAim, StepMargin
-from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
+from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim, StepMargin
+from rlhfless.scaling.policies.cost_aware.forecasts import RemainingLengths
+from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policies.cost_aware.relief import Actors, Goal, goal_of, relieve
 from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
 from rlhfless.scaling.policy import Move, Note, SlotView, Start
 
-DEVICE = DeviceOption("h100", MODEL, 10_000, 8, 0.001, ())
+DEVICE = ActorType("h100", MODEL, 10_000, 8, 0.001)
 LATE = Goal(0.0, 0.0, 0.5)
 
 
@@ -27,7 +26,7 @@ def actors_of(
     home: Sequence[int],
     slots: Sequence[SlotView] = (UP, UP),
     start_s: float = 40.0,
-    device: DeviceOption = DEVICE,
+    device: ActorType = DEVICE,
 ) -> tuple[PolicyContext, Actors]:
     """Samples of which it is known how many tokens they have left; each has a prompt of 10 tokens, and drew 5."""
     fleet = fleet_of(*(replica_slot(slot, start_s=start_s) for slot in range(len(slots))))
@@ -73,7 +72,7 @@ def test_half_of_the_last_actors_samples_move_to_one_with_nothing_left() -> None
 
 def test_a_target_that_has_to_start_first_is_started_if_that_pays() -> None:
     """An iteration takes 10 ms more for each sequence: 90 s for eight, 50 s for four after 41 s of start and load."""
-    slow = DeviceOption("h100", dataclasses.replace(MODEL, sequence_s=0.01), 10_000, 8, 0.001, ())
+    slow = ActorType("h100", dataclasses.replace(MODEL, sequence_s=0.01), 10_000, 8, 0.001)
     assert not relieve(*actors_of([1000] * 8, [0] * 8, (UP, ABSENT), 40.0, slow), LATE)
     actions = relieve(*actors_of([1000] * 8, [0] * 8, (UP, ABSENT), 20.0, slow), LATE)
     assert [type(action) for action in actions] == [Start, Move, Note]

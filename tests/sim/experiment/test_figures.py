@@ -9,7 +9,7 @@ import pytest
 from fakes.tiny_scenario import scenario
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta
-from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook
 from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
 from rlhfless.sim.experiment.compare import PolicyComparison, compare
-from rlhfless.sim.report.verdict import unused
 from rlhfless.sim.scenarios import Scenario
+from rlhfless.spec.errors import InputError
 
 LENGTHS = {"median_tokens": 800, "spread": 0.5, "persistence": 1.0}
 
@@ -44,7 +47,18 @@ def test_one_prompt_with_one_sample_is_no_slower_than_static() -> None:
     assert rows["cost_aware"].speed_up.mean > 0.97
 
 
-def test_machines_that_a_policy_pays_for_and_never_uses_are_named() -> None:
+def test_generation_runs_on_one_kind_of_device_and_the_learner_may_have_another() -> None:
     machines = [{"kind": "h200", "devices_per_node": 4}, {"kind": "l40s", "devices_per_node": 8}]
-    few = compared(cluster={"machines": machines}, prompts_per_step=4, steps=3)
-    assert unused(few) == [f"{label} never uses 8 x l40s: do not rent them" for label in ("cost_aware", "clairvoyant")]
+    apart, both = {"mode": "disaggregated"}, {"machines": machines}
+    policies = [{"name": "static"}, {"name": "cost_aware"}]
+    found = compared(cluster=both, placement=apart, policies=policies, prompts_per_step=4, steps=3)
+    for runs in found.results.values():
+        trace = runs[0].trace
+        assert trace is not None
+        kinds = {(held.function, held.device_kind) for held in trace.holdings}
+        assert {("generation", "l40s"), ("learner", "h200")} <= kinds
+        assert ("generation", "h200") not in kinds
+    with pytest.raises(InputError, match="generation is on l40s and the learner on h200"):
+        compared(cluster=both)
+    with pytest.raises(ValidationError, match="generation on several kinds of devices was removed"):
+        compared(cluster={"machines": [*machines, {"kind": "h100", "devices_per_node": 8}]})

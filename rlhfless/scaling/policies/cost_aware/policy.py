@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from rlhfless.scaling.plan import (
+from rlhfless.scaling.policies.contract import (
     CheapestUnderDeadline,
     Contract,
     FastestUnderBudget,
@@ -17,15 +18,20 @@ from rlhfless.scaling.plan import (
     Weighted,
     contract_for_step,
 )
-from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim, StepMargin
-from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster
-from rlhfless.scaling.policies.cost_aware.idle import HeldDevices, IdleScheduler, StepForecast, release
-from rlhfless.scaling.policies.cost_aware.planner import StepPlan, plan_step
+from rlhfless.scaling.policies.cost_aware.estimates import DeadlineMargin, Spending, StartTimes, StepAim, StepMargin
+from rlhfless.scaling.policies.cost_aware.forecasts import Forecaster, RemainingLengths, typical_responses
+from rlhfless.scaling.policies.cost_aware.group_times import ActorTypeCache, Responses
+from rlhfless.scaling.policies.cost_aware.idle import (
+    HeldDevices,
+    IdleScheduler,
+    StepForecast,
+    release,
+    waiting_usd_per_s,
+)
+from rlhfless.scaling.policies.cost_aware.plan import ROUNDING, FleetOptions, GenerationPlan, Standby, plan
 from rlhfless.scaling.policies.cost_aware.relief import PASSED_SHARE, Actors, goal_of, is_due, relieve
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
-from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -48,6 +54,22 @@ UNSEEN_SHARE = 0.5
 """Share of a step's contract for generation while the work after it is not measured: it takes about as long."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """The plan of a step, on slots."""
+
+    plan: GenerationPlan
+    slots: tuple[int, ...]  # [actors]
+    samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
+    limit_s: float
+    """Seconds from now until generation should have ended."""
+
+    @property
+    def hurries(self) -> bool:
+        """Whether it is the fastest plan because no plan keeps the limit."""
+        return self.plan.step_s > self.limit_s * (1 + ROUNDING)
+
+
 class CostAware:
     """State of one run."""
 
@@ -55,7 +77,7 @@ class CostAware:
         self._run = run
         self._forecaster = forecaster
         self._contexts = Contexts()
-        self._fleet_options = FleetOptionsCache()
+        self._actor_types = ActorTypeCache()
         self._starts = StartTimes()
         self._held = HeldDevices()
         self._idle = IdleScheduler(self._starts, self._held)
@@ -112,16 +134,7 @@ class CostAware:
         lengths = self._forecaster.look(now.view)
         tokens = float(lengths.means.sum()) + _prompt_tokens(now.view)
         margin, contract, after_s = self._request(now, tokens)
-        between_usd = partial(self._idle.between_usd, now, tokens=tokens)
-        plan_for = partial(
-            plan_step,
-            now,
-            lengths,
-            reserve=margin.reserve,
-            fleet_options=self._fleet_options,
-            starts=self._starts,
-            between_usd=between_usd,
-        )
+        plan_for = partial(self._plan, now, lengths, reserve=margin.reserve, tokens=tokens)
         made = plan_for(contract=contract)
         if self._steps == 0 and isinstance(contract, CheapestUnderDeadline) and made.hurries:
             # UNSEEN_SHARE is a guess; no plan should cost more for it if the deadline itself is kept.
@@ -137,6 +150,38 @@ class CostAware:
         self._steps += 1
         self._actors = made.slots
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
+
+    def _plan(
+        self, now: PolicyContext, lengths: RemainingLengths, *, contract: Contract, reserve: float, tokens: float
+    ) -> SlotPlan:
+        """Plan the actors of a step of so many `tokens`. A deadline is planned with a reserve of time; if it can be
+        kept, but not with the reserve, the plan is the fastest one."""
+        slots = now.layout.generation
+        standby = {slot: self._starts.standby(now, slot) for slot in slots}
+        by_tier: dict[str, list[int]] = {}
+        for slot, (tier, _) in standby.items():
+            by_tier.setdefault(tier, []).append(slot)
+        tiers = (
+            Standby(tier, len(waiting), max(0.0, *(standby[slot][1] for slot in waiting)))
+            for tier, waiting in by_tier.items()
+        )
+        options = FleetOptions(
+            self._actor_types.of(now.layout.replica_slots[slots[0]]),
+            tuple(tiers),
+            len(slots),
+            now.view.fleet.load_s,
+            self._idle.between_usd(now, next(iter(standby)), tokens),
+            now.view.fleet.prefill,
+        )
+        step, limit_s, deadline_s = typical_responses(lengths, now.view), math.inf, math.inf
+        if isinstance(contract, CheapestUnderDeadline):
+            deadline_s, limit_s = contract.deadline_s, contract.deadline_s / reserve
+            contract = CheapestUnderDeadline(limit_s)
+        waiting = waiting_usd_per_s(now)
+        chosen = plan(step, options, contract, waiting_usd_per_s=waiting)
+        if not chosen.feasible and chosen.step_s <= deadline_s < math.inf:  # with less of a reserve it is kept
+            chosen = plan(step, options, CheapestUnderDeadline(chosen.step_s), waiting_usd_per_s=waiting)
+        return SlotPlan(chosen, *_on_slots(chosen, by_tier, step), limit_s)
 
     def _request(self, now: PolicyContext, tokens: float) -> tuple[StepMargin, Contract, float]:
         """The margin of the step, its share of the rest of the contract, and the predicted seconds after generation."""
@@ -164,7 +209,7 @@ class CostAware:
                 contract = FastestUnderBudget(share * budget_usd / self._spending.of_plan.value)
         return margin, contract, after_s
 
-    def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
+    def _carried_out(self, now: PolicyContext, made: SlotPlan) -> list[Action]:
         """Releases actors that are not needed, starts actors that are, and assigns samples."""
         actions: list[Action] = []
         for slot in now.layout.generation:
@@ -194,8 +239,8 @@ class CostAware:
         """The actors, with new forecasts."""
         lengths = self._forecaster.look(now.view)
         slots = now.layout.generation
-        devices = {slot: self._fleet_options.device(now.layout.replica_slots[slot]) for slot in slots}
-        return Actors(now, lengths, devices, self._starts)
+        actor_types = {slot: self._actor_types.of(now.layout.replica_slots[slot]) for slot in slots}
+        return Actors(now, lengths, actor_types, self._starts)
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
         """Actors that are awake take the samples, until the next beat replans; if none is awake, the slot starts
@@ -218,3 +263,17 @@ def _forecast(now: PolicyContext, tokens: float, left_s: float) -> StepForecast:
 def _prompt_tokens(view: StepView) -> float:
     """Prompt tokens of the step, counted once per sample."""
     return float(view.prompt_tokens[view.group].sum())
+
+
+def _on_slots(
+    chosen: GenerationPlan, by_tier: Mapping[str, Sequence[int]], step: Responses
+) -> tuple[tuple[int, ...], tuple[Ints, ...]]:
+    """The slots of a plan's actors, in their order; and the samples of each: the longest first, samples with equal
+    forecasts next to their siblings."""
+    free = {tier: iter(slots) for tier, slots in by_tier.items()}
+    slots = tuple(next(free[actor.tier]) for actor in chosen.actors)
+    if step.order is None:
+        return slots, tuple(actor.samples for actor in chosen.actors)
+    position = np.empty(step.tokens.size, np.int64)
+    position[step.order] = np.arange(step.tokens.size)
+    return slots, tuple(step.order[np.sort(position[actor.samples])[::-1]] for actor in chosen.actors)

@@ -1,7 +1,7 @@
 """In mid-step: forecasts the remaining work of each actor, and relieves the actor that ends last where that pays. Pure.
 
-The end of an actor follows from the planner's closed form (`plan.cost`), for the samples that it has. Each has the
-remaining length of a typical draw (`planner.typical`), but the longest is the one by which all have ended with the
+The end of an actor follows from the plan's closed form (`group_times`), for the samples that it has. Each has the
+remaining length of a typical draw (`typical_draw`), but the longest is the one by which all have ended with the
 confidence that is asked. If that end is too late, or time is worth more than it costs, the half of the last actor's
 samples that should end first moves to another actor, which has little left or is started for it.
 
@@ -19,10 +19,9 @@ import numpy as np
 
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies.cost_aware.deadline import EVEN, StepAim
-from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
-from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
+from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim
+from rlhfless.scaling.policies.cost_aware.forecasts import EVEN, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policies.cost_aware.idle import StepForecast
 from rlhfless.scaling.policies.fleet_actions import Inputs, note, start
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
@@ -78,7 +77,7 @@ class Actors:
         self,
         now: PolicyContext,
         lengths: RemainingLengths,
-        devices: Mapping[int, DeviceOption],
+        devices: Mapping[int, ActorType],
         starts: StartTimes,
     ) -> None:
         """`devices`: by slot for generation."""

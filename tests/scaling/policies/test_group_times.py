@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from fakes.oracles import Roofline, Straight, device, drained_s
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
-from rlhfless.scaling.plan import CapacityError, kernel, responses
-from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.curve import MOST_PIECES, fit_curve
-from rlhfless.scaling.plan.responses import order_of
+from rlhfless.scaling.policies.cost_aware.group_times import (
+    MOST_PIECES,
+    CapacityError,
+    GroupTimes,
+    fit_iteration_times,
+    responses,
+)
 
 
 def times_of(engine, tokens, prompt, prompt_tokens, **changes) -> GroupTimes:
     step = responses(tokens, prompt, prompt_tokens)
-    return GroupTimes(device(engine, **changes), step, order_of(step))
+    return GroupTimes(device(engine, **changes).actor, step, step.list_order)
 
 
 def test_a_group_drains_as_its_sequences_end():
@@ -47,7 +50,7 @@ def test_a_shared_prefix_is_prefilled_once_in_each_group():
     # Of two prompts of 10 tokens, at 0.1 s a token: 8 + 2 + 2 together, 10 each apart.
     engine = Straight(per_prompt_token_s=0.1)
     step = responses([4, 4, 4], [0, 0, 1], [10, 10], SHARED)
-    times = GroupTimes(device(engine), step, order_of(step))
+    times = GroupTimes(device(engine).actor, step, step.list_order)
     assert times.one_s(0, 3) == pytest.approx(4 * 2.5 + 1.2)
     assert times.one_s(0, 2) == pytest.approx(4 * 2 + 1)
     assert times.one_s(2, 3) == pytest.approx(4 * 1.5 + 1)
@@ -58,7 +61,7 @@ def test_a_shared_prefix_is_held_once():
     # Each ends with 4 + 6 tokens, of which 5 are shared: 5 + 5 a sample. One more prompt's room is kept free.
     tree = PrefixTree(np.array([5]), np.array([NONE]), np.zeros(6, np.int64))
     step = responses([4] * 6, range(6), [6] * 6, tree)
-    at_once = GroupTimes(device(Straight(), kv_capacity_tokens=36 + 5), step, order_of(step))
+    at_once = GroupTimes(device(Straight(), kv_capacity_tokens=36 + 5).actor, step, step.list_order)
     assert at_once.one_s(0, 6) == pytest.approx(4 * 4), "all six"
     assert times_of(Straight(), [4] * 6, range(6), [6] * 6, kv_capacity_tokens=36 + 5).one_s(0, 6) > 4 * 4
 
@@ -78,7 +81,7 @@ def test_no_group_is_charged_less_than_its_prefixes_take(samples, side_by_side):
     tokens, prompt = map(np.array, zip(*samples, strict=True))
     order = np.argsort(prompt, kind="stable") if side_by_side else np.arange(len(samples))
     step = responses(tokens, prompt, prompt_tokens, tree)
-    times = GroupTimes(device(engine), step, order)
+    times = GroupTimes(device(engine).actor, step, order)
     for begin in range(len(samples)):
         for end in range(begin + 1, len(samples) + 1):
             exact = prefilled_tokens(tree, prompt_tokens, set(prompt[order[begin:end]].tolist()))
@@ -133,29 +136,26 @@ def test_the_longest_group_is_what_a_scan_finds(samples, max_sequences, memory, 
     for end in range(1, len(tokens) + 1):
         seconds = times.time_s(np.arange(end), np.full(end, end))
         fits = np.flatnonzero(seconds <= limit_s)
-        # One actor takes the longest group.
-        room = np.empty(1, np.int64), np.empty(1)
-        took, begin = kernel.take(times.table, limit_s, 0, 1, end, *room)
-        assert (took, begin) == ((1, fits[0]) if fits.size else (0, end))
-        if took:
-            assert room[1][0] == pytest.approx(seconds[begin])
+        begin, taken_s = times.longest_group(end, limit_s)
+        assert begin == (fits[0] if fits.size else end)
+        assert taken_s == (pytest.approx(seconds[begin]) if fits.size else 0.0)
 
 
 @given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=300))
 def test_few_straight_pieces_stand_for_any_iteration_time(table):
-    curve, levelled = fit_curve(table), np.maximum.accumulate(table)
+    curve, levelled = fit_iteration_times(table), np.maximum.accumulate(table)
     assert len(curve.slopes_s) <= MOST_PIECES
     assert curve.knots[-1] == len(table)
     assert min(curve.slopes_s) >= 0
-    at_knots = curve.iteration_s(np.array(curve.knots, float))
+    at_knots = curve.of(np.array(curve.knots, float))
     assert at_knots == pytest.approx(levelled[np.array(curve.knots) - 1], rel=1e-6)
 
 
 def test_a_roofline_needs_two_pieces():
-    curve = fit_curve([Roofline().iteration_s(size) for size in range(1, 513)])
+    curve = fit_iteration_times([Roofline().iteration_s(size) for size in range(1, 513)])
     assert len(curve.slopes_s) <= 4
     sizes = np.arange(1.0, 513)
-    assert curve.iteration_s(sizes) == pytest.approx([Roofline().iteration_s(int(s)) for s in sizes], rel=1.1e-3)
+    assert curve.of(sizes) == pytest.approx([Roofline().iteration_s(int(s)) for s in sizes], rel=1.1e-3)
 
 
 def test_prefixes_of_other_prompts_are_refused():

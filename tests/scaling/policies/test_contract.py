@@ -8,14 +8,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from fakes.oracles import Straight, device, fleet
-from rlhfless.scaling.plan import (
+from rlhfless.scaling.policies.contract import (
     CheapestUnderDeadline,
     FastestUnderBudget,
-    Standby,
     Weighted,
     best_of,
     contract_for_step,
 )
+from rlhfless.scaling.policies.cost_aware.plan import Standby
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
 
 
@@ -75,7 +75,6 @@ def test_weights_are_the_same_for_every_step():
         (lambda: fleet(device(Straight())), "no actor in any tier"),
         (lambda: fleet(device(Straight(), Standby("warm", 1, 0)), max_actors=0), "max_actors is 0"),
         (lambda: fleet(device(Straight(), Standby("warm", 1, 0)), weight_sync_s=-1), "weight_sync_s is -1"),
-        (lambda: fleet(*[device(Straight(), Standby("warm", 1, 0))] * 2), "there twice"),
     ],
 )
 def test_bad_values_are_refused_with_their_name(make, says):

@@ -1,31 +1,42 @@
-"""Forecasts of the response lengths of a step. Pure.
+"""Forecasts of the response lengths of a step, and the lengths by which it is planned. Pure.
 
-A forecast is a table of quantiles of the remaining tokens of each unfinished sample, so that planning and migration
-need not know which forecaster made it: the run's own predictor, or one of the simulator's two oracles, which have
-knowledge that no view holds (rlhfless.sim.experiment.bounds).
+A forecast is a table of quantiles of the remaining tokens of each unfinished sample. The run's own predictor makes it,
+or one of the simulator's oracles (rlhfless.sim.experiment.bounds).
+
+A plan takes one length per sample. Mean lengths would leave out long samples, which decide when an actor ends; a high
+quantile of each would count all samples as long. So each sample gets a length at a rank of its own, and the ranks of
+any stretch of the list are spread evenly over 0 to 1 (van der Corput's sequence): a group of n samples looks like a
+typical draw of n, with its long ones, and the plan's closed form is right for it. The list is sorted by the prompts'
+means, and siblings are not told apart (`typical_responses`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor, StepSamples
 from rlhfless.scaling.lengths.forecast import mean_weights
+from rlhfless.scaling.policies.cost_aware.group_times import Floats, Responses, responses
+from rlhfless.scaling.policies.fleet_actions import samples_by_prompt
 from rlhfless.scaling.policy import Ints, StepView
-
-Floats = NDArray[np.float64]
 
 POINTS = 48
 """Points at which probabilities are computed: of 8,192 tokens they are a fifth apart, and linear between."""
 
 LEAST_CHANCE = 1e-12
 """Keeps logarithms finite."""
+
+EVEN = 0.5
+"""Confidence of a median: the event is as likely as not."""
+
+SIMILAR_MEAN = 1.25
+"""Prompts whose forecasts differ by less than this factor may swap places in the sorted list, so that common prefixes
+are adjacent: forecasts of single prompts are off by more."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ class Forecaster(Protocol):
     """Follows the steps of one run. An oracle has nothing to learn, and overrides `look` alone."""
 
     def begin(self, view: StepView) -> None:  # noqa: ARG002
-        """A step has begun."""
+        """Note that a step has started."""
         return
 
     def revisits(self, view: StepView) -> bool:  # noqa: ARG002
@@ -128,7 +139,7 @@ class Forecaster(Protocol):
         ...
 
     def end(self, view: StepView) -> None:  # noqa: ARG002
-        """All samples of the step have ended."""
+        """Learn from the step's samples, which have all ended."""
         return
 
 
@@ -158,3 +169,34 @@ class PredictedLengths(Forecaster):
 
 def _samples_of(view: StepView) -> StepSamples:
     return StepSamples(view.prompt_ids, view.group, view.tokens, view.finished, view.truncated)
+
+
+def typical_responses(lengths: RemainingLengths, view: StepView) -> Responses:
+    """The step as the plan sees it: groups end by the lengths that they are given with probability 0.5. All samples of
+    the step must be in `lengths`."""
+    if lengths.known:  # then it is also known which sibling is long
+        return responses(lengths.means, view.group, view.prompt_tokens, view.prefixes)
+    by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
+    order = samples_by_prompt(by_mean, view.group)
+    step = responses(lengths.typical_draw(order), view.group, view.prompt_tokens, view.prefixes)
+    return replace(step, order=order, longest=_longest(lengths, order))
+
+
+def _longest(lengths: RemainingLengths, order: Ints) -> Floats:
+    """[rows]: the length of a group that ends at a row of the list `order` [rows], a median bound: P(all groups end
+    within theirs) = 0.5. Each sample may take longer with the same small probability, so a group's length depends on
+    its samples, not on their number; and no group is longer than all samples together."""
+    each = lengths.at(np.array([EVEN ** (1 / order.size)]))[:, 0]
+    grid = lengths.grid()
+    together = lengths.crossing(grid, lengths.unended(grid)[lengths.kind].sum(axis=0), EVEN)
+    return np.asarray(np.minimum(np.sort(each[lengths.kind[order]]), together))
+
+
+def _by_mean(view: StepView, means: Floats) -> Ints:
+    """[prompts]: the prompts, ascending by `means` [prompts]; among similar ones, prompts with a common prefix are
+    adjacent, so that an actor's group computes few prefixes."""
+    if view.prefixes is None or not len(view.prefixes):
+        return np.argsort(means, kind="stable")
+    level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))
+    order: Ints = np.lexsort((means, view.prefixes.ranks, level))
+    return order

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhfless.planning.prefill_break_even import AlikeEngines, StepShape, apart_s
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.plan import CheapestUnderDeadline, DeviceOption, FleetOptions, Plan, Standby, plan, responses
-from rlhfless.scaling.plan.prefill_apart import AlikeEngines, StepShape, apart_s
-from rlhfless.scaling.plan.responses import Responses
+from rlhfless.scaling.policies.contract import CheapestUnderDeadline
+from rlhfless.scaling.policies.cost_aware.group_times import ActorType, Responses, responses
+from rlhfless.scaling.policies.cost_aware.plan import FleetOptions, GenerationPlan, Standby, plan
 from rlhfless.scaling.prefill_pool import PIECES, PrefillPool
 
 ENGINE = LinearEngine(1.0, 0.0, 0.0, 0.01, 0.0)
@@ -28,9 +29,12 @@ def step_of(
     return StepShape(prompts, samples, prompt_tokens, lengths), step
 
 
-def planned(step: Responses, pool: PrefillPool | None, actors: int = 1, engine: LinearEngine = ENGINE) -> Plan:
-    device = DeviceOption("h100", engine, 10**9, 1000, 1.0, (Standby("warm", actors, 0.0),))
-    return plan(step, FleetOptions((device,), actors, prefill=pool), CheapestUnderDeadline(1e9))
+def planned(
+    step: Responses, pool: PrefillPool | None, actors: int = 1, engine: LinearEngine = ENGINE
+) -> GenerationPlan:
+    actor = ActorType("h100", engine, 10**9, 1000, 1.0)
+    options = FleetOptions(actor, (Standby("warm", actors, 0.0),), actors, prefill=pool)
+    return plan(step, options, CheapestUnderDeadline(1e9))
 
 
 @pytest.mark.parametrize(
@@ -60,13 +64,12 @@ def test_the_actor_that_draws_reads_kv_and_computes_nothing() -> None:
 def test_more_actors_do_not_help_where_prompts_come_too_late() -> None:
     """16 prompts of 800 tokens take one prefill actor 128 s; by themselves, four actors would take 32 s."""
     _, step = step_of(800, (10,) * 8)
-    device = DeviceOption("h100", ENGINE, 10**9, 1000, 1.0, (Standby("warm", 4, 0.0),))
-    chosen = plan(
-        step, FleetOptions((device,), 4, prefill=PrefillPool(1, ENGINE, 0.0, 0.0)), CheapestUnderDeadline(60.0)
-    )
+    actor, warm = ActorType("h100", ENGINE, 10**9, 1000, 1.0), (Standby("warm", 4, 0.0),)
+    pool = PrefillPool(1, ENGINE, 0.0, 0.0)
+    chosen = plan(step, FleetOptions(actor, warm, 4, prefill=pool), CheapestUnderDeadline(60.0))
     assert not chosen.feasible
     assert chosen.step_s == pytest.approx(138, rel=0.01)
-    assert plan(step, FleetOptions((device,), 4), CheapestUnderDeadline(60.0)).feasible
+    assert plan(step, FleetOptions(actor, warm, 4), CheapestUnderDeadline(60.0)).feasible
 
 
 @given(

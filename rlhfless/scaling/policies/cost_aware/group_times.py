@@ -1,0 +1,378 @@
+"""The time of one actor for any group of a list of samples, in closed form.
+
+A list holds samples from short to long; a group is a contiguous part [i, j) of it. The sequences of a group start
+together, and the batch shrinks as they end. With a(B) in straight pieces (`fit_iteration_times`) that bend by c_h at
+the knots b_h, the iterations of the group take
+
+    a(B) summed = at_zero max(l) + slope_0 sum(l) + sum_h c_h (sum of all but the b_h longest l)
+
+because B(t) summed over time is the sum of the lengths, and (B(t) - b)+ summed is the sum of all but the b longest.
+Attention adds g (l p + l (l - 1) / 2) per sequence, and each prompt is prefilled once. All are differences of prefix
+sums, so the time of any group is O(pieces), and the longest group under a time limit is one binary search.
+
+Shared prefixes (`PrefixTree`): the list charges a prefix to the first of each run of samples that have it, and a group
+that starts inside a run pays for it again. That is exact where the users of a prefix are adjacent, else an upper bound.
+
+Waves: a group may exceed what the engine runs at once (KV tokens at the final lengths, or its limit of sequences).
+Then the longest sequences that fit go first, and each waiting sequence is admitted when another ends. It adds its
+tokens at the rate of a full batch of similar sequences: a(B) / B seconds a token, with B the mean of the numbers that
+fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
+
+Prefill pool (`PrefillPool`): prompts are computed from the long end of the list on. A group [i, j) waits until those
+after j are computed, and the first of its own PIECES pieces. Then its sequences run as above, but the actor reads the
+KV of each prompt instead of computing it. It ends no sooner than its last pieces would alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.policies.contract import require_amount
+from rlhfless.scaling.policy import Ints, ReplicaSlot
+from rlhfless.scaling.prefill_pool import PIECES, PrefillPool
+
+Floats = NDArray[np.float64]
+
+TOLERANCE = 1e-3
+"""Largest relative error of a piece of a(B): a tenth of the one percent by which a plan may miss the optimum."""
+
+MOST_PIECES = 12
+"""Most pieces of a(B). Batches that are padded to captured sizes would need two pieces for each stair; the tolerance is
+doubled until this many suffice, because each piece is one more array of the length of the step."""
+
+
+class CapacityError(ValueError):
+    """One response alone exceeds the KV cache of an actor; the message names its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """The samples that a step has to generate; made by `responses`."""
+
+    tokens: Floats
+    """[samples]: predicted response tokens, without the prompt."""
+    prompt: Ints
+    """[samples]: index of the prompt; siblings share one."""
+    prompt_tokens: Floats
+    """[prompts]."""
+    order: Ints | None = None
+    """[samples]: the list to cut, from short to long as predicted, siblings adjacent. For lengths that stand for
+    distributions: which sibling is the long one is unknown, so no group may depend on it."""
+    longest: Floats | None = None
+    """[samples], in that order, ascending: the assumed length of a group that ends with this sample; by default its
+    longest sample."""
+    prefixes: PrefixTree | None = None
+    """What the prompts share: an actor prefills a shared prefix once. None: unknown."""
+
+    @property
+    def tree(self) -> PrefixTree:
+        """`prefixes`, empty if unknown."""
+        return PrefixTree.nothing(self.prompt_tokens.size) if self.prefixes is None else self.prefixes
+
+    @property
+    def list_order(self) -> Ints:
+        """[samples]: `order`; by default ascending by length, samples of equal lengths by their prompts."""
+        return np.lexsort((self.prompt, self.tokens)) if self.order is None else self.order
+
+
+def responses(
+    tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike, prefixes: PrefixTree | None = None
+) -> Responses:
+    """Check and convert `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts] and their `prefixes`.
+
+    Raises ValueError that names the argument, the value and the hint.
+    """
+    lengths, index = np.asarray(tokens, float), np.asarray(prompt, np.int64)
+    prompts = np.asarray(prompt_tokens, float)
+    if lengths.ndim != 1 or lengths.size == 0:
+        raise ValueError(f"tokens has the shape {lengths.shape}; give one predicted length per sample, at least one")
+    if index.shape != lengths.shape:
+        raise ValueError(f"prompt has the shape {index.shape} and tokens {lengths.shape}; give one prompt per sample")
+    if not (np.isfinite(lengths).all() and (lengths >= 1).all()):
+        raise ValueError(f"tokens has a value of {lengths.min()}; a response has 1 token or more, finitely many")
+    if prompts.ndim != 1 or index.min() < 0 or index.max() >= prompts.size:
+        raise ValueError(f"prompt has an index outside prompt_tokens, which has the shape {prompts.shape}")
+    if not (np.isfinite(prompts).all() and (prompts >= 0).all()):
+        raise ValueError("prompt_tokens has a value that is negative or not finite")
+    if prefixes is not None and (prefixes.leaf.size != prompts.size or (prefixes.shared_tokens > prompts).any()):
+        raise ValueError(f"prefixes are of {prefixes.leaf.size} prompts, or longer than these {prompts.size}")
+    return Responses(lengths, index, prompts, prefixes=prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """a(B) as straight pieces, for B from 1 to `knots[-1]`: piece m goes from `knots[m]` to `knots[m + 1]`, and the
+    first one is `at_zero_s + slopes_s[0] B`."""
+
+    knots: tuple[int, ...]
+    slopes_s: tuple[float, ...]
+    at_zero_s: float
+
+    def of(self, sequences: Floats | float) -> Floats:
+        """a(B) by the pieces; B may be fractional and anything from 1 to the last knot."""
+        batch = np.asarray(sequences, float)
+        values = self.at_zero_s + self.slopes_s[0] * batch
+        for knot, (before, after) in zip(self.knots[1:-1], pairwise(self.slopes_s), strict=True):
+            values += (after - before) * np.maximum(batch - knot, 0.0)
+        return np.asarray(values, float)
+
+
+def fit_iteration_times(table_s: Sequence[float]) -> IterationTimes:
+    """Fit pieces to a table: `table_s[B - 1]` is a(B). A dip is levelled: more sequences never take less time.
+
+    Raises ValueError for a table that is empty or has a value that is not positive and finite.
+    """
+    table = np.asarray(table_s, float)
+    if table.size == 0 or not (np.isfinite(table).all() and (table > 0).all()):
+        raise ValueError("iteration_s of an engine model must be positive and finite for every batch size")
+    table = np.maximum.accumulate(table)
+    tolerance = TOLERANCE
+    while len(knots := _knots(table, tolerance)) > MOST_PIECES + 1:
+        tolerance *= 2
+    if len(knots) == 1:
+        return IterationTimes((1, 1), (0.0,), float(table[0]))
+    at = np.asarray(knots) - 1
+    slopes = np.diff(table[at]) / np.diff(at)
+    return IterationTimes(tuple(knots), tuple(slopes.tolist()), float(table[0] - slopes[0]))
+
+
+def _knots(table: Floats, tolerance: float) -> list[int]:
+    """Batch sizes where the pieces meet. Each piece is as long as the tolerance allows (a cone of slopes)."""
+    values = table.tolist()
+    knots, start = [1], 0
+    while start < len(values) - 1:
+        low, high, end = -np.inf, np.inf, start + 1
+        for index in range(start + 1, len(values)):
+            run, value = index - start, values[index]
+            if low <= (value - values[start]) / run <= high:
+                end = index
+            low = max(low, (value * (1 - tolerance) - values[start]) / run)
+            high = min(high, (value * (1 + tolerance) - values[start]) / run)
+            if low > high:
+                break
+        knots.append(end + 1)
+        start = end
+    return knots
+
+
+@dataclass(frozen=True)
+class ActorType:
+    """The actors of a run, which are all alike: their engine, and the price of their devices."""
+
+    kind: str
+    """Device kind."""
+    engine: EngineModel
+    kv_capacity_tokens: int
+    max_sequences: int
+    """Most sequences that the engine runs at once."""
+    usd_per_s: float
+    """Price of all devices of one actor."""
+
+    def __post_init__(self) -> None:
+        if self.max_sequences < 1:
+            raise ValueError(f"{self.kind}: max_sequences is {self.max_sequences}; give 1 or more")
+        if self.kv_capacity_tokens < 1:
+            raise ValueError(f"{self.kind}: kv_capacity_tokens is {self.kv_capacity_tokens}; give 1 or more")
+        require_amount(f"{self.kind}: usd_per_s", self.usd_per_s, "US dollars")
+
+    @cached_property
+    def iteration_times(self) -> IterationTimes:
+        """a(B) up to `max_sequences`."""
+        return fit_iteration_times([self.engine.iteration_s(size) for size in range(1, self.max_sequences + 1)])
+
+    @cached_property
+    def table_s(self) -> Floats:
+        """[max_sequences]: a(1), a(2), ... by the pieces."""
+        return self.iteration_times.of(np.arange(1, self.max_sequences + 1, dtype=np.float64))
+
+    def drain_s(self, tokens: Floats, context: Ints, longest: float) -> float:
+        """Seconds until an actor has generated `tokens` [samples] after `context` [samples]; one sample may take until
+        `longest`. As the closed form above, without prefills. Samples that do not fit at once are the shorter ones,
+        and generate at the rate of a full batch."""
+        ordered, most = np.sort(tokens)[::-1], self.max_sequences
+        running = ordered[:most]
+        spans = running - np.append(running[1:], 0.0)
+        seconds = float(spans @ self.table_s[: running.size])
+        seconds += float(self.table_s[-1]) / most * float(ordered[most:].sum())
+        seconds += float(self.table_s[0]) * max(longest - float(ordered[0]), 0.0)
+        return seconds + self.engine.context_s * float(tokens @ (context + (tokens - 1) / 2))
+
+
+class ActorTypeCache:
+    """The actor type of the last slot, so that the iteration times of an engine model are fitted once."""
+
+    def __init__(self) -> None:
+        self._last: ActorType | None = None
+
+    def of(self, slot: ReplicaSlot) -> ActorType:
+        """The actor type of a slot for generation."""
+        engine, last = slot.engine, self._last
+        assert engine is not None  # callers take slots from Layout.generation
+        made = ActorType(slot.kind, engine.model, engine.kv_capacity_tokens, engine.max_sequences, slot.usd_per_s)
+        if last is None or last.engine is not made.engine or last != made:
+            last = self._last = made
+        return last
+
+
+class GroupTimes:
+    """Times of all groups of one list. With n samples and m pieces of a(B), a group of a size in piece k takes
+    `end[k, j] - start[k, i]`, where `end` and `start` are [m, n + 1]."""
+
+    def __init__(self, actor: ActorType, step: Responses, order: Ints, prefill: PrefillPool | None = None) -> None:
+        """`order` [samples]: the samples from short to long. `prefill`: the actors that compute the prompts, if not
+        this one. Raises CapacityError."""
+        tokens, prompt = step.tokens[order], step.prompt[order]
+        context = step.prompt_tokens[prompt]
+        reading_s = actor.engine.context_s * tokens * (context + (tokens - 1) / 2)
+        self._times = actor.iteration_times
+        self._lengths = _sums(tokens)
+        own, shared = step.prompt_tokens - step.tree.shared_tokens, step.tree.own_tokens.astype(float)
+        held_tokens, again_tokens = _charges(step.tree, own, shared, prompt)
+        engine = actor.engine if prefill is None else prefill.model
+        charged_s, again_s = _charges(step.tree, *_prefills_s(engine, step), prompt)
+        self._apart = prefill is not None
+        self._wait = np.zeros(tokens.size + 1)
+        if prefill is not None:
+            computed_s = _sums(charged_s) / prefill.actors
+            self._wait = prefill.move_s + computed_s[-1] - computed_s
+            charged_s = np.diff(computed_s) / PIECES + prefill.kv_token_s * held_tokens
+            again_s = prefill.kv_token_s * again_tokens
+        self._rest = _sums(reading_s + charged_s)
+        longest = np.maximum.accumulate(tokens) if step.longest is None else step.longest
+        self._end_s, self._start_s = self._pieces(np.concatenate(([0.0], longest)))
+        if (most := float((tokens + context).max())) > actor.kv_capacity_tokens:
+            raise CapacityError(
+                f"{actor.kind}: kv_capacity_tokens is {actor.kv_capacity_tokens}, too little for a response that has "
+                f"{most:.0f} tokens with its prompt; offer only devices with more memory, or cap the lengths"
+            )
+        self._floor, self._waiting_s = self._waves(actor, _sums(tokens + held_tokens), float(context.max()))
+        self._again_s = np.append(again_s, 0.0)
+        self._lists = (
+            self._end_s.tolist(),
+            self._start_s.tolist(),
+            self._floor.tolist(),
+            self._waiting_s.tolist(),
+            self._again_s.tolist(),
+        )
+        """The same as lists: single elements are read several times faster."""
+
+    def _pieces(self, running_longest: Floats) -> tuple[Floats, Floats]:
+        times, sums = self._times, self._lengths
+        end = times.at_zero_s * running_longest + self._rest + times.slopes_s[0] * sums + self._wait
+        ends = [end]
+        for knot, bend in zip(times.knots[1:-1], np.diff(times.slopes_s), strict=True):
+            end = end.copy()
+            end[knot:] += bend * sums[: max(sums.size - knot, 0)]
+            ends.append(end)
+        return np.stack(ends), np.stack([slope * sums + self._rest for slope in times.slopes_s])
+
+    def _waves(self, actor: ActorType, kv_tokens: Floats, longest_prompt: float) -> tuple[Ints, Floats]:
+        """For each end j of a group, `floor[j]` is the first of the samples that the engine runs at once; and sums of
+        the seconds that each waiting sample takes: both [samples + 1]."""
+        # A group that starts among siblings holds their prompt too, so memory for one more prompt is kept free.
+        free_tokens = actor.kv_capacity_tokens - longest_prompt
+        ends = np.arange(kv_tokens.size)
+        by_memory = np.minimum(np.searchsorted(kv_tokens, kv_tokens - free_tokens, side="left"), ends - 1)
+        floor = np.maximum(by_memory, np.maximum(ends - actor.max_sequences, 0))
+        upwards = np.searchsorted(floor, ends[:-1], side="right") - 1 - ends[:-1]
+        at_once = np.maximum(upwards, (upwards + ends[1:] - floor[1:]) / 2)
+        return floor, _sums(np.diff(self._lengths) * self._times.of(at_once) / at_once) + self._rest
+
+    def time_s(self, begin: Ints, end: Ints) -> Floats:
+        """Seconds for the groups [begin, end), element by element, with begin < end; shapes may be broadcast."""
+        fitting = np.maximum(begin, self._floor[end])
+        piece = np.asarray(self._times.knots[1:-1], np.int64).searchsorted(end - fitting, side="left")
+        working = self._end_s[piece, end] - self._start_s[piece, fitting]
+        waiting = self._waiting_s[fitting] - self._waiting_s[begin]
+        return np.asarray(working + waiting + self._again_s[begin])
+
+    def one_s(self, begin: int, end: int) -> float:
+        """Seconds for the group [begin, end), which is not empty."""
+        end_s, start_s, floor, waiting_s, again_s = self._lists
+        fitting = max(begin, floor[end])
+        piece = bisect_left(self._times.knots, end - fitting, 1, len(self._times.knots) - 1) - 1
+        working_s: float = end_s[piece][end] - start_s[piece][fitting]
+        seconds: float = working_s + waiting_s[fitting] - waiting_s[begin] + again_s[begin]
+        return seconds
+
+    def longest_group(self, end: int, limit_s: float) -> tuple[int, float]:
+        """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds; (end, 0.0) if not even
+        the last sample does."""
+        again_s = self._lists[-1]
+        begin, seconds = self._without_repeat(end, limit_s)
+        seconds += again_s[begin]
+        # A group that starts among siblings prefills their prompt again.
+        while begin < end and seconds > limit_s:
+            begin += 1
+            seconds = self.one_s(begin, end) if begin < end else 0.0
+        return begin, seconds if begin < end else 0.0
+
+    def _without_repeat(self, end: int, limit_s: float) -> tuple[int, float]:
+        """As `longest_group`, but the prompt of siblings that are cut apart is not charged again."""
+        ends_s, starts_s, floors, waiting_s, _ = self._lists
+        knots, floor, piece = self._times.knots, floors[end], 0
+        last = len(knots) - 2
+        while True:
+            end_s, start_s = ends_s[piece][end], starts_s[piece]
+            low = floor if piece == last else max(end - knots[piece + 1], floor)
+            if low == floor or end_s - start_s[low] > limit_s:
+                break
+            piece += 1
+        low = bisect_left(start_s, end_s - limit_s, low, end - knots[piece] if piece > 0 else end)
+        if low > floor or floor == 0:
+            return low, end_s - start_s[low] if low < end else 0.0
+        all_s = end_s - start_s[floor] + waiting_s[floor]
+        low = bisect_left(waiting_s, all_s - limit_s, 0, floor)
+        seconds: float = all_s - waiting_s[low]
+        return low, seconds
+
+    def with_last_pieces_s(self, begins: Ints, seconds: Floats) -> Floats:
+        """`seconds` [groups] of the groups of the whole list, each of which ends where the one before begins. With a
+        prefill pool, each takes no less than its last pieces do once they have come."""
+        if not self._apart:
+            return seconds
+        begins, ends = begins[:, None], np.concatenate(([self._floor.size - 1], begins[:-1]))[:, None]
+        rest = begins - (begins - ends) * np.arange(1, PIECES) // PIECES
+        first_s = (self._wait[rest] - self._wait[ends]) / PIECES  # a piece of the group, and not one of the rest
+        return np.asarray(np.maximum(seconds, (self.time_s(begins, rest) + first_s).max(axis=1)))
+
+
+def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:
+    """Seconds to prefill of each prompt what comes after its shared prefixes, [prompts]; and of each shared prefix what
+    comes after its parent, [prefixes]. As differences of whole prefills: an engine does the parts of many prompts in
+    one iteration, so no part pays for an iteration of its own."""
+    tree = step.tree
+    sizes, where = np.unique(np.concatenate([step.prompt_tokens, tree.tokens]), return_inverse=True)
+    whole_s = np.array([engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
+    prompts_s, prefixes_s = np.split(whole_s, [step.prompt_tokens.size])
+    before_s = np.append(prefixes_s, 0.0)
+    return prompts_s - before_s[tree.leaf], prefixes_s - before_s[tree.parent]
+
+
+def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints) -> tuple[Floats, Floats]:
+    """What each sample of a list adds to its group, and what the first sample of a group adds to that, both [samples]:
+    from `own`, [prompts], and `shared`, [prefixes]."""
+    shared, levels = np.append(shared, 0.0), tree.levels[:, prompt]
+    charged, whole = np.where(_starts_run(prompt), own[prompt], 0.0), own[prompt]
+    for level in levels:
+        charged += np.where(_starts_run(level), shared[level], 0.0)
+        whole = whole + shared[level]
+    return charged, whole - charged
+
+
+def _sums(values: Floats) -> Floats:
+    """[samples + 1]: sums of the first 0, 1, 2, ... values."""
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _starts_run(number: Ints) -> NDArray[np.bool_]:
+    return np.concatenate(([True], number[1:] != number[:-1]))
