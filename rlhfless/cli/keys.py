@@ -133,8 +133,7 @@ def _scope(text: str) -> Scope:
 def _session(data: str, database: str | None) -> Session:
     from sqlalchemy.orm import Session
 
-    from rlhfless.control.database.access import database_of
-    from rlhfless.control.database.migrate import migrate
+    from rlhfless.control.database.access import database_of, migrate
 
     os.umask(OTHERS)
     opened = database_of(ServiceSettings(data=data, database=database))

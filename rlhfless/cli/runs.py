@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rlhfless.client import Client
-    from rlhfless.control.objects.runs import RunObject
+    from rlhfless.control.objects import RunObject
 
 Url = Annotated[
     str | None,

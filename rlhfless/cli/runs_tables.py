@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.cli.tables import functions_table, table
-from rlhfless.control.objects.costs import UsageObject
-from rlhfless.control.objects.runs import CheckpointObject, RunObject
+from rlhfless.control.objects import CheckpointObject, RunObject, UsageObject
 from rlhfless.planning.objects import PlannedDevices, PlannedSchedule, PlanObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.terminal import Prose, whole

@@ -14,7 +14,7 @@ from rlhfless.cli.tables import final_report
 from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
 from rlhfless.control.lifecycle import AT_REST, DRIVEN, Status
-from rlhfless.control.objects.runs import EventObject, RunObject
+from rlhfless.control.objects import EventObject, RunObject
 from rlhfless.telemetry.console import Console
 
 READ_S = 1.0

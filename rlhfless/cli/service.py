@@ -211,7 +211,7 @@ def down(data: Data = DATA_FOLDER) -> None:
 def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
     """Bring the tables of a service's database up to date, as `rlhfless up` does first. Idempotent."""
     from rlhfless.control.database.access import database_of
-    from rlhfless.control.database.migrate import migrate as bring_up_to_date
+    from rlhfless.control.database.access import migrate as bring_up_to_date
 
     os.umask(OTHERS)
     opened = database_of(ServiceSettings(data=data, database=database))

@@ -14,7 +14,7 @@ from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.terminal import whole
 
 if TYPE_CHECKING:
-    from rlhfless.control.objects.costs import FunctionUsage
+    from rlhfless.control.objects import FunctionUsage
     from rlhfless.scaling.accounting import Usage
 
     Used = Usage | FunctionUsage

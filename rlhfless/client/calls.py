@@ -13,10 +13,17 @@ from pydantic import TypeAdapter
 
 from rlhfless.client.errors import KEY, URL, ServiceAway, fault_of
 from rlhfless.control.lifecycle import ENDED
-from rlhfless.control.objects.common import ListObject
-from rlhfless.control.objects.costs import SimulationObject, UsageObject
-from rlhfless.control.objects.fleet import ReplicaObject
-from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject
+from rlhfless.control.objects import (
+    CheckpointObject,
+    EventObject,
+    ListObject,
+    MetricsObject,
+    ReplicaObject,
+    RolloutObject,
+    RunObject,
+    SimulationObject,
+    UsageObject,
+)
 from rlhfless.control.settings import DATA_FOLDER, read_announcement
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import httpx
 from rlhfless.client import calls
 from rlhfless.client.calls import RETRIED, STREAM_S, TIMEOUT_S, TRIES, ClientCall, Stream
 from rlhfless.client.errors import fault_of
-from rlhfless.control.objects.runs import EventObject
+from rlhfless.control.objects import EventObject
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from rlhfless.control.objects.common import ErrorObject
+from rlhfless.control.objects import ErrorObject
 from rlhfless.util.errors import UserError
 
 URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"

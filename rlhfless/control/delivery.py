@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects.fleet import DeviceWork, ReplicaNow
+from rlhfless.control.objects import DeviceWork, ReplicaNow
 from rlhfless.spec.errors import Problem
 
 PROTOCOL = 2
@@ -56,7 +56,7 @@ class Item(_Message):
     attempt: int = Field(ge=1)
     at: float
     kind: str
-    """Key of rlhfless.control.ingest.TAKES."""
+    """Key of rlhfless.control.ingest.HANDLERS."""
     data: dict[str, Any]
 
 

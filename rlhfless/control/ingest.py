@@ -40,7 +40,7 @@ HELD_OUT_PLACE = 10_000
 """RolloutRow.place of the first sample of an evaluation; below are samples of the training step."""
 
 
-def take(session: Session, run: RunRow, push: Push) -> int:
+def apply(session: Session, run: RunRow, push: Push) -> int:
     """Take a push; returns the number of the last item that the database has.
 
     Raises ApiError (409) for a driver that another has replaced, and for items that leave a gap.
@@ -48,7 +48,7 @@ def take(session: Session, run: RunRow, push: Push) -> int:
     if push.attempt != run.attempt:
         message = f"attempt {push.attempt} of {run.id} has been replaced by attempt {run.attempt}; this driver must end"
         raise ApiError(409, "stale_attempt", message)
-    take_items(session, run, push.items)
+    apply_items(session, run, push.items)
     _update_state(session, run, push.now)
     return run.pushed
 
@@ -82,7 +82,7 @@ def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, messa
     end(session, run, DriverExit(status=status, reason=message, error=failure(code, message)))
 
 
-def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
+def apply_items(session: Session, run: RunRow, items: list[Item]) -> None:
     """Take items, but for those that the database has. Raises ApiError (409) if items are missing before them."""
     for item in items:
         if item.seq <= run.pushed:
@@ -90,10 +90,10 @@ def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
         if item.seq != run.pushed + 1:
             raise ApiError(409, "gap", f"item {run.pushed + 1} is missing before item {item.seq}; push from there")
         run.pushed = item.seq
-        if (taking := TAKES.get(item.kind)) is None:
+        if (handler := HANDLERS.get(item.kind)) is None:
             log.info("%s: a driver of another version has delivered %r, which is ignored", run.id, item.kind)
         else:
-            taking(session, run, item)
+            handler(session, run, item)
     if items:
         store.touch(session, run)
 
@@ -122,7 +122,7 @@ def _update_lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> 
             setattr(row, name, value)
 
 
-def _take_status(session: Session, run: RunRow, item: Item) -> None:
+def _on_status(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt != run.attempt:
         return  # the item's driver has died meanwhile
     wanted = Status(item.data["status"])
@@ -134,11 +134,11 @@ def _take_status(session: Session, run: RunRow, item: Item) -> None:
         store.set_status(session, run, wanted, item.data["reason"])
 
 
-def _take_message(session: Session, run: RunRow, item: Item) -> None:
+def _on_message(session: Session, run: RunRow, item: Item) -> None:
     store.add_event(session, run, "message", item.data["message"], item.data["level"], at=item.at)
 
 
-def _take_metrics(session: Session, run: RunRow, item: Item) -> None:
+def _on_metrics(session: Session, run: RunRow, item: Item) -> None:
     step, kind, values = item.data["step"], item.data["kind"], item.data["values"]
     # If a driver is killed after it has reported a step, and before the step's end is in the trace, the next driver
     # does the step again, with the same samples.
@@ -158,13 +158,13 @@ def _take_metrics(session: Session, run: RunRow, item: Item) -> None:
     }, at=item.at)  # fmt: skip
 
 
-def _take_resumed(_: Session, run: RunRow, item: Item) -> None:
+def _on_resumed(_: Session, run: RunRow, item: Item) -> None:
     """Go back to the step of the checkpoint: steps after it are done again."""
     if item.attempt == run.attempt:
         run.step = item.data["step"]
 
 
-def _take_usage(session: Session, run: RunRow, item: Item) -> None:
+def _on_usage(session: Session, run: RunRow, item: Item) -> None:
     """Replace the run's usage: each item has the whole usage so far."""
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
     known = UsageRow.__table__.columns.keys()
@@ -177,12 +177,12 @@ def _take_usage(session: Session, run: RunRow, item: Item) -> None:
     run.device_s = sum(row.busy_device_s + row.idle_device_s + row.cold_device_s for row in rows)
 
 
-def _take_resolved(_: Session, run: RunRow, item: Item) -> None:
+def _on_resolved(_: Session, run: RunRow, item: Item) -> None:
     run.resolved = item.data["spec"]
     run.steps = item.data["spec"]["steps"]
 
 
-def _take_checkpoints(session: Session, run: RunRow, item: Item) -> None:
+def _on_checkpoints(session: Session, run: RunRow, item: Item) -> None:
     """Replace the list of checkpoints: each item has all that the driver keeps. New checkpoints become events."""
     known, listed = {entry["id"]: entry for entry in run.checkpoints}, item.data["checkpoints"]
     # The list has the checkpoints of earlier drivers, too, which keep the time that the database has.
@@ -192,13 +192,13 @@ def _take_checkpoints(session: Session, run: RunRow, item: Item) -> None:
             store.add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)
 
 
-def _take_rollouts(session: Session, run: RunRow, item: Item) -> None:
+def _on_rollouts(session: Session, run: RunRow, item: Item) -> None:
     own = (RolloutRow.run_id == run.id, RolloutRow.place < HELD_OUT_PLACE)
     _keep_samples(session, run, item, 0)
     session.execute(delete(RolloutRow).where(*own, RolloutRow.step < item.data["step"] - KEPT_ROLLOUT_STEPS))
 
 
-def _take_held_out_rollouts(session: Session, run: RunRow, item: Item) -> None:
+def _on_held_out_rollouts(session: Session, run: RunRow, item: Item) -> None:
     own = (RolloutRow.run_id == run.id, RolloutRow.place >= HELD_OUT_PLACE)
     _keep_samples(session, run, item, HELD_OUT_PLACE)
     steps = select(RolloutRow.step).where(*own).distinct().order_by(RolloutRow.step.desc())
@@ -216,7 +216,7 @@ def _keep_samples(session: Session, run: RunRow, item: Item, first: int) -> None
     )
 
 
-def _take_ended(session: Session, run: RunRow, item: Item) -> None:
+def _on_ended(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt == run.attempt:
         store.release(session, run)
         end(session, run, DriverExit.model_validate(item.data))
@@ -246,15 +246,15 @@ def end(session: Session, run: RunRow, ending: DriverExit) -> None:
         run.error = ending.error if reported else None
 
 
-TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
-    "status": _take_status,
-    "message": _take_message,
-    "metrics": _take_metrics,
-    "resumed": _take_resumed,
-    "usage": _take_usage,
-    "resolved": _take_resolved,
-    "checkpoints": _take_checkpoints,
-    "rollouts": _take_rollouts,
-    "held_out_rollouts": _take_held_out_rollouts,
-    "ended": _take_ended,
+HANDLERS: dict[str, Callable[[Session, RunRow, Item], None]] = {
+    "status": _on_status,
+    "message": _on_message,
+    "metrics": _on_metrics,
+    "resumed": _on_resumed,
+    "usage": _on_usage,
+    "resolved": _on_resolved,
+    "checkpoints": _on_checkpoints,
+    "rollouts": _on_rollouts,
+    "held_out_rollouts": _on_held_out_rollouts,
+    "ended": _on_ended,
 }

@@ -1,7 +1,7 @@
 """The process that hosts the service's Ray: it starts a private cluster, or joins one, and reports its devices.
 
 The host is a process of its own, which outlives the service: what runs on Ray goes on while the service is away. It
-reports every second, into a file of the data folder, or, as a job of a cluster (see ray_jobs), to the service.
+reports every second, into a file of the data folder, or, as a job of a cluster (RayJobHostSupervisor), to the service.
 
     python -m rlhfless.control.ray_host DATA_FOLDER [RAY_ADDRESS]
     python -m rlhfless.control.ray_host --tell SERVICE_URL
@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,15 +30,14 @@ import httpx
 import psutil
 
 from rlhfless.control.delivery import HostAnswer
+from rlhfless.control.drivers import JOB_ENDED, PYTHON, RayJobs
 from rlhfless.control.periodic import PeriodicTask
-from rlhfless.control.settings import environment_of_runs
+from rlhfless.control.settings import LOW_PRIORITY, environment_of_runs
 from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.util.errors import UserError
 from rlhfless.util.folders import OTHERS, lock, replace_text
 
-LOW_PRIORITY = ("nice", "-n", "5")
-"""Prefix of commands that start runs' processes: at a lower priority they leave the cores to the service for the
-milliseconds that an answer takes, and lose nothing, because all their processes have the same priority."""
+log = logging.getLogger(__name__)
 
 RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
@@ -133,6 +135,50 @@ class RayHostSupervisor(PeriodicTask):
                 start_new_session=True,
                 env=environment_of_runs(),
             )
+
+
+def _host_name() -> str:
+    return f"rlhfless-host-{secrets.token_hex(4)}"
+
+
+class RayJobHostSupervisor(PeriodicTask):
+    """Keeps a host alive in the cluster within its block. The host reports every second what devices the cluster
+    has."""
+
+    def __init__(self, jobs: RayJobs, service_url: str, token: str, reports: Callable[[], bool]) -> None:
+        """`token`: the host's secret for the service; `reports`: whether a host reports to the service."""
+        super().__init__(REPORT_S)
+        self._jobs = jobs
+        self._url = service_url
+        self._token = token
+        self._reports = reports
+        self._job = _host_name()
+        self._started_s = 0.0
+
+    async def end(self) -> None:
+        """End the host."""
+        self._task.cancel()
+        with contextlib.suppress(httpx.HTTPError):
+            await asyncio.to_thread(self._jobs.stop, self._job)
+
+    async def tick(self) -> None:
+        """Submit a host if none reports."""
+        if not self._reports() and time.monotonic() - self._started_s > RESTART_S:
+            try:
+                await asyncio.to_thread(self._require)
+            except httpx.HTTPError as error:
+                log.warning("the head of the Ray cluster does not answer: %s", error)
+
+    def _require(self) -> None:
+        self._started_s = time.monotonic()
+        job = self._jobs.find(self._job)
+        if job is not None and job.status not in JOB_ENDED:
+            return
+        if job is not None:
+            log.warning("the host in the Ray cluster, which reports its devices, has ended: %s", job.message)
+            self._job = _host_name()
+        command = f"exec {PYTHON} -m rlhfless.control.ray_host --tell {shlex.quote(self._url)}"
+        self._jobs.submit(self._job, command, {HOST_TOKEN: self._token})
 
 
 def stop_host(folder: Path, timeout_s: float) -> bool:

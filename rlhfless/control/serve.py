@@ -20,10 +20,9 @@ import uvicorn
 
 from rlhfless.control import store
 from rlhfless.control.api.app import make_app
-from rlhfless.control.drivers import Drivers, LocalDrivers
+from rlhfless.control.drivers import Drivers, JobDrivers, LocalDrivers, RayJobs
 from rlhfless.control.keys import require_safe
-from rlhfless.control.ray_host import RayHostSupervisor, stop_host
-from rlhfless.control.ray_jobs import JobDrivers, RayJobHostSupervisor, RayJobs
+from rlhfless.control.ray_host import RayHostSupervisor, RayJobHostSupervisor, stop_host
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import ServiceSettings, read_announcement
 from rlhfless.control.thread_priority import raise_priority, service_threads

@@ -8,29 +8,55 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import IO
 
 from rlhfless.control import store
 from rlhfless.control.compute.forecasts import Forecasts, Simulations
 from rlhfless.control.compute.runner import Runner
-from rlhfless.control.database.access import Database, database_of
-from rlhfless.control.database.migrate import migrate
+from rlhfless.control.database.access import Database, database_of, migrate
 from rlhfless.control.database.tables import RunRow
-from rlhfless.control.device_history import DeviceHistory
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.keys import Keys
-from rlhfless.control.objects.fleet import ReplicaNow
+from rlhfless.control.objects import DevicesTimelineObject, DeviceWork, ReplicaNow, RunBar, SharedDeviceRow
 from rlhfless.control.pods import PodWatch, pod_lister
 from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayReport, read_fault, read_ray
-from rlhfless.control.retention import RetentionSweep
 from rlhfless.control.run_events import RunEvents
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings, open_data
-from rlhfless.control.supervisor import Supervisor
+from rlhfless.control.supervisor import RetentionSweep, Supervisor
 from rlhfless.functions.loopback import is_loopback
 from rlhfless.util.errors import UserError
 from rlhfless.util.folders import lock, replace_text
+
+HISTORY_S = 3600.0
+HISTORY_BARS = 2000
+"""Most bars of a device, of some 200 bytes each: an hour of phases of 2 s."""
+
+
+class DeviceHistory:
+    """The work of all runs, by device of the cluster."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, deque[RunBar]] = defaultdict(lambda: deque(maxlen=HISTORY_BARS))
+
+    def add(self, run_id: str, worked: Sequence[DeviceWork], now_s: float) -> None:
+        """Add the work that a driver reports, and forget work older than HISTORY_S."""
+        for work in worked:
+            for device in work.devices:
+                self._bars[device].append(RunBar(run_id=run_id, **work.model_dump(exclude={"devices"})))
+        for device, bars in list(self._bars.items()):
+            while bars and bars[0].end_s < now_s - HISTORY_S:
+                bars.popleft()
+            if not bars:
+                del self._bars[device]
+
+    def since(self, since_s: float) -> DevicesTimelineObject:
+        """All devices with the work that ended after `since_s`."""
+        rows = [(device, [bar for bar in bars if bar.end_s > since_s]) for device, bars in sorted(self._bars.items())]
+        return DevicesTimelineObject(rows=[SharedDeviceRow(device=device, bars=bars) for device, bars in rows if bars])
+
 
 LOCK_FILE = "service.lock"
 

@@ -28,6 +28,11 @@ SECRETS = (DATABASE_VARIABLE, "PGPASSWORD", "PGPASSFILE", "RLHFLESS_API_KEY")
 """Environment variables that only the service gets."""
 
 
+LOW_PRIORITY = ("nice", "-n", "5")
+"""Prefix of commands that start runs' processes: at a lower priority they leave the cores to the service for the
+milliseconds that an answer takes, and lose nothing, because all their processes have the same priority."""
+
+
 def environment_of_runs() -> dict[str, str]:
     """The environment of the processes that the service starts: drivers, and its Ray."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.errors import refused
-from rlhfless.control.objects.common import MOST_INTEGER
+from rlhfless.control.objects import MOST_INTEGER
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.control.spec_paths import code_problems, file_problems, values_at
 from rlhfless.spec import RunSpec

@@ -10,10 +10,12 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
@@ -21,10 +23,10 @@ from rlhfless.control.broker import DevicesRequest, decide
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
 from rlhfless.control.delivery import DriverExit, DriverOrder, failure
-from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
-from rlhfless.control.ingest import end, refuse_folder, stop_out_of_memory, take_items
-from rlhfless.control.lifecycle import DRIVEN, DesiredState, Status
+from rlhfless.control.ingest import apply_items, end, refuse_folder, stop_out_of_memory
+from rlhfless.control.lifecycle import DRIVEN, ENDED, DesiredState, Status
 from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.periodic import PeriodicTask
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
@@ -104,7 +106,7 @@ class Supervisor(PeriodicTask):
             row = store.run_of(session, run.id)
             if row.attempt != run.attempt or row.status not in DRIVEN:
                 return
-            take_items(session, row, items)
+            apply_items(session, row, items)
             if row.status in DRIVEN and hindrance:
                 refuse_folder(session, row, hindrance)
             elif row.status in DRIVEN and out_of_memory:
@@ -221,3 +223,49 @@ def _stop_s(run: RunRow) -> float:
     """The time that the run's spec gives to an orderly stop."""
     timeouts = (run.resolved or run.spec).get("timeouts") or {}
     return float(timeouts.get("stop_s", TimeoutsSpec().stop_s))
+
+
+SWEEP_S = 600.0
+"""How often runs are removed: their time is counted in days."""
+
+SECONDS_PER_DAY = 86_400.0
+
+
+class RetentionSweep(PeriodicTask):
+    """The periodic removal of runs."""
+
+    def __init__(self, database: Database, settings: ServiceSettings) -> None:
+        super().__init__(SWEEP_S)
+        self._database = database
+        self._settings = settings
+
+    async def tick(self) -> None:
+        """Remove runs once."""
+        await sweep(self._database, self._settings, time.time())
+
+
+async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> list[str]:
+    """Remove the runs that ended more than `retention.days` ago; returns their ids."""
+    if settings.retention.days is None:
+        return []
+    before_s = now_s - settings.retention.days * SECONDS_PER_DAY
+
+    def forget(session: Session) -> list[tuple[str, str]]:
+        query = select(RunRow).where(RunRow.status.in_(list(ENDED)), RunRow.finished_at < before_s)
+        rows = list(session.scalars(query))
+        for row in rows:
+            store.forget_run(session, row.id)
+            store.touch(session, row)
+        return [(row.id, row.folder) for row in rows]
+
+    removed = await database.write(forget)
+    for run_id, folder in removed:
+        await asyncio.to_thread(remove_folder, Path(folder), settings)
+        log.info("removed %s, which has been over for %g days", run_id, settings.retention.days)
+    return [run_id for run_id, _ in removed]
+
+
+def remove_folder(folder: Path, settings: ServiceSettings) -> None:
+    """Remove a run's folder, if it is below the service's folder of runs."""
+    if folder.parent == settings.runs:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 from rlhfless.cli.tables import final_report
-from rlhfless.control.objects.costs import FunctionUsage
+from rlhfless.control.objects import FunctionUsage
 from rlhfless.telemetry.terminal import Terminal
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhfless.cli.runs_watch import DrivenTime
-from rlhfless.control.objects.runs import EventObject
+from rlhfless.control.objects import EventObject
 
 
 def status(at: float, value: str) -> EventObject:

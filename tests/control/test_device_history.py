@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhfless.control.device_history import KEPT_S, DeviceHistory
-from rlhfless.control.objects.fleet import DeviceWork
+from rlhfless.control.objects import DeviceWork
+from rlhfless.control.service import HISTORY_S, DeviceHistory
 
 
 def worked(work: str, start_s: float, end_s: float, *devices: str) -> DeviceWork:
@@ -22,5 +22,5 @@ def test_work_of_all_runs_by_device_of_the_cluster() -> None:
 def test_what_is_old_is_forgotten() -> None:
     history = DeviceHistory()
     history.add("a", [worked("learn", 10, 12, "node 0", "node 1")], 12)
-    history.add("b", [worked("learn", KEPT_S + 12, KEPT_S + 13, "node 0")], KEPT_S + 13)
+    history.add("b", [worked("learn", HISTORY_S + 12, HISTORY_S + 13, "node 0")], HISTORY_S + 13)
     assert [(row.device, [bar.run_id for bar in row.bars]) for row in history.since(0).rows] == [("node 0", ["b"])]

@@ -13,7 +13,7 @@ from fakes.orders import order_of
 from fakes.standing import RUN
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
-from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import write_order
 from rlhfless.control.run_files import allow_changed, allowed_in
 from rlhfless.orchestrator.host import RunPaused, StopCause

@@ -14,7 +14,7 @@ from fakes.orders import order_of
 from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
-from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import LOG_FILE, write_order
 from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.settings import ServiceSettings

@@ -11,9 +11,8 @@ import pytest
 
 from fakes.standing import RUN, NoDrivers, until
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.drivers import Handle
+from rlhfless.control.drivers import NOT_SHARED, Handle, JobDrivers, RayJobs
 from rlhfless.control.keys import hashed
-from rlhfless.control.ray_jobs import NOT_SHARED, JobDrivers, RayJobs
 from rlhfless.control.run_files import finds_mark, leave_mark
 from rlhfless.control.service import Service
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless.control.delivery import DriverState, Push
-from rlhfless.control.driver.outbox import KEPT_ITEMS, Outbox, StaleOutbox, undelivered
+from rlhfless.control.driver.service_client import KEPT_ITEMS, Outbox, StaleOutbox, undelivered
 
 
 def test_numbers_go_on_over_attempts_and_an_older_one_is_shut_out(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ import pytest
 from fakes.places import ROOT, TESTS
 from fakes.standing import RUN, served
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.ray_jobs import JobDrivers, RayJobHostSupervisor, RayJobs
+from rlhfless.control.drivers import JobDrivers, RayJobs
+from rlhfless.control.ray_host import RayJobHostSupervisor
 from rlhfless.control.settings import ServiceSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -15,7 +15,7 @@ from fakes.rollouts import drawn
 from rlhfless.control.database.tables import RolloutRow
 from rlhfless.control.delivery import Item
 from rlhfless.control.driver.samples import MOST_OF_COLUMN, SampleReader
-from rlhfless.control.ingest import KEPT_EVALUATIONS, KEPT_ROLLOUT_STEPS, TAKES
+from rlhfless.control.ingest import HANDLERS, KEPT_EVALUATIONS, KEPT_ROLLOUT_STEPS
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.service import open_database
 from rlhfless.control.settings import ServiceSettings
@@ -143,7 +143,7 @@ def kept(session: Session, kind: str) -> list[tuple[int, str]]:
 def report(session: Session, kind: str, step: int, *texts: str) -> None:
     run = session.query(filled.RunRow).one()
     samples = [{"text": text, "kind": kind} for text in texts]
-    TAKES[kind](session, run, Item(seq=1, attempt=1, at=0.0, kind=kind, data={"step": step, "samples": samples}))
+    HANDLERS[kind](session, run, Item(seq=1, attempt=1, at=0.0, kind=kind, data={"step": step, "samples": samples}))
     session.flush()
 
 

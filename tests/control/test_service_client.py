@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless.control.delivery import DriverOrder, DriverState
-from rlhfless.control.driver.outbox import Outbox
-from rlhfless.control.driver.service_client import Link
+from rlhfless.control.driver.service_client import Link, Outbox
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlhfless.control.curves import FEWEST, curves, kept, wanted_names
+from rlhfless.control.api.metrics import FEWEST, curves, kept, wanted_names
 from rlhfless.control.errors import ApiError
 
 

@@ -16,7 +16,7 @@ from fakes.standing import RUN, SAMPLE, NoDrivers, begun_run, until
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
 from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive
-from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import ORDER_FILE, read_order, write_order
 from rlhfless.control.ray_host import RAY_FILE, read_ray
 from rlhfless.fleet.ray_session import NoCluster

@@ -24,7 +24,7 @@ PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_k
 CLUSTER, SESSION, LEAVING = "rlhfless/fleet/cluster.py", "rlhfless/fleet/ray_session.py", "rlhfless/fleet/leaving.py"
 TENSORBOARD, PODS = "rlhfless/telemetry/tensorboard.py", "rlhfless/control/pods.py"
 RAY_FOLDER = "rlhfless/fleet/private_ray.py"
-LEAVE_NODE, RAY_JOBS = "rlhfless/fleet/leave_node.py", "rlhfless/control/ray_jobs.py"
+LEAVE_NODE, RAY_JOBS = "rlhfless/fleet/leave_node.py", "rlhfless/control/drivers.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from fakes.live_runs import FAULT_STEPS, Whole, fault_values
 from rlhfless import Client
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects.runs import RunObject
+from rlhfless.control.objects import RunObject
 from rlhfless.records import Work
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.traces import compare_samples, read_trace

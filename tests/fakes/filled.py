@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from rlhfless.control.database.tables import EventRow, LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
 from rlhfless.control.ingest import HELD_OUT_PLACE
 from rlhfless.control.lifecycle import ENDED, Status
-from rlhfless.control.objects.fleet import ReplicaNow
+from rlhfless.control.objects import ReplicaNow
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.service import open_database
 from rlhfless.control.settings import ServiceSettings

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
-from rlhfless.control.driver.outbox import Outbox
-from rlhfless.control.driver.service_client import Link
+from rlhfless.control.driver.service_client import Link, Outbox
 from rlhfless.control.drivers import read_order
 
 STEP_S = 0.03

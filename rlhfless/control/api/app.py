@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from rlhfless import __version__
-from rlhfless.control.api import compute, downloads, drivers, events, health, page, runs, series
+from rlhfless.control.api import compute, drivers, events, fleet, health, metrics, page, results, runs
 from rlhfless.control.api.routes import ERRORS, known_query
 from rlhfless.control.database import Unavailable
 from rlhfless.control.errors import ApiError, invalid_request
@@ -51,7 +51,7 @@ def make_app(service: Service) -> FastAPI:
     app.state.service = service
     app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.are_required)
     of_all = [Depends(known_query), Depends(requires("read"))]
-    for router in (runs.router, events.router, series.router, compute.router, downloads.router):
+    for router in (runs.router, events.router, metrics.router, results.router, fleet.router, compute.router):
         app.include_router(router, prefix="/v1", responses=ERRORS, dependencies=of_all)
     app.include_router(drivers.router, include_in_schema=False)
     app.include_router(health.router)

@@ -1,4 +1,4 @@
-"""Computations on request: plans, trials of rewards, simulations, timelines."""
+"""Computations on request: plans, trials of rewards, simulations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from pydantic import ConfigDict, Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from rlhfless.control.api.routes import OfService, Runs
+from rlhfless.control.api.results import trace_folder
+from rlhfless.control.api.routes import OfService, Runs, object_of
 from rlhfless.control.api.runs import EXAMPLE
-from rlhfless.control.api.views import object_of
 from rlhfless.control.database.tables import SimulationRow
 from rlhfless.control.errors import ApiError, not_found, refused
-from rlhfless.control.objects.common import ListObject
-from rlhfless.control.objects.costs import RewardTrialObject, SimulationObject
-from rlhfless.control.objects.fleet import TimelineObject
-from rlhfless.control.run_files import trace_of
+from rlhfless.control.objects import ListObject, RewardTrialObject, SimulationObject
 from rlhfless.control.service import Service
 from rlhfless.control.spec_admission import accepted_spec, unstorable
 from rlhfless.control.spec_paths import simulation_problems
@@ -33,7 +30,7 @@ from rlhfless.spec.errors import InputError, Problem
 
 router = APIRouter(tags=["compute"])
 
-PLAN_S, COMPARE_S, REWARDS_S, TIMELINE_S, CHECK_S = 120.0, 240.0, 120.0, 60.0, 60.0
+PLAN_S, COMPARE_S, REWARDS_S, CHECK_S = 120.0, 240.0, 120.0, 60.0
 """Longest times of jobs. A comparison over all kinds of the price book takes up to a minute."""
 
 
@@ -102,15 +99,6 @@ async def plan_question(service: Service, question: PlanQuestion) -> dict[str, A
     asked = question.model_dump(exclude={"lengths_of"})
     trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
     return asked | {"present": service.device_counts() or {"cpu-core": 1}, "trace": trace}
-
-
-async def trace_folder(service: Service, run_id: str) -> str:
-    """The folder of a run's trace. Raises ApiError (404) if it has none yet."""
-    run = await service.run(run_id)
-    folder = trace_of(run.folder)
-    if folder is None:
-        raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it begins with its first step")
-    return folder
 
 
 class RewardsQuestion(_Question):
@@ -192,13 +180,3 @@ async def get_simulation(service: OfService, simulation_id: str) -> SimulationOb
     if row is None:
         raise not_found("simulation", simulation_id)
     return object_of(SimulationObject, row)
-
-
-@router.get("/runs/{run_id}/timeline", summary="Devices over the last steps")
-async def get_timeline(
-    service: OfService, run_id: str, steps: Annotated[int, Query(ge=1, le=50)] = 5
-) -> TimelineObject:
-    """The work of each device in the last steps of the run's trace, which is written about once a step."""
-    folder = await trace_folder(service, run_id)
-    timeline = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
-    return TimelineObject.model_validate({"run_id": run_id} | timeline)

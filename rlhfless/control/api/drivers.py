@@ -60,7 +60,7 @@ async def deliver(
         pods = service.pods.status_clause if service.pods is not None and waits else ""
         if pods and push.now.reason:
             push.now.reason += f"; {pods}"
-        pushed = ingest.take(session, run, push)
+        pushed = ingest.apply(session, run, push)
         lease = session.get(LeaseRow, run_id)
         desired: Any = run.desired_state
         if desired == DesiredState.RUN:

@@ -12,12 +12,10 @@ from fastapi.sse import format_sse_event
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.api.routes import OfService, answers
-from rlhfless.control.api.views import event_object, run_object
+from rlhfless.control.api.routes import OfService, answers, event_object, run_object
 from rlhfless.control.database.tables import EventRow, RunRow
 from rlhfless.control.lifecycle import ENDED
-from rlhfless.control.objects.common import MOST_INTEGER, ListObject
-from rlhfless.control.objects.runs import EventObject
+from rlhfless.control.objects import MOST_INTEGER, EventObject, ListObject
 from rlhfless.control.service import Service
 
 router = APIRouter(tags=["events"])

@@ -15,19 +15,17 @@ from fastapi import APIRouter, Body, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.api.routes import DEEP, OfService, Runs
-from rlhfless.control.api.views import run_object
+from rlhfless.control.api.routes import DEEP, OfService, Runs, run_object
 from rlhfless.control.database.tables import IdempotencyRow, RunRow
 from rlhfless.control.errors import ApiError
 from rlhfless.control.keys import Caller
 from rlhfless.control.lifecycle import ENDED, DesiredState, NotPossible, Status, apply_request
-from rlhfless.control.objects.common import ListObject
-from rlhfless.control.objects.runs import RunObject
-from rlhfless.control.retention import remove_folder
+from rlhfless.control.objects import ListObject, RunObject
 from rlhfless.control.run_files import allow_changed
-from rlhfless.control.run_order import RunOrder, ordered_runs
 from rlhfless.control.service import Service
 from rlhfless.control.spec_admission import accepted_spec, posted_spec
+from rlhfless.control.store import RunOrder, ordered_runs
+from rlhfless.control.supervisor import remove_folder
 from rlhfless.prepare.inputs import KINDS
 from rlhfless.scaling.accounting import Spent, reached
 from rlhfless.spec import LimitsSpec, RunSpec

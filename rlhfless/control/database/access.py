@@ -1,8 +1,8 @@
 """The service's access to its database: SQLite by default, PostgreSQL by URL.
 
 Only the API process writes, through one thread: writes are done in the order of their requests, and later reads see
-them. Reads go through a few threads. A database that does not answer raises `Unavailable`; drivers keep their items
-until it is back.
+them. Reads use a few threads. A database that does not answer raises `Unavailable`; drivers keep their items until it
+is back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -192,3 +197,28 @@ def _sqlite(url: str) -> Engine:
 def _postgres(url: Any) -> Engine:
     options = {"connect_timeout": CONNECT_S, "options": f"-c statement_timeout={STATEMENT_S}s"}
     return create_engine(url, pool_size=READERS + 2, pool_pre_ping=True, pool_timeout=CONNECT_S, connect_args=options)
+
+
+class NewerDatabase(UserError):
+    """The database was written by a newer rlhfless."""
+
+
+def config_of(engine: Engine | None = None) -> Config:
+    """Alembic's configuration; there is no file for it."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    config.attributes["engine"] = engine
+    return config
+
+
+def migrate(engine: Engine) -> None:
+    """Migrate to the newest version; an empty database gets all tables. Raises NewerDatabase."""
+    known = {script.revision for script in ScriptDirectory.from_config(config_of()).walk_revisions()}
+    with engine.connect() as connection:
+        stored = MigrationContext.configure(connection).get_current_revision()
+    if stored is not None and stored not in known:
+        raise NewerDatabase(
+            f"the database is of version {stored}, which this rlhfless does not know; use the rlhfless that wrote it, "
+            "or a newer one"
+        )
+    command.upgrade(config_of(engine), "head")

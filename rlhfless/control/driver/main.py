@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from rlhfless import __version__
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverExit, DriverOrder, OtherProtocol, failure
-from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
-from rlhfless.control.driver.service_client import Link
+from rlhfless.control.driver.service_client import Link, Outbox, StaleOutbox
 from rlhfless.control.drivers import read_order
 from rlhfless.control.keys import hashed
 from rlhfless.control.lifecycle import Status

@@ -1,6 +1,6 @@
 """The service as the run's host: what happens goes into the outbox, and the service's answers are carried out.
 
-Methods are called in the run's loop; `receive` and `state` in the link's thread.
+Methods are called in the run's loop; `receive` and `state` in the client's thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,17 +17,21 @@ from typing import Any
 import numpy as np
 
 from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
-from rlhfless.control.driver.figures import UsageReporter, replicas_of, worked_in
-from rlhfless.control.driver.outbox import Outbox
 from rlhfless.control.driver.samples import SampleReader
+from rlhfless.control.driver.service_client import Outbox
 from rlhfless.control.lifecycle import Status
-from rlhfless.control.objects.fleet import DeviceWork
+from rlhfless.control.objects import DeviceWork, FunctionUsage, ReplicaNow
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.run_devices import NoDevices
 from rlhfless.orchestrator.base_run import TrainedRun
 from rlhfless.orchestrator.host import DevicesWanted, Host, StopCause, Verdict
+from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.run import Run
-from rlhfless.records import Experience
+from rlhfless.records import Experience, Holding, Invocation, ReplicaState, in_order
 from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.scaling.accounting import usage
+from rlhfless.scaling.placement import Allocation
+from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import NO_SAMPLES, finite
 from rlhfless.util.text import storable
@@ -253,3 +257,97 @@ class Reporter(Host):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+SHARE = 0.01
+"""Largest share of the time that goes into adding up: a bill that took 0.1 s is made again after 10 s."""
+
+FEWEST_S = 5.0
+"""Shortest time between two bills."""
+
+
+def replicas_of(run: TrainedRun) -> list[ReplicaNow]:
+    """The replicas of a run, now. Called from another thread: a change meanwhile is reported next time."""
+    return [
+        ReplicaNow(
+            function=str(replica.function),
+            replica=replica.name,
+            state=str(replica.state),
+            since=replica.since_s,
+            weights=replica.served,
+            devices=[device.name for device in replica.allocation.devices],
+            kind=replica.allocation.devices[0].kind,
+            node=replica.allocation.devices[0].node,
+            usd_per_hour=_rate(replica.state, replica.allocation, run.ledger.prices),
+        )
+        for pool in run.pools.values()
+        for replica in list(pool.replicas())
+    ]
+
+
+def worked_in(run: TrainedRun, calls: Sequence[Invocation]) -> list[DeviceWork]:
+    """The calls whose replicas are still in a pool, with their devices."""
+    pools = run.pools.values()
+    places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
+    return [
+        DeviceWork(
+            function=str(call.function),
+            work=str(call.work),
+            step=call.step,
+            devices=places[call.incarnation],
+            start_s=call.start_s,
+            end_s=call.end_s,
+        )
+        for call in calls
+        if places.get(call.incarnation)
+    ]
+
+
+def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> float:
+    if not state.holds_device:
+        return 0.0
+    return float(sum(prices.device(device.kind).usd_per_hour * share for device, share in allocation.billed(state)))
+
+
+class UsageReporter:
+    """Reports the usage of one attempt of a run."""
+
+    def __init__(self, ledger: Ledger, put: Callable[..., None]) -> None:
+        self._ledger = ledger
+        self._put = put
+        self._next_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def report_if_due(self, pools: Collection[ReplicaPool]) -> None:
+        """Report the usage up to now in the background, if the last report is old enough."""
+        if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
+            return
+        for pool in pools:
+            for replica in pool.replicas():
+                replica.cut()
+        self._task = asyncio.create_task(self.report())
+
+    async def report(self) -> None:
+        """Report the usage up to now."""
+        began_s = time.monotonic()
+        records = self._ledger.records()
+        rows = await asyncio.to_thread(bill, *records, self._ledger.prices)
+        self._put("usage", functions=rows)
+        took_s = time.monotonic() - began_s
+        self._next_s = time.monotonic() + max(took_s / SHARE, FEWEST_S)
+
+
+def bill(holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> list[dict[str, Any]]:
+    """The usage by function and kind of device, as objects.FunctionUsage. A call counts at the kind that its
+    replica holds."""
+    rows = []
+    for function in in_order([*(held.function for held in holdings), *(call.function for call in invocations)]):
+        calls = [call for call in invocations if call.function == function]
+        held = [holding for holding in holdings if holding.function == function]
+        for kind in dict.fromkeys(holding.device_kind for holding in held):
+            of_kind = [holding for holding in held if holding.device_kind == kind]
+            lives = {holding.incarnation for holding in of_kind}
+            row = usage(function, of_kind, [call for call in calls if call.incarnation in lives], prices)
+            figures = {name: getattr(row, name) for name in FunctionUsage.model_fields if hasattr(row, name)}
+            rows.append({"function": str(function), "kind": kind} | figures)
+    return rows

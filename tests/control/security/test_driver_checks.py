@@ -10,7 +10,7 @@ import pytest
 from fakes.standing import RUN
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
-from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import write_order
 
 

@@ -16,9 +16,9 @@ from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray,
 from rlhfless.control import keys as keys_module
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.keys import NotSafe, make_key, require_safe
-from rlhfless.control.retention import sweep
 from rlhfless.control.service import Service, open_database
 from rlhfless.control.settings import LimitsOfRequests, Retention, ServiceSettings
+from rlhfless.control.supervisor import sweep
 
 
 @pytest.fixture

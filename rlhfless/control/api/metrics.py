@@ -1,4 +1,4 @@
-"""The metrics of a run as curves, one per name, thinned. Pure.
+"""The metrics of a run as curves, one per name, thinned.
 
 A chart has some hundred pixels. Of a long curve the first and the last point stay; the points between them are cut into
 bins of equal width, and of each bin the lowest and the highest stay: a spike of one step is seen in any run.
@@ -6,24 +6,78 @@ bins of equal width, and of each bin the lowest and the highest stay: a spike of
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from fastapi import APIRouter, Query
 from pydantic_core import from_json
+from sqlalchemy import Text, cast, select
+from sqlalchemy.orm import Session
 
+from rlhfless.control import store
+from rlhfless.control.api.routes import OfService
+from rlhfless.control.database.tables import MetricsRow
 from rlhfless.control.errors import ApiError
-from rlhfless.control.objects.runs import Series
+from rlhfless.control.objects import MOST_INTEGER, MetricsObject, Series
 from rlhfless.spec.explain import closest
 from rlhfless.telemetry.metrics import METRICS, Kind
+
+router = APIRouter(tags=["runs"])
 
 Measured = tuple[int, float, str]
 """Step, unix time, and the metrics as JSON text."""
 
+MOST_POINTS = 5_000
+"""Most points of a metric in one answer: four times the pixels of a wide chart."""
+
 FEWEST = 4
 """Fewest points of a thinned curve: first, last, and the two extremes of one bin."""
+
+
+@router.get("/runs/{run_id}/metrics", summary="Metrics over the steps")
+async def get_metrics(
+    service: OfService,
+    run_id: str,
+    name: Annotated[
+        list[str] | None, Query(description="Metrics, or families such as `reward`; by default all.")
+    ] = None,
+    after_step: Annotated[int, Query(ge=-1, le=MOST_INTEGER, description="Only later steps.")] = -1,
+    until_step: Annotated[
+        int | None, Query(ge=0, le=MOST_INTEGER, description="Only up to this step; by default to the newest.")
+    ] = None,
+    points: Annotated[
+        int,
+        Query(ge=FEWEST, le=MOST_POINTS, description="Most points per metric; first, last and extremes are kept."),
+    ] = 1_000,
+) -> MetricsObject:
+    """One series per metric. An evaluation counts to the step that it follows; it may come after the step's metrics,
+    so a client that follows a run asks again with `after_step` one less than the last `step`."""
+    names = wanted_names(name or ())
+
+    def read(session: Session) -> Sequence[Measured]:
+        store.run_of(session, run_id)
+        return metrics_texts(session, run_id, after_step, until_step)
+
+    rows = await service.database.read(read)
+    # Ten thousand steps take a tenth of a second, too long for the event loop.
+    series = await asyncio.to_thread(curves, rows, names, points)
+    return MetricsObject(run_id=run_id, step=rows[-1][0] if rows else max(after_step, 0), series=series)
+
+
+def metrics_texts(session: Session, run_id: str, after_step: int, until_step: int | None) -> Sequence[Measured]:
+    """The metrics by step, as JSON texts: an object for each row would take longer than all other work."""
+    query = (
+        select(MetricsRow.step, MetricsRow.at, cast(MetricsRow.values, Text))
+        .where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
+        .order_by(MetricsRow.step, MetricsRow.kind)
+    )
+    if until_step is not None:
+        query = query.where(MetricsRow.step <= until_step)
+    return [(row[0], row[1], row[2]) for row in session.execute(query)]
 
 
 def wanted_names(names: Iterable[str]) -> frozenset[str]:

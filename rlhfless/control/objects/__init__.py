@@ -1,1 +1,0 @@
-"""The objects of the API, as clients see them. Times are unix seconds."""
