@@ -55,17 +55,32 @@ Entropy = Literal["none", "value", "gradient"]
 """Whether an entropy is computed, and whether it has a gradient."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadPass:
+    """What a pass of the head computes."""
+
+    head: OutputHead
+    temperature: float
+    entropy: Entropy = "none"
+    backward: bool = False
+    """Whether a backward pass may follow."""
+
+    def apply(
+        self, function: type[torch.autograd.Function], hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Logprobs and entropy of a function of (hidden, weight, bias, targets, HeadPass)."""
+        layer = self.head.linear
+        outputs: tuple[torch.Tensor, ...] = function.apply(hidden, layer.weight, layer.bias, targets, self)  # type: ignore[no-untyped-call]
+        return outputs
+
+
 def head_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
     """Logprobs, and the entropy if it is asked for, [positions] each. In chunks; where there are several, the backward
     pass computes each chunk's logits again."""
-    rows = rows_of(head)
-    if len(targets) > rows:
-        layer = head.linear
-        given = (hidden, layer.weight, layer.bias, targets, head, temperature, rows, entropy)
-        outputs: tuple[torch.Tensor, ...] = _ChunkedHead.apply(*given)
-        return outputs
+    if len(targets) > rows_of(head):
+        return HeadPass(head, temperature, entropy).apply(_ChunkedHead, hidden, targets)
     everything = _log_softmax(head, head.linear(hidden), temperature)
     logprobs = _taken(everything, targets)
     if entropy == "none":
@@ -94,7 +109,7 @@ def _entropy(everything: torch.Tensor) -> torch.Tensor:
 
 class _ChunkedHead(torch.autograd.Function):
     """hidden [positions, hidden], weight, bias, targets [positions] -> logprobs and entropy, [positions] each, with the
-    logits of `rows` positions at a time. The gradients that chunks have for the weight are added up in float32 at
+    logits of `rows_of` positions at a time. The gradients that chunks have for the weight are added up in float32 at
     least: in bfloat16 the sum of 25 chunks would lose most of what the last ones add."""
 
     @staticmethod
@@ -104,41 +119,43 @@ class _ChunkedHead(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        head: OutputHead,
-        temperature: float,
-        rows: int,
-        entropy: Entropy,
+        asked: HeadPass,
     ) -> tuple[torch.Tensor, ...]:
-        parts = []
+        parts, rows = [], rows_of(asked.head)
         for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
-            everything = _log_softmax(head, linear(part, weight, bias), temperature)
+            everything = _log_softmax(asked.head, linear(part, weight, bias), asked.temperature)
             logprobs = _taken(everything, target)
-            parts.append((logprobs,) if entropy == "none" else (logprobs, _entropy(everything)))
+            parts.append((logprobs,) if asked.entropy == "none" else (logprobs, _entropy(everything)))
         outputs = tuple(map(torch.cat, zip(*parts, strict=True)))
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.head, ctx.temperature, ctx.rows, ctx.entropy = head, temperature, rows, entropy
-        if entropy == "value":
+        ctx.asked = asked
+        if asked.entropy == "value":
             ctx.mark_non_differentiable(outputs[1])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden)
+        asked: HeadPass = ctx.asked
+        of_hidden, rows = torch.empty_like(hidden), rows_of(asked.head)
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight, of_bias = (None if each is None else torch.zeros_like(each, dtype=wide) for each in (weight, bias))
-        with_entropy = ctx.entropy == "gradient"
+        with_entropy = asked.entropy == "gradient"
         used = gradients if with_entropy else gradients[:1]
-        chunks = (torch.split(each, ctx.rows) for each in (hidden, targets, of_hidden, *used))
+        chunks = (torch.split(each, rows) for each in (hidden, targets, of_hidden, *used))
         for part, target, result, *upstream in zip(*chunks, strict=True):
             products = linear(part, weight, bias).requires_grad_()
             with torch.enable_grad():
-                everything = _log_softmax(ctx.head, products, ctx.temperature)
+                everything = _log_softmax(asked.head, products, asked.temperature)
                 outputs = [_taken(everything, target), *([_entropy(everything)] if with_entropy else [])]
             (slope,) = torch.autograd.grad(outputs, products, upstream)
             result.copy_(slope @ weight)
             of_weight += slope.T @ part
             if of_bias is not None:
                 of_bias += slope.sum(0, dtype=wide)
-        of_parameters = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return of_hidden, *of_parameters, None, None, None, None, None
+        return of_hidden, *in_format(weight, of_weight, of_bias), None, None
+
+
+def in_format(weight: torch.Tensor, *sums: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Sums of gradients in the format of the weight."""
+    return tuple(None if total is None else total.to(weight.dtype) for total in sums)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
-from rlhfless.functions.head import Entropy, OutputHead, head_logprobs, rows_of
+from rlhfless.functions.head import Entropy, HeadPass, OutputHead, head_logprobs, in_format, rows_of
 
 BLOCK = 4096
 """Logits of a row that a program holds at a time."""
@@ -100,25 +100,22 @@ class _FusedHead(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        head: OutputHead,
-        temperature: float,
-        entropy: Entropy,
-        backward: bool,
+        asked: HeadPass,
     ) -> tuple[torch.Tensor, ...]:
-        rows = BLOCKS_OF_PLAN * rows_of(head)
+        rows = BLOCKS_OF_PLAN * rows_of(asked.head)
         logprobs, normalisers, entropies = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
         chunks = (torch.split(each, rows) for each in (hidden, targets, logprobs, normalisers, entropies))
         ctx.products = None
         for part, target, *outputs in zip(*chunks, strict=True):
             products = linear(part, weight, bias)
-            _launch(_forward, (len(target),), products, target, *outputs, head, temperature, entropy != "none")
-            if backward and len(targets) <= rows:
+            _launch(_forward, (len(target),), products, target, *outputs, asked, asked.entropy != "none")
+            if asked.backward and len(targets) <= rows:
                 ctx.products = products
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
-        ctx.rows, ctx.head, ctx.temperature, ctx.entropy = rows, head, temperature, entropy
-        if entropy == "none":
+        ctx.rows, ctx.asked = rows, asked
+        if asked.entropy == "none":
             return (logprobs,)
-        if entropy == "value":
+        if asked.entropy == "value":
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -127,28 +124,20 @@ class _FusedHead(torch.autograd.Function):
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight = of_bias = None
-        of_hidden, with_entropy = torch.empty_like(hidden), ctx.entropy == "gradient"
+        of_hidden, with_entropy = torch.empty_like(hidden), ctx.asked.entropy == "gradient"
         of_entropies = of_entropy[0] if with_entropy else entropies
-        given = (
-            hidden,
-            targets,
-            normalisers,
-            entropies,
-            of_logprobs.contiguous(),
-            of_entropies.contiguous(),
-            of_hidden,
-        )
+        upstream = (of_logprobs.contiguous(), of_entropies.contiguous())
+        given = (hidden, targets, normalisers, entropies, *upstream, of_hidden)
         for part, target, *rows, result in zip(*(torch.split(each, ctx.rows) for each in given), strict=True):
             slope = linear(part, weight, bias) if ctx.products is None else ctx.products
             grid = (len(target), triton.cdiv(slope.shape[1], BLOCK))
-            _launch(_backward, grid, slope, target, *rows, ctx.head, ctx.temperature, with_entropy)
+            _launch(_backward, grid, slope, target, *rows, ctx.asked, with_entropy)
             torch.mm(slope, weight, out=result)
             of_weight = _added(of_weight, slope.T @ part, len(hidden) > ctx.rows)
             if bias is not None:
                 of_bias = _added(of_bias, slope.sum(0, dtype=wide), several=False)
         ctx.products = None  # it holds the gradient now
-        of_parameters = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return of_hidden, *of_parameters, None, None, None, None, None
+        return of_hidden, *in_format(weight, of_weight, of_bias), None, None
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor, several: bool) -> torch.Tensor:
@@ -159,12 +148,12 @@ def _added(total: torch.Tensor | None, part: torch.Tensor, several: bool) -> tor
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], products: torch.Tensor, *given: Any) -> None:
-    *tensors, head, temperature, entropy = given
+    *tensors, asked, entropy = given
     if not len(products):
         return
     kernel[grid](
-        products, *tensors, products.shape[1], head.scale, head.soft_cap or 1.0, temperature,
-        CAPPED=head.soft_cap is not None, ENTROPY=entropy, BLOCK=BLOCK, num_warps=WARPS,
+        products, *tensors, products.shape[1], asked.head.scale, asked.head.soft_cap or 1.0, asked.temperature,
+        CAPPED=asked.head.soft_cap is not None, ENTROPY=entropy, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -172,10 +161,7 @@ def fused_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
     """As rlhfless.functions.head.head_logprobs, in float32."""
-    layer = head.linear
-    given = (hidden, layer.weight, layer.bias, targets, head, temperature, entropy, torch.is_grad_enabled())
-    outputs: tuple[torch.Tensor, ...] = _FusedHead.apply(*given)
-    return outputs
+    return HeadPass(head, temperature, entropy, torch.is_grad_enabled()).apply(_FusedHead, hidden, targets)
 
 
 CHECKED_ROWS, CHECKED_WIDTH = 12, 64

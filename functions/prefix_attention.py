@@ -63,6 +63,59 @@ class PrefixLayout:
             shared=tuple((slice(start, stop), slice(stop, end)) for start, stop, end in packed.shared if end > stop),
         )
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens, head] -> output [1, heads, tokens,
+        head], log-sum-exp [1, heads, tokens]."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        # In memory by tokens: the model's next product reads it so, and then keeps no copy.
+        output = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+        output = output.transpose(1, 2)
+        keys, values = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
+        logsumexp = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
+        for index, valid in self.buckets:
+            q, k, v = (_rows(tensor, index) for tensor in (query, keys, values))
+            of_segments, scores = attend(q, k, v, scale=scale, causal=True)
+            at = index.flatten()[valid]
+            output[0][:, at] = of_segments.transpose(0, 1).flatten(1, 2)[:, valid].to(wide)
+            logsumexp[0][:, at] = scores.transpose(0, 1).flatten(1, 2)[:, valid].to(wide)
+        for own, users in self.shared:
+            of_prefix, scores = attend(
+                query[:, :, users], keys[:, :, own], values[:, :, own], scale=scale, causal=False
+            )
+            union = torch.logaddexp(logsumexp[:, :, users], scores.to(wide))
+            output[:, :, users] *= (logsumexp[:, :, users] - union).exp_().unsqueeze(-1)
+            output[:, :, users] += of_prefix * (scores - union).exp_().unsqueeze(-1)
+            logsumexp[:, :, users] = union
+        return output.to(query.dtype), logsumexp
+
+    def attend_backward(
+        self, gradient: torch.Tensor, saved: Sequence[torch.Tensor], scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        """`gradient` of the output, `saved` (query, key, value, output, log-sum-exp) -> gradients of query, key and
+        value."""
+        query, key, value, output, logsumexp = saved
+        groups = (key.shape[1], query.shape[1] // key.shape[1])
+        keys, values = (repeat_kv(tensor, groups[1]) for tensor in (key, value))
+        sums = [torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (query, keys, values)]
+        for index, valid in self.buckets:
+            upstream = _rows(gradient, index).masked_fill(~valid.view(index.shape)[:, None, :, None], 0)
+            q, k, v, out = (_rows(tensor, index) for tensor in (query, keys, values, output))
+            scores = logsumexp[0][:, index].transpose(0, 1)
+            at = index.flatten()[valid]
+            parts = attend_backward(upstream, q, k, v, out, scores, scale=scale, causal=True)
+            for total, part in zip(sums, parts, strict=True):
+                total[0][:, at] += part.transpose(0, 1).flatten(1, 2)[:, valid]
+        for own, users in self.shared:
+            upstream, q, out = (tensor[:, :, users] for tensor in (gradient, query, output))
+            k, v = (tensor[:, :, own] for tensor in (keys, values))
+            parts = attend_backward(upstream, q, k, v, out, logsumexp[:, :, users], scale=scale, causal=False)
+            for total, part, where in zip(sums, parts, (users, own, own), strict=True):
+                total[:, :, where] += part
+        sums[1:] = [total.unflatten(1, groups).sum(2) for total in sums[1:]]
+        return tuple(total.to(query.dtype) for total in sums)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedDepth:
@@ -89,6 +142,41 @@ class VarlenLayout:
             Pieces.of([tokens for _, tokens in packed.segments], device),
             tuple(_level(prefixes, len(packed.source), device) for prefixes in packed.levels()),
         )
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`query` [tokens, heads, head], `key` and `value` [tokens, KV heads, head] -> output [tokens, heads, head],
+        log-sum-exp [heads, tokens]."""
+        output, logsumexp = attend_varlen(query, key, value, self.own, self.own, scale=scale, causal=True)
+        for level in self.levels:
+            k, v = key[level.source], value[level.source]
+            of_prefix, scores = attend_varlen(query, k, v, level.queries, level.keys, scale=scale, causal=False)
+            scores = scores.masked_fill(level.idle, -torch.inf)
+            share = (scores - logsumexp).sigmoid()  # exp(scores) / (exp(scores) + exp(logsumexp))
+            output = torch.lerp(output, of_prefix, share.T.unsqueeze(-1).to(output.dtype))
+            logsumexp = torch.logaddexp(logsumexp, scores)
+        return output, logsumexp
+
+    def attend_backward(
+        self, gradient: torch.Tensor, saved: Sequence[torch.Tensor], scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        """`gradient` of the output, `saved` (query, key, value, output, log-sum-exp) -> gradients of query, key and
+        value."""
+        query, key, value, output, logsumexp = saved
+        q_sum, k_sum, v_sum = attend_varlen_backward(
+            gradient, query, key, value, output, logsumexp, self.own, self.own, scale=scale, causal=True
+        )
+        for level in self.levels:
+            k, v = key[level.source], value[level.source]
+            scores = logsumexp.masked_fill(level.idle, torch.inf)
+            of_q, of_k, of_v = attend_varlen_backward(
+                gradient, query, k, v, output, scores, level.queries, level.keys, scale=scale, causal=False
+            )
+            q_sum += of_q
+            k_sum.index_add_(0, level.source, of_k)
+            v_sum.index_add_(0, level.source, of_v)
+        return q_sum, k_sum, v_sum
 
 
 def _level(prefixes: list[tuple[int, int, int]], tokens: int, device: torch.device) -> SharedDepth:
@@ -163,18 +251,17 @@ def shared_prefix_attention(
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     if isinstance(prefix_layout, VarlenLayout):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return _VarlenAttention.apply(q, k, v, prefix_layout, scale)[None], None
-    mixed = _PrefixAttention.apply(query, key, value, prefix_layout, scale)
-    return mixed.transpose(1, 2), None
+        return _UnionAttention.apply(q, k, v, prefix_layout, scale)[None], None
+    return _UnionAttention.apply(query, key, value, prefix_layout, scale).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, shared_prefix_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class _PrefixAttention(torch.autograd.Function):
-    """query [1, heads, tokens, head], key and value [1, KV heads, tokens, head] -> [1, heads, tokens, head]. It keeps
-    what torch's own attention keeps for the backward pass, and no copies of KV heads."""
+class _UnionAttention(torch.autograd.Function):
+    """Attention over a layout, [1, heads, tokens, head] or [tokens, heads, head] as its `attend` takes them. Keeps what
+    torch's own attention keeps for the backward pass, and no copies of KV heads."""
 
     @staticmethod
     def forward(
@@ -182,104 +269,19 @@ class _PrefixAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: PrefixLayout,
+        layout: PrefixLayout | VarlenLayout,
         scale: float,
     ) -> torch.Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        # In memory by tokens: the model's next product reads it so, and then keeps no copy.
-        output = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
-        output = output.transpose(1, 2)
-        keys, values = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
-        logsumexp = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
-        for index, valid in layout.buckets:
-            q, k, v = (_rows(tensor, index) for tensor in (query, keys, values))
-            of_segments, scores = attend(q, k, v, scale=scale, causal=True)
-            at = index.flatten()[valid]
-            output[0][:, at] = of_segments.transpose(0, 1).flatten(1, 2)[:, valid].to(wide)
-            logsumexp[0][:, at] = scores.transpose(0, 1).flatten(1, 2)[:, valid].to(wide)
-        for own, users in layout.shared:
-            of_prefix, scores = attend(
-                query[:, :, users], keys[:, :, own], values[:, :, own], scale=scale, causal=False
-            )
-            union = torch.logaddexp(logsumexp[:, :, users], scores.to(wide))
-            output[:, :, users] *= (logsumexp[:, :, users] - union).exp_().unsqueeze(-1)
-            output[:, :, users] += of_prefix * (scores - union).exp_().unsqueeze(-1)
-            logsumexp[:, :, users] = union
-        output = output.to(query.dtype)
+        output, logsumexp = layout.attend(query, key, value, scale)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.layout, ctx.scale = layout, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        groups = (key.shape[1], query.shape[1] // key.shape[1])
-        keys, values = (repeat_kv(tensor, groups[1]) for tensor in (key, value))
-        sums = [torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (query, keys, values)]
-        for index, valid in ctx.layout.buckets:
-            upstream = _rows(gradient, index).masked_fill(~valid.view(index.shape)[:, None, :, None], 0)
-            q, k, v, out = (_rows(tensor, index) for tensor in (query, keys, values, output))
-            scores = logsumexp[0][:, index].transpose(0, 1)
-            at = index.flatten()[valid]
-            parts = attend_backward(upstream, q, k, v, out, scores, scale=ctx.scale, causal=True)
-            for total, part in zip(sums, parts, strict=True):
-                total[0][:, at] += part.transpose(0, 1).flatten(1, 2)[:, valid]
-        for own, users in ctx.layout.shared:
-            upstream, q, out = (tensor[:, :, users] for tensor in (gradient, query, output))
-            k, v = (tensor[:, :, own] for tensor in (keys, values))
-            scores = logsumexp[:, :, users]
-            parts = attend_backward(upstream, q, k, v, out, scores, scale=ctx.scale, causal=False)
-            for total, part, where in zip(sums, parts, (users, own, own), strict=True):
-                total[:, :, where] += part
-        sums[1:] = [total.unflatten(1, groups).sum(2) for total in sums[1:]]
-        return *(total.to(query.dtype) for total in sums), None, None
+        return *ctx.layout.attend_backward(gradients[0].contiguous(), ctx.saved_tensors, ctx.scale), None, None
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[1, heads, tokens, head], `index` [segments, width] -> [segments, heads, width, head]."""
     return tensor[0][:, index].transpose(0, 1)
-
-
-class _VarlenAttention(torch.autograd.Function):
-    """query [tokens, heads, head], key and value [tokens, KV heads, head] -> [tokens, heads, head]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: VarlenLayout,
-        scale: float,
-    ) -> torch.Tensor:
-        own = layout.own
-        output, logsumexp = attend_varlen(query, key, value, own, own, scale=scale, causal=True)
-        for level in layout.levels:
-            k, v = key[level.source], value[level.source]
-            of_prefix, scores = attend_varlen(query, k, v, level.queries, level.keys, scale=scale, causal=False)
-            scores = scores.masked_fill(level.idle, -torch.inf)
-            share = (scores - logsumexp).sigmoid()  # exp(scores) / (exp(scores) + exp(logsumexp))
-            output = torch.lerp(output, of_prefix, share.T.unsqueeze(-1).to(output.dtype))
-            logsumexp = torch.logaddexp(logsumexp, scores)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.layout, ctx.scale = layout, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        gradient, scale, own = gradients[0].contiguous(), ctx.scale, ctx.layout.own
-        q_sum, k_sum, v_sum = attend_varlen_backward(
-            gradient, query, key, value, output, logsumexp, own, own, scale=scale, causal=True
-        )
-        for level in ctx.layout.levels:
-            k, v = key[level.source], value[level.source]
-            scores = logsumexp.masked_fill(level.idle, torch.inf)
-            of_q, of_k, of_v = attend_varlen_backward(
-                gradient, query, k, v, output, scores, level.queries, level.keys, scale=scale, causal=False
-            )
-            q_sum += of_q
-            k_sum.index_add_(0, level.source, of_k)
-            v_sum.index_add_(0, level.source, of_v)
-        return q_sum, k_sum, v_sum, None, None
