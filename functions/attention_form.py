@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -42,17 +42,6 @@ def load_fused(load: Callable[[str], Any]) -> Any:
         if NO_SDPA not in str(error):
             raise
     return load("eager")
-
-
-def eager_reason(config: Any) -> str:
-    """Why a model will be computed with its own `eager` attention, where its configuration decides that; else empty."""
-    text = config.get_text_config()
-    if cap := getattr(text, "attn_logit_softcapping", None):
-        return f"its attention has a soft cap (attn_logit_softcapping: {cap:g})"
-    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if made is None or made._supports_sdpa or not has_attention(config):
-        return ""
-    return f"transformers has no other for {made.__name__}"
 
 
 def has_attention(config: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
-from rlhfless.scaling.memory import MemoryPhase, on_device, sharded, value_phases
+from rlhfless.scaling.memory import MemoryPhase, on_device, sharded, value_phases, with_scores
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
 
@@ -22,6 +22,8 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
         return ()
     tokens = max(critic.pass_tokens, terms.sequence_tokens)
     phases = value_phases(terms.shape, tokens, sharded(critic, terms.sheet.kind))
+    kept_layers = 1 if critic.recomputes else terms.shape.layers
+    phases = with_scores(phases, terms.shape, tokens, terms.sequence_tokens, critic.dtype, kept_layers)
     return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies)
 
 

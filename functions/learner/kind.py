@@ -7,7 +7,7 @@ from dataclasses import replace
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
-from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.memory import (
     LOGITS_CHUNK_ELEMENTS,
     PUBLISH,
@@ -19,6 +19,7 @@ from rlhfless.scaling.memory import (
     on_device,
     sharded,
     value_phases,
+    with_scores,
 )
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
@@ -37,7 +38,7 @@ def _wanted(spec: RunSpec) -> Wanted:
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     spec = terms.spec
-    learner, phases = spec.learner, learner_phases(spec, terms.shape, terms.micro_batch_tokens, terms.sheet.kind)
+    learner, phases = spec.learner, learner_phases(terms, terms.micro_batch_tokens)
     phases = on_device(phases, terms.sheet.kind, learner.world_size, learner.copies)
     if spec.weights.transport != "cuda_ipc":
         return phases
@@ -48,14 +49,18 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     return tuple(replace(phase, parts=(*phase.parts, gathered)) for phase in phases)
 
 
-def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int, kind: str) -> tuple[MemoryPhase, ...]:
-    """The phases of a rank on a kind of device with micro-batches of so many tokens, without what its process holds."""
-    learner = spec.learner
+def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
+    """The phases of a rank with micro-batches of `tokens` tokens, without what its process holds."""
+    spec, shape, learner = terms.spec, terms.shape, terms.spec.learner
+    how = sharded(learner, terms.sheet.kind)
     if spec.type == "reward_model":
-        return value_phases(shape, tokens, sharded(learner, kind))
-    how = replace(sharded(learner, kind), exact_head=learner.head_dtype == "float32")
-    phases = learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
-    return tuple(phase for phase in phases if not (spec.supervised and phase.name == PUBLISH))
+        phases = value_phases(shape, tokens, how)
+    else:
+        how = replace(how, exact_head=learner.head_dtype == "float32")
+        phases = learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
+        phases = tuple(phase for phase in phases if not (spec.supervised and phase.name == PUBLISH))
+    kept_layers = 1 if learner.recomputes else shape.layers
+    return with_scores(phases, shape, tokens, terms.sequence_tokens, learner.dtype, kept_layers)
 
 
 KIND = FunctionKind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, on_device, reference_phase
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, on_device, reference_phase, with_scores
 from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
@@ -28,15 +28,17 @@ def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPha
     """One rank of a frozen model of these sizes on the learner's path (rlhfless.functions.reference.model)."""
     learner = terms.spec.learner
     chunk = learner.logits_elements or LOGITS_CHUNK_ELEMENTS
-    return reference_phase(
+    tokens = terms.micro_batch_tokens
+    phase = reference_phase(
         shape,
-        terms.micro_batch_tokens,
+        tokens,
         learner.dtype,
         chunk,
         sharing=learner.share_prefixes,
         ranks=ranks,
         on_gpu=terms.sheet.kind != CPU_KIND,
     )
+    return with_scores([phase], shape, tokens, terms.sequence_tokens, learner.dtype, 0)[0]
 
 
 KIND = FunctionKind(

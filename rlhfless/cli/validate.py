@@ -35,13 +35,15 @@ def validate(
     loaded, devices = on_these_devices(own)
     prepared = preflight(loaded)
     typer.echo(resolved_yaml(loaded) if everything else set_yaml(own), nl=False)
+    open_passes = (name for name, part in own.trained.items() if part.micro_batch_tokens == "auto")
+    decided = [f"{name}.micro_batch_tokens {loaded.trained[name].pass_tokens}" for name in open_passes]
     skipped = sum(len(each.rows) for each in prepared.skipped)
     for warning in prepared.warnings:
         typer.secho(legible(f"warning: {warning}"), err=True, fg="yellow")
     typer.secho(
         f"ok: {len(prepared.train)} training and {len(prepared.held_out)} held-out prompts"
         f"{f' ({skipped} rows skipped)' if skipped else ''}, "
-        f"sequences of up to {prepared.max_model_len} tokens, on {devices}",
+        f"sequences of up to {prepared.max_model_len} tokens, on {devices}{''.join(f', {each}' for each in decided)}",
         err=True,
         fg="green",
     )

@@ -38,10 +38,6 @@ PROMPT_TOKENS = 1024
 """Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
 
 
-EAGER_MODELS = ("gpt_oss",)
-"""Types of models that transformers trains with eager attention alone; others have a soft cap
-(functions/attention_form.py finds them by their classes, which takes an import of torch)."""
-
 RESPONSE_TOKENS = 1024
 """The same for a written response, of runs that learn from those."""
 
@@ -93,8 +89,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     sheet = device_of(kind)
     others = reward_shapes(spec), draft_shape(spec)
     given = settled(spec, kind)
-    eager = bool(config.get("attn_logit_softcapping")) or config.get("model_type") in EAGER_MODELS
-    asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, eager, given)
+    asked = Question(given, shape, sheet, count, tokens, host_memory_bytes(), *others, given)
     asked = replace(asked, spec=placed(asked))
     return replace(asked, spec=timed(asked))
 

@@ -192,7 +192,7 @@ def memory_plan(
         ),
         kv_tokens=None if spec.supervised else kv_tokens(spec, shape, sheet, sequence_tokens, draft),
         sequence_tokens=sequence_tokens,
-        micro_batch_tokens=_largest_micro_batch(spec, shape, plans),
+        micro_batch_tokens=_largest_micro_batch(beside, plans),
         host_bytes=held,
         shared_bytes=stored_versions(spec) * store,
         cache_bytes=CACHED_VERSIONS * store,
@@ -272,9 +272,9 @@ def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 
-def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan]) -> int:
+def _largest_micro_batch(terms: MemoryTerms, plans: Sequence[DevicePlan]) -> int:
     """The largest micro-batch that fits, in tokens, on the device with the least memory left for each rank."""
-    rooms, kind = [], ""
+    rooms = []
     for plan in plans:
         others = [
             part.asleep_bytes if plan.turns else part.largest.size_bytes
@@ -283,11 +283,10 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
         ]
         if ranks := [part for part in plan.functions if part.publishes]:
             rooms.append((plan.usable_bytes - sum(others)) // len(ranks) - ranks[0].asleep_bytes)
-            kind = plan.kind
     low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2
-        needed = max(phase.size_bytes for phase in learner_phases(spec, shape, middle, kind))
+        needed = max(phase.size_bytes for phase in learner_phases(terms, middle))
         low, high = (middle, high) if needed <= min(rooms) else (low, middle - 1)
     return low
 

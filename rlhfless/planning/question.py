@@ -41,8 +41,6 @@ class Question:
     """The reward models whose sizes are known."""
     draft: ModelShape | None = None
     """The sizes of a draft model."""
-    scores_kept: bool = False
-    """Whether the model is trained with eager attention, whose matrix of scores the plan does not count."""
     given: RunSpec | None = None
     """The spec before `spec` was placed: what its user has left open is open there."""
 

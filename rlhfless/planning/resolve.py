@@ -253,10 +253,7 @@ def _with_large_passes(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _has_room(asked: Question, spec: RunSpec, name: str, tokens: int) -> bool:
-    """Whether passes of a trained model of SPARE_TOKENS times `tokens` fit, with any number of ranks that it may have.
-    What the plan does not count leaves no room to spare."""
-    if asked.scores_kept:
-        return False
+    """Whether passes of a trained model of SPARE_TOKENS times `tokens` fit, with any number of its ranks."""
     spec = edited(spec, {f"{name}.micro_batch_tokens": math.ceil(SPARE_TOKENS * tokens)})
     fewest = edited(spec, {"learner.ranks": spec.learner.fewest_ranks})
     return _fits(asked, spec) and (fewest == spec or _fits(asked, fewest))

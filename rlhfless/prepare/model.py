@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhfless.prepare.model_weights import weight_problems
-from rlhfless.scaling.latency.attention import UnknownShape
+from rlhfless.scaling.latency.attention import UnknownShape, attention_form
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import GIB
 from rlhfless.spec import ModelSpec, RunSpec
@@ -298,20 +298,17 @@ def _token_problems(source: ModelSpec, policy: PolicyModel) -> list[Problem]:
 
 
 def attention_warnings(spec: RunSpec, longest: int) -> list[str]:
-    """Warn where `eager` attention needs memory that the plan does not count: it grows with the square of `longest`
-    tokens."""
-    # Here: it imports torch, which takes long, and a fault found earlier should not wait for that.
-    from rlhfless.functions.attention_form import eager_reason
-
-    config = read_config(spec.model)
-    reason = eager_reason(config)
-    if not reason:
+    """Say what eager attention takes for a micro-batch of sequences of `longest` tokens, where a model has it or may
+    have it."""
+    config = read_config(spec.model).get_text_config()
+    form, reason = attention_form(config.to_dict())
+    if form == "fused":
         return []
-    heads = config.get_text_config().num_attention_heads
-    layer = 4 * heads * longest * max(longest, spec.learner.pass_tokens)
+    layer = 4 * config.num_attention_heads * longest * max(longest, spec.learner.pass_tokens)
+    what = "is trained" if form == "eager" else "may be trained (decided at load)"
     return [
-        f"model.path: {spec.model.path!r} is trained with transformers' eager attention, because {reason}. Its scores "
-        f"take {layer / GIB:.3g} GiB in each layer for learner.micro_batch_tokens of {spec.learner.pass_tokens} "
-        f"and sequences of {longest} tokens, which the memory plan does not count; if the learner runs out of memory, "
-        "lower learner.micro_batch_tokens or shorten the sequences"
+        f"model.path: {spec.model.path!r} {what} with transformers' eager attention, because {reason}. Its scores take "
+        f"{layer / GIB:.3g} GiB in each layer for learner.micro_batch_tokens of {spec.learner.pass_tokens} and "
+        f"sequences of {longest} tokens, which the memory plan counts; lower learner.micro_batch_tokens or shorten the "
+        "sequences to save memory"
     ]

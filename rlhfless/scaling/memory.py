@@ -165,6 +165,29 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpoint
     return shape.layers * tokens * layer_token_bytes(shape, dtype)
 
 
+def with_scores(
+    phases: Sequence[MemoryPhase], shape: ModelShape, tokens: int, longest: int, dtype: DType, kept_layers: int
+) -> tuple[MemoryPhase, ...]:
+    """Add what eager attention holds, where the model has it or may have it, to all phases that pass T tokens in
+    sequences of W. Of H T W scores, b bytes a number:
+
+        forward     4 + 3 b                         products, masked, softmax in float32, and cast
+        learn       (4 + b) layers + 8 + 2 b        the last two are kept of each layer, or of one (checkpointing); in
+                                                    the backward pass their gradients
+    """
+    if shape.attention_form == "fused":
+        return tuple(phases)
+    scores, b = shape.heads * max(tokens, longest) * longest, DTYPE_BYTES[dtype]
+    number = {"learn": (4 + b) * kept_layers + 8 + 2 * b, "values": 4 + 3 * b, "logprobs": 4 + 3 * b}
+    name = "attention scores" if shape.attention_form == "eager" else "attention scores (at most; decided at load)"
+    return tuple(
+        replace(phase, parts=(*phase.parts, MemoryPart(name, scores * number[phase.name])))
+        if phase.name in number
+        else phase
+        for phase in phases
+    )
+
+
 def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: int) -> int:
     """Bytes of the output head: `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the tokens with
     their gradient, 8 T h."""

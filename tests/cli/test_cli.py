@@ -54,6 +54,7 @@ def test_validate_prints_what_the_user_set(spec, model_folder):
     }
     assert "warning: generation: top_p 0.9" in result.stderr
     assert "ok: 8 training and 0 held-out prompts, sequences of up to 17 tokens" in result.stderr
+    assert ", learner.micro_batch_tokens 8192" in result.stderr, "decided for the user"
 
 
 @pytest.mark.parametrize("option", ["--all", "--defaults"])

@@ -29,11 +29,12 @@ from fakes.families import FAMILIES, SHAPE, save
 from fakes.tiny_learner import make_pairs, make_rank, make_supervised
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import pack_examples
-from rlhfless.functions.attention_form import eager_reason, ignored_by_sdpa
+from rlhfless.functions.attention_form import ignored_by_sdpa
 from rlhfless.functions.policy import PolicyNetwork, load_policy, logprob_outputs, response_outputs, token_logprobs
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.records import FinishReason
 from rlhfless.rewards import RewardSample
+from rlhfless.scaling.latency.attention import attention_form
 from rlhfless.spec import ModelSpec, RewardModelSpec
 
 GEMMA2 = {**SHAPE, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None, "sliding_window": 6}
@@ -230,21 +231,28 @@ def test_a_reward_model_scores_with_the_cap(cap: float | None, tmp_path: Path, t
 
 
 @pytest.mark.parametrize("form", [*FORMS, *FUSED])
-def test_a_configuration_tells_which_attention_a_model_will_have(form: str, tmp_path: Path) -> None:
+def test_a_configuration_tells_which_attention_a_load_will_choose(form: str, tmp_path: Path) -> None:
     config = (FORMS | FUSED)[form]()
     policy = loaded(save(config, tmp_path), share_prefixes=False)
-    assert bool(eager_reason(config)) == (policy.model.config._attn_implementation == "eager")
+    chosen = "eager" if policy.model.config._attn_implementation == "eager" else "fused"
+    assert attention_form(config.to_dict())[0] == chosen
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "form", "words"),
     [
-        (Gemma2Config(**GEMMA2, attn_logit_softcapping=50.0), "a soft cap (attn_logit_softcapping: 50)"),
-        (GptOssConfig(), "no other for GptOssForCausalLM"),
-        (BloomConfig(), "no other for BloomForCausalLM"),
-        (MambaConfig(), ""),
+        (Gemma2Config(**GEMMA2, attn_logit_softcapping=50.0).to_dict(), "eager", "(attn_logit_softcapping: 50)"),
+        (GptOssConfig().to_dict(), "eager", "no other for model_type 'gpt_oss'"),
+        (BloomConfig().to_dict(), "eager", "no other for model_type 'bloom'"),
+        (MambaConfig().to_dict(), "fused", ""),
+        ({"model_type": "gemma3_text", "num_attention_heads": 4}, "fused", ""),
+        ({"model_type": "own", "num_attention_heads": 4}, "unknown", "code of model_type 'own'"),
+        ({"model_type": "llama", "num_attention_heads": 4, "auto_map": {}}, "unknown", "not transformers' own"),
     ],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
 )
-def test_the_reason_is_named_without_weights(config: PreTrainedConfig, words: str) -> None:
-    assert words in eager_reason(config)
-    assert bool(words) == bool(eager_reason(config))
+def test_the_reason_is_named_without_weights(config: dict[str, Any], form: str, words: str) -> None:
+    found, reason = attention_form(config)
+    assert found == form
+    assert words in reason
+    assert bool(words) == bool(reason)

@@ -18,6 +18,7 @@ from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 from fakes.qwen import QWEN_05B
 from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
+from rlhfless.functions.learner.kind import learner_phases
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.planning.question import Question, edited
 from rlhfless.planning.resolve import as_settled, device_problems, placed, settled, timed, unplanned
@@ -191,6 +192,23 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
     )
     learn = learn_phases(shape(sizes), 4 * 1024, how, 2**25)[0]
     assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
+
+
+@pytest.mark.parametrize("form", ["eager", "unknown"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_scores_of_eager_attention_are_counted(form: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sequences of 512 tokens and 28 heads: more than all weights of a layer of 7B."""
+    from rlhfless.functions import rehearsal
+
+    monkeypatch.setattr(rehearsal, "load_fused", lambda load: load("eager"))
+    sizes = QWEN_7B | {"num_hidden_layers": 2}
+    learner = LearnerSpec(dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=2048)
+    run = spec(learner={"dtype": "bfloat16", "gradient_checkpointing": checkpointing, "micro_batch_tokens": 2048})
+    eager = dataclasses.replace(shape(sizes), attention_form=form)
+    learn = learner_phases(MemoryTerms(run, eager, device_of("h100"), 512), 2048)[0]
+    held = rehearsal.peak_bytes(Qwen2Config(**sizes), learner, 1, rows=4, width=512)["total"]
+    assert held <= learn.size_bytes <= 1.2 * held
+    assert ("decided at load" in learn.parts[-1].name) == (form == "unknown")
 
 
 @pytest.mark.parametrize(

@@ -27,3 +27,12 @@ def test_scores_are_told(cap: float | None, micro_batch_tokens: int, gib: str, t
     for warning in found:
         assert f"take {gib} GiB in each layer" in warning
         assert "soft cap (attn_logit_softcapping: 50)" in warning
+
+
+def test_a_model_of_other_code_is_decided_at_load(tmp_path: Path) -> None:
+    config = Gemma2Config(num_attention_heads=16, attn_logit_softcapping=None)
+    config.auto_map = {"AutoModelForCausalLM": "own.Own"}
+    config.save_pretrained(tmp_path)
+    values = {"model": {"path": str(tmp_path)}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+    (warning,) = attention_warnings(RunSpec.model_validate(values), 8192)
+    assert "may be trained (decided at load) with transformers' eager attention" in warning

@@ -6,9 +6,13 @@ Any other attention is refused: nobody would see that figures of such a model ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
 
 
 class UnknownShape(ValueError):
@@ -80,6 +84,48 @@ class Windows:
         `context_tokens` others; the last of them have only the window before them."""
         short = min(max(self.tokens - context_tokens, 0), tokens)  # tokens that see all that is before them
         return short * (context_tokens + short / 2) + (tokens - short) * self.tokens
+
+
+AttentionForm = Literal["fused", "eager", "unknown"]
+"""Whether a model is trained with torch's fused attention, or transformers' own, which keeps a matrix of scores."""
+
+_SUPPORTS_FUSED = re.compile(r"^ +_supports_sdpa = True", re.MULTILINE)
+
+_IGNORED_BY_FUSED = re.compile(r"\b(s_aux|position_bias)=")
+"""Arguments of attention that the fused one ignores: sinks, and a bias of positions."""
+
+
+def attention_form(config: Mapping[str, Any]) -> tuple[AttentionForm, str]:
+    """Return the form, and the reason where it is not `fused`, from the values of a text model's config.json.
+
+    The load of a model compares outputs to decide this (rlhfless.functions.attention_form), and imports torch. Here
+    transformers' source of the model is read; it is `unknown` for a model whose code is elsewhere.
+    """
+    if cap := config.get("attn_logit_softcapping"):
+        return "eager", f"its attention has a soft cap (attn_logit_softcapping: {cap:g})"
+    if not (config.get("num_attention_heads") or config.get("n_head")):
+        return "fused", ""  # Mamba and RWKV have no attention
+    model = str(config.get("model_type", ""))
+    if "auto_map" in config or (source := _source_of(model.replace("-", "_"))) is None:
+        return "unknown", f"the code of model_type {model!r} is not transformers' own"
+    if not _SUPPORTS_FUSED.search(source):
+        return "eager", f"transformers has no other for model_type {model!r}"
+    if ignored := _IGNORED_BY_FUSED.search(source):
+        return "eager", f"torch's fused attention ignores {ignored[1]} of model_type {model!r}"
+    return "fused", ""
+
+
+@cache
+def _source_of(model: str) -> str | None:
+    """transformers' source of a model type, which may be the text part of a model (`gemma3_text`)."""
+    package = find_spec("transformers")
+    if package is None or package.origin is None or not model.isidentifier():
+        return None
+    for name in (model, model.removesuffix("_text")):
+        file = Path(package.origin).parent / "models" / name / f"modeling_{name}.py"
+        if file.is_file():
+            return file.read_text("utf-8")
+    return None
 
 
 _WINDOWED, _COUNTED = "sliding_attention", "attention to all tokens or to a window is counted"

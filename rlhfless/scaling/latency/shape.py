@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.scaling.latency.attention import LatentAttention, UnknownShape, Windows, whole
+from rlhfless.scaling.latency.attention import (
+    AttentionForm,
+    LatentAttention,
+    UnknownShape,
+    Windows,
+    attention_form,
+    whole,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number."""
@@ -50,6 +57,8 @@ class ModelShape:
     """None: every layer attends to the whole context."""
     expert_layers: int = 0
     """Layers with routed experts."""
+    attention_form: AttentionForm = "fused"
+    """Of training."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -86,6 +95,7 @@ class ModelShape:
             product_bits=product_bits,
             windows=Windows.of_config(config, layers),
             expert_layers=layers - dense_layers,
+            attention_form=attention_form(config)[0] if "model_type" in config else "fused",
         )
 
     def up_to(self, tokens: int) -> ModelShape:
