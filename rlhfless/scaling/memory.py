@@ -127,7 +127,8 @@ def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
 
     Counted by torch's saved-tensor hooks over transformers 5's Llama, Qwen2 and Qwen3 with SDPA, which these lines fit
     to 2 % (tests/prepare). Models without a norm of queries and keys keep 8 (q + k) less in float32. Attention keeps no
-    matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one).
+    matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one). Linear layers are
+    counted as the others, which nothing has measured.
     """
     queries, keys = shape.query_width, shape.key_width
     if dtype == "float32":
@@ -404,9 +405,9 @@ def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
 
 
 def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int:
-    """KV of one token in all layers on each device: 2 L k b / t. A key head that several devices need is kept by each
-    of them, and so is latent KV."""
-    return round(shape.layers * shape.kv_width / min(tensor_parallel, shape.kv_heads) * DTYPE_BYTES[dtype])
+    """KV of one token on each device, in all layers that have keys: 2 L k b / t. A key head that several devices need
+    is kept by each of them, and so is latent KV."""
+    return round(shape.kv_layers * shape.kv_width / min(tensor_parallel, shape.kv_heads) * DTYPE_BYTES[dtype])
 
 
 def kv_sequence_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int, tokens: int, batch_tokens: int) -> int:
@@ -417,11 +418,11 @@ def kv_sequence_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int, tok
 
     for a windowed layer frees tokens behind its window only once the batches in flight are done, two of them. Where
     there are both kinds, F and W are padded to multiples of one group's size (`kv_cache_utils` of vLLM 0.32, whose own
-    figure is above this one by the last block of each group).
+    figure is above this one by the last block of each group). Linear layers hold a state, however long the sequence.
     """
     per_token = kv_token_bytes(shape, dtype, tensor_parallel)
     if shape.windows is None:
-        return tokens * per_token
+        return tokens * per_token + math.ceil(shape.state_bytes / tensor_parallel)
     full, windowed = _padded(shape.full_layers, shape.windows.layers)
     held = min(tokens, shape.windows.tokens - 1 + IN_FLIGHT_BATCHES * batch_tokens)
     return math.ceil((full * tokens + windowed * held) * per_token / shape.layers)

@@ -134,21 +134,25 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:
     """Tokens whose KV fits beside the weights on one actor's devices, in all layers: a lower bound for a model with
-    windows, whose long sequences hold less. Raises DoesNotFit."""
+    windows, whose long sequences hold less. Linear layers keep a state for each of `max_sequences` sequences first.
+    Raises DoesNotFit."""
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
     reserved = min(RESERVED_GB * GB, RESERVED_SHARE * device.memory_bytes.value)
     reserved = reserved if engine.reserved_gb is None else engine.reserved_gb * GB
     usable = device.memory_bytes.value * engine.memory_fraction - reserved
     elsewhere = shape.expert_bytes * (1 - 1 / engine.data_parallel)
-    left = usable - (shape.total_bytes - elsewhere) / engine.tensor_parallel
+    states = shape.state_bytes * engine.max_sequences / engine.data_parallel
+    left = usable - (shape.total_bytes - elsewhere + states) / engine.tensor_parallel
     tokens = int(left / (shape.kv_bytes * share))
     if tokens < scenario.max_tokens:
         what = (
             f"{engine.tensor_parallel} x {kind} leaves KV memory for {max(tokens, 0)} tokens beside weights of "
-            f"{shape.total_bytes / GB:.0f} GB, fewer than max_tokens ({scenario.max_tokens})"
+            f"{shape.total_bytes / GB:.0f} GB{f' and states of {states / GB:.0f} GB' if states else ''}, fewer than "
+            f"max_tokens ({scenario.max_tokens})"
         )
-        problem = Problem("engine.tensor_parallel", what, "raise it, or take devices with more memory")
+        hint = f"raise it, {'lower engine.max_sequences, ' if states else ''}or take devices with more memory"
+        problem = Problem("engine.tensor_parallel", what, hint)
         raise DoesNotFit(scenario.name, [problem])
     return tokens * engine.data_parallel
 

@@ -58,6 +58,8 @@ class MeasuredKernels:
         cls, shape: ModelShape, kind: str, devices: tuple[int, int], folder: Path, engine: str = "vllm"
     ) -> MeasuredKernels:
         """`devices`: tensor and data parallel. Raises NoTables if a kernel of the model has no table."""
+        if shape.linear:
+            raise NoTables("no table has the kernels of linear attention")
         model = cls(shape, Tables(folder, kind, engine), *devices)
         model.prefill_s(1)
         model.iteration_s(1)

@@ -1,7 +1,7 @@
 """A model's form of attention, from its Hugging Face config.
 
-Known are grouped-query and latent attention, to the whole context or to a window of the last tokens, or both by layer.
-Any other attention is refused: nobody would see that figures of such a model are wrong.
+Known are grouped-query and latent attention, to the whole context or to a window of the last tokens, or both by layer,
+and layers of Gated DeltaNet. Any other attention is refused: nobody would see that figures of such a model are wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Windows:
         _refuse_other_attention(config)
         window, kinds = config.get("sliding_window"), config.get("layer_types")
         if kinds:
-            if other := sorted(set(kinds) - {"full_attention", _WINDOWED}):
+            known = {"full_attention", _WINDOWED, *([_LINEAR] if config.get("linear_num_key_heads") else ())}
+            if other := sorted(set(kinds) - known):
                 raise UnknownShape(f"`layer_types` of the model's config has {other[0]!r}; {_COUNTED}")
             windowed = kinds.count(_WINDOWED)
             if not windowed:
@@ -128,6 +129,69 @@ def _source_of(model: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Layers of Gated DeltaNet (arXiv 2412.06464), as transformers' Qwen3_5GatedDeltaNet has them: each sequence has a
+    state of fixed size in place of KV."""
+
+    layers: int
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution before the state sees."""
+    state_number_bytes: int
+    """Bytes per number of the recurrent state; the convolution's are of the model's own."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], layers: int) -> LinearAttention | None:
+        """None for a model without such layers. Raises UnknownShape for a model type whose layers are not known."""
+        if not config.get("linear_num_key_heads"):
+            return None
+        if (kind := config.get("model_type")) not in _GATED_DELTA_NETS:
+            known = ", ".join(_GATED_DELTA_NETS)
+            raise UnknownShape(f"`model_type` of the model's config is {kind!r}; linear layers are known of {known}")
+        kinds = config.get("layer_types")
+        every = int(config.get("full_attention_interval") or 4)
+        linear = kinds.count(_LINEAR) if kinds else layers - layers // every
+        if kinds and len(kinds) != layers:
+            raise UnknownShape(f"`layer_types` of the model's config names {len(kinds)} of {layers} layers")
+        names = ("key_heads", "key_dim", "value_heads", "value_dim", "kernel")
+        keys = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+        sizes = {name: whole(config, f"linear_{key}") for name, key in zip(names, keys, strict=True)}
+        numbers = 2 if config.get("mamba_ssm_dtype") in ("bfloat16", "float16") else 4
+        return cls(layers=linear, state_number_bytes=numbers, **sizes)
+
+    def parameters(self, hidden: int) -> int:
+        """Of one layer: projections of queries, keys, values and gates, the convolution, and the output."""
+        values = self.value_heads * self.value_dim
+        return hidden * (self._channels + 2 * values + 2 * self.value_heads) + self._channels * self.kernel
+
+    def state_bytes(self, number_bytes: int) -> int:
+        """Bytes that a sequence holds in all layers (`gated_delta_net_state_shape` of vLLM 0.32)."""
+        convolved = (self.kernel - 1) * self._channels * number_bytes
+        return self.layers * (self._state * self.state_number_bytes + convolved)
+
+    def operations(self, tokens: float) -> float:
+        """Operations of `tokens` tokens on the states: each reads its state twice, and adds to it, in 2 operations a
+        number."""
+        return 6 * self.layers * self._state * tokens
+
+    @property
+    def _channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def _state(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+_LINEAR = "linear_attention"
+
+_GATED_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""`model_type` of models whose linear layers are these, and whose full ones gate their output."""
+
 _WINDOWED, _COUNTED = "sliding_attention", "attention to all tokens or to a window is counted"
 
 _EVERY_LAYER = ("mistral", "mixtral", "phi3")
@@ -138,7 +202,6 @@ _OTHER_ATTENTION = (
     "attn_layer_period",
     "global_head_dim",
     "index_topk",
-    "linear_num_key_heads",
     "mamba_d_state",
     "mamba_num_heads",
     "num_kv_shared_layers",

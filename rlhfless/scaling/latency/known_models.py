@@ -40,6 +40,30 @@ def _gpt_oss(layers: int, experts: int) -> Mapping[str, Any]:
     return _config(layers, 2880, 64, 8, 2880, 201088, head_dim=64, **routed, **window)
 
 
+def _qwen35(
+    layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, mlp: int, tied: bool = False, **more: Any
+) -> Mapping[str, Any]:
+    """Three of four layers are linear, with 16 key heads."""
+    linear: Any = {
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "full_attention_interval": 4,
+        "model_type": "qwen3_5_moe_text" if more else "qwen3_5_text",
+    }
+    return _config(layers, hidden, heads, kv_heads, mlp, 248320, tied, head_dim=256, **linear, **more)
+
+
+def _qwen35_experts(
+    layers: int, hidden: int, heads: int, value_heads: int, experts: int, active: int, width: int
+) -> Mapping[str, Any]:
+    routed: Any = {"num_experts": experts, "num_experts_per_tok": active, "moe_intermediate_size": width}
+    return _qwen35(layers, hidden, heads, 2, value_heads, width, **routed, shared_expert_intermediate_size=width)
+
+
 _QWEN3_EXPERTS: Any = {"num_experts": 128, "num_experts_per_tok": 8}
 
 BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -58,6 +82,13 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
         "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144, **_QWEN3_EXPERTS, moe_intermediate_size=768),
         "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 12288, **_QWEN3_EXPERTS, moe_intermediate_size=1536),
+        "qwen3.5-0.8b": _qwen35(24, 1024, 8, 2, 16, 3584, tied=True),
+        "qwen3.5-4b": _qwen35(32, 2560, 16, 4, 32, 9216, tied=True),
+        "qwen3.5-9b": _qwen35(32, 4096, 16, 4, 32, 12288),
+        "qwen3.5-27b": _qwen35(64, 5120, 24, 4, 48, 17408),
+        "qwen3.5-35b-a3b": _qwen35_experts(40, 2048, 16, 32, 256, 8, 512),
+        "qwen3.5-122b-a10b": _qwen35_experts(48, 3072, 32, 64, 256, 8, 1024),
+        "qwen3.5-397b-a17b": _qwen35_experts(60, 4096, 32, 64, 512, 10, 1024),
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
         "glm-4.5-air": _config(
@@ -79,7 +110,8 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-3.1-70b": _config(80, 8192, 64, 8, 28672, 128256),
     }
 )
-"""Sizes by the models' own `config.json` on the hub, in bf16."""
+"""Sizes by the models' own `config.json` on the hub, in bf16; of Qwen3.5 without its vision encoder and the layers that
+predict further tokens."""
 
 
 def known_config(name: str) -> Mapping[str, Any] | None:

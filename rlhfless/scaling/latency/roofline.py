@@ -7,7 +7,8 @@ with the shares of each peak that kernels were measured to reach. Tensor paralle
 adds two all-reduces a layer, at the rate that groups of that size were measured to reach. Data-parallel ranks of one
 engine divide the sequences and have copies of all but the experts, which are spread over all devices (expert
 parallelism): two exchanges a layer carry each token to its experts and back. Experts are taken to be asked for evenly.
-A layer with a window reads the whole window for each sequence in every iteration: an upper bound for shorter ones.
+A layer with a window reads the whole window for each sequence in every iteration: an upper bound for shorter ones. A
+linear layer reads and writes the state of each sequence.
 A first guess, within some 30 %: a fit to the run's own ledger takes over (`fitted`).
 """
 
@@ -67,7 +68,8 @@ class Roofline:
     def iteration_s(self, sequences: int) -> float:
         windows = self.shape.windows
         held = windows.layers * windows.tokens if windows else 0
-        return self._forward_s(sequences) + sequences * held * self._layer_token_s
+        states_s = 2 * self.shape.state_bytes / (self.data_parallel * self.tensor_parallel) / self._kv_bytes_per_s
+        return self._forward_s(sequences) + sequences * (held * self._layer_token_s + states_s)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         if tokens == 0:
@@ -79,8 +81,11 @@ class Roofline:
     def _layer_token_s(self) -> float:
         """Seconds in which one layer reads the KV of a token."""
         share = self.data_parallel * min(self.tensor_parallel, self.shape.kv_heads)
-        rate = self.device.memory_bytes_per_s.value * self.device.attention_efficiency.value
-        return self.shape.kv_layer_bytes / share / rate
+        return self.shape.kv_layer_bytes / share / self._kv_bytes_per_s
+
+    @property
+    def _kv_bytes_per_s(self) -> float:
+        return self.device.memory_bytes_per_s.value * self.device.attention_efficiency.value
 
     @property
     def _peak(self) -> float | None:

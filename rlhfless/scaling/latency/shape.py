@@ -13,6 +13,7 @@ from typing import Any
 from rlhfless.scaling.latency.attention import (
     AttentionForm,
     LatentAttention,
+    LinearAttention,
     UnknownShape,
     Windows,
     attention_form,
@@ -59,6 +60,8 @@ class ModelShape:
     """Layers with routed experts."""
     attention_form: AttentionForm = "fused"
     """Of training."""
+    linear: LinearAttention | None = None
+    """None: every layer has keys and values. With it the others gate their output by as many numbers as a query has."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -96,6 +99,7 @@ class ModelShape:
             windows=Windows.of_config(config, layers),
             expert_layers=layers - dense_layers,
             attention_form=attention_form(config)[0] if "model_type" in config else "fused",
+            linear=LinearAttention.of_config(config, layers),
         )
 
     def up_to(self, tokens: int) -> ModelShape:
@@ -111,13 +115,21 @@ class ModelShape:
     @property
     def full_layers(self) -> int:
         """Layers that attend to the whole context."""
-        return self.layers - (self.windows.layers if self.windows else 0)
+        return self.kv_layers - (self.windows.layers if self.windows else 0)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.layers - (self.linear.layers if self.linear else 0)
 
     @property
     def attention(self) -> int:
         """Parameters of all attention layers."""
         if self.latent:
             return self.layers * self.latent.parameters(self.hidden, self.heads)
+        if self.linear:
+            full = self.kv_layers * self.hidden * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
+            return full + self.linear.layers * self.linear.parameters(self.hidden)
         return 2 * self.layers * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
@@ -153,9 +165,14 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV per token, in all layers. With windows that is an upper bound: a token behind a layer's window is
-        no longer held there."""
-        return self.layers * self.kv_layer_bytes
+        """Bytes of KV per token, in all layers that have it. With windows that is an upper bound: a token behind a
+        layer's window is no longer held there."""
+        return self.kv_layers * self.kv_layer_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a sequence, however long it is; 0 without linear layers."""
+        return self.linear.state_bytes(self.weight_bytes) if self.linear else 0
 
     @property
     def kv_layer_bytes(self) -> int:
@@ -185,7 +202,8 @@ class ModelShape:
         if self.windows:
             pairs += self.windows.layers * self.windows.attended(tokens, context_tokens)
         values = self.heads * (self.latent.value_dim if self.latent else self.head_dim)
-        return 2 * (self.query_width + values) * pairs
+        states = self.linear.operations(tokens) if self.linear else 0.0
+        return 2 * (self.query_width + values) * pairs + states
 
     @property
     def total_bytes(self) -> int:
