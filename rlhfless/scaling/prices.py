@@ -188,9 +188,11 @@ class PriceBook(SpecModel):
             if device.kind == kind:
                 return device
         known = [device.kind for device in self.devices]
+        unpriced = {entry["kind"]: entry["unpriced"] for entry in bundled_devices() if "unpriced" in entry}
         raise PriceError(
-            f"no price for device kind {kind!r}; {nearest(kind, known)}Add it under `devices` of the price "
-            f"book, which has {', '.join(known)}"
+            f"no price for device kind {kind!r}; {unpriced[kind] + '. ' if kind in unpriced else nearest(kind, known)}"
+            "Give one in a price book of your own (`scaling.prices` of a run, `cluster.prices` of a scenario; "
+            f"docs/prices.md). This one has {', '.join(known)}"
         )
 
     def usd_per_s(self, shared: Iterable[tuple[Device, float]], rate: Rate) -> float:

@@ -73,6 +73,11 @@ def test_every_device_has_figures_and_a_price_or_says_why_it_has_none() -> None:
         DeviceSheet.model_validate(sheets["h100"].model_dump() | {"unpriced": "nobody sells it"})
 
 
+def test_a_known_device_without_a_price_says_why_and_how_to_give_one() -> None:
+    with pytest.raises(PriceError, match=r"'h20'; no seller publishes .*`cluster.prices` of a scenario; docs/prices.md"):
+        load_price_book().device("h20")
+
+
 def test_a_book_of_the_users_own(tmp_path: Path) -> None:
     book = load_price_book(write(tmp_path, GOOD))
     assert book.devices[1] == DevicePrice(kind="h100", usd_per_hour=3.0, source="another", as_of=date(2026, 10, 1))
