@@ -21,7 +21,7 @@ from rlhfless.sim.report.verdict import (
     arrangements_verdict,
     best_fleets,
     contract_text,
-    infeasible,
+    missed,
     verdict,
 )
 from rlhfless.sim.scenarios import Scenario
@@ -44,7 +44,7 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
     legend = f"{ends} times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
-    notes = [*filter(None, [best_fleets(comparison)]), *infeasible(comparison)]
+    notes = [*filter(None, [best_fleets(comparison)]), *missed(comparison)]
     decided = verdict(comparison)
     last = ("", Prose(decided, style="bold")) if decided else ()
     return Group(title, *parts, "", *map(Prose, notes), Prose(legend, style="dim"), *last)
@@ -53,13 +53,18 @@ def comparison_table(comparison: PolicyComparison) -> RenderableType:
 def arrangements_table(scenario: Scenario, runs: int, arrangements: Sequence[Arrangement]) -> RenderableType:
     """One row per arrangement of several runs on the cluster, beside the first."""
     first = arrangements[0]
-    made = table(f"{runs} runs", "all ended\ns", "\nx", "mean end\ns", "\nx", "devices used\n%", padding=1)
+    titles = "all ended\ns", "\nx", "mean end\ns", "\nx", "devices used\n%", "kept\n% of runs"
+    made = table(f"{runs} runs", *titles, padding=1)
     for each in arrangements:
         sooner, mean = first.makespan_s / each.makespan_s, first.mean_end_s / each.mean_end_s
         ends = f"{each.makespan_s:,.0f}", f"{sooner:.2f}", f"{each.mean_end_s:,.0f}", f"{mean:.2f}"
-        made.add_row(each.name, *ends, f"{100 * each.used:.0f}")
+        kept = "-" if each.kept is None else f"{100 * each.kept:.0f}"
+        made.add_row(each.name, *ends, f"{100 * each.used:.0f}", kept)
     heading = Text.assemble((scenario.name, "bold"), f"  {scenario.steps} steps of each run; simulated")
-    legend = Text("x: by the first row. Each run is `cost_aware` alone, time first.", style="dim")
+    legend = Text(
+        "x: by the first row. kept: a deadline in seconds. Each run is `cost_aware` alone, time first.",
+        style="dim",
+    )
     decided = arrangements_verdict(runs, arrangements)
     return Group(heading, "", made, "", legend, *(("", Prose(decided, style="bold")) if decided else ()))
 

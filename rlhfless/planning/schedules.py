@@ -17,11 +17,10 @@ from pydantic import ValidationError
 from rlhfless.planning.prediction import Predicted
 from rlhfless.planning.question import Question
 from rlhfless.records import FunctionName
-from rlhfless.scaling.policies.contract import best_of, contract_for_step
+from rlhfless.scaling.policies.contract import best_of, contract_for_step, keeps
 from rlhfless.spec import (
     AsyncSpec,
     CheapestSpec,
-    FastestSpec,
     OneStepOffSpec,
     PartialSpec,
     RunSpec,
@@ -123,9 +122,7 @@ def _reason(spec: RunSpec, tried: Sequence[_Tried], chosen: _Tried) -> str:
         f"{chosen.schedule.type} is chosen by the contract (of a step: {contract}), among schedules whose samples are "
         f"at most {bound} version{'' if bound == 1 else 's'} behind, as with schedule.type {spec.schedule.type}"
     ]
-    if (limit := limit_of_run(spec)) is not None and chosen.figures[
-        isinstance(spec.scaling.contract, FastestSpec)
-    ] > limit:
+    if keeps(spec.scaling.contract, *chosen.figures, limit_of_run(spec)) is False:
         parts.append("none of them keeps it")
     refused: dict[str, list[str]] = {}
     for each in tried:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from rlhfless.scaling.policies.contract import keeps
 from rlhfless.sim.experiment.figures import StepFigures
 from rlhfless.sim.scenarios.scenario import (
     CheapestContract,
@@ -122,20 +123,19 @@ def _together(values: Sequence[float], span: int) -> list[float]:
 
 
 def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], span: int) -> list[StepFigures]:
-    """The figures with each step's limit by its contract, and whether the step kept it. A limit for several steps is
-    divided evenly among them."""
-    judgements = []
-    for index, each in enumerate(figures):
-        contract = contracts[min(index, len(contracts) - 1)]
-        if isinstance(contract, CheapestSpec):
-            limit, took = contract.deadline_s, each.step_s if contract.per == "step" else each.time_s
-        elif isinstance(contract, FastestSpec):
-            limit, took = contract.budget_usd, each.usd
-        else:
-            judgements.append(each)
+    """The figures with each step's even share of its limit, and whether the steps that share the limit kept it together
+    (`keeps`)."""
+    judgements: list[StepFigures] = []
+    for first in range(0, len(figures), span):
+        together = figures[first : first + span]
+        contract = contracts[min(first, len(contracts) - 1)]
+        if isinstance(contract, WeightedSpec):
+            judgements += together
             continue
-        share = limit / min(span, len(figures) - index // span * span)
-        judgements.append(dataclasses.replace(each, limit=share, kept=took <= share))
+        limit = contract.deadline_s if isinstance(contract, CheapestSpec) else contract.budget_usd
+        seconds = sum(each.step_s if contract.per == "step" else each.time_s for each in together)
+        kept = keeps(contract, seconds, sum(each.usd for each in together), limit)
+        judgements += [dataclasses.replace(each, limit=limit / len(together), kept=kept) for each in together]
     return judgements
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -63,8 +63,8 @@ class RunResult:
     fleet: FleetShape
     seed: int
     steps: tuple[StepFigures, ...]
-    infeasible: tuple[str, ...] = ()
-    """The reason, for each step whose contract no plan could keep."""
+    infeasible: Mapping[int, str] = field(default_factory=dict)
+    """By step, the reason of a plan that could not keep the contract by its forecast."""
     trace: Trace | None = None
     batches: tuple[RolloutBatch, ...] = ()
     """The batches of the trace."""
@@ -169,6 +169,6 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     trace = simulation.close()
     figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
-    plans = [decision.inputs for decision in trace.decisions if decision.kind == "plan"]
-    infeasible = tuple(str(inputs["reason"]) for inputs in plans if inputs.get("feasible") is False)
+    plans = [decision for decision in trace.decisions if decision.kind == "plan"]
+    infeasible = {each.step: str(each.inputs["reason"]) for each in plans if each.inputs.get("feasible") is False}
     return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), infeasible, *kept)

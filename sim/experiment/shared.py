@@ -13,13 +13,15 @@ from operator import attrgetter
 
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.policies.contract import keeps
+from rlhfless.sim.experiment.contracts import span_of
 from rlhfless.sim.experiment.run import ExperimentTask, FleetShape, layout_of, run
 from rlhfless.sim.scenarios.build import ScenarioLayout
-from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
+from rlhfless.sim.scenarios.scenario import CheapestContract, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.timing import DoesNotFit, learner_devices_needed
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.sim.sharing import SeatWork, share
-from rlhfless.spec import WeightedSpec
+from rlhfless.spec import CheapestSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 
 AFTER = (Work.LOGPROBS, Work.EVALUATE, Work.LEARN, Work.PUBLISH)
@@ -38,6 +40,8 @@ class Arrangement:
     """Mean seconds until a run has ended."""
     used: float
     """Share of the devices' time in which a function worked on them, whether or not it used them all."""
+    kept: float | None = None
+    """Share of the runs that keep the scenario's deadline; None without one in seconds."""
 
 
 def arrangements(scenario: Scenario, counts: Sequence[int]) -> dict[int, list[Arrangement]]:
@@ -86,8 +90,8 @@ class _Arranger:
 
     def all(self) -> Iterator[Arrangement]:
         whole = self._alone.phases(FleetShape(_COLOCATED), self._runs, "all")
-        ends = list(accumulate(share([phases]).makespan_s for phases in whole))
-        yield self._arrangement(ONE_BY_ONE, ends, whole)
+        alone_s = [share([phases]).makespan_s for phases in whole]
+        yield self._arrangement(ONE_BY_ONE, list(accumulate(alone_s)), whole, took_s=alone_s)
         for tenants in range(self._runs, 0, -1):
             parts, rest = divmod(self._runs, tenants)
             if rest == 0 and (made := self._parts(parts, tenants)) is not None:
@@ -120,13 +124,30 @@ class _Arranger:
         timeline = share(runs)
         name = f"{self._devices - learner} devices for actors, {learner} for learners, in turns"
         used = sum(timeline.busy_s.values()) / (2 * timeline.makespan_s)
-        return Arrangement(name, timeline.makespan_s, sum(timeline.ends_s) / self._runs, used)
+        mean_end_s = sum(timeline.ends_s) / self._runs
+        return Arrangement(name, timeline.makespan_s, mean_end_s, used, self._kept(timeline.ends_s))
 
     def _arrangement(
-        self, name: str, ends: Sequence[float], runs: Sequence[Sequence[SeatWork]], parts: int = 1
+        self,
+        name: str,
+        ends: Sequence[float],
+        runs: Sequence[Sequence[SeatWork]],
+        parts: int = 1,
+        took_s: Sequence[float] | None = None,
     ) -> Arrangement:
         worked_s = sum(phase.work_s for phases in runs for phase in phases)
-        return Arrangement(name, max(ends), sum(ends) / len(ends), worked_s / (max(ends) * parts))
+        used, kept = worked_s / (max(ends) * parts), self._kept(took_s or ends)
+        return Arrangement(name, max(ends), sum(ends) / len(ends), used, kept)
+
+    def _kept(self, took_s: Sequence[float]) -> float | None:
+        """Share of runs that keep the deadlines of all their steps together; None without deadlines in seconds."""
+        scenario = self._alone.scenario
+        contract = scenario.contract
+        if not isinstance(contract, CheapestContract) or contract.deadline_s is None:
+            return None
+        spec = CheapestSpec(deadline_s=contract.deadline_s, per="run")
+        limit = contract.deadline_s * -(-scenario.steps // span_of(contract, scenario))
+        return sum(keeps(spec, each, 0.0, limit) is True for each in took_s) / len(took_s)
 
 
 _COLOCATED = ScenarioPlacementSpec(mode="colocated")

@@ -53,7 +53,7 @@ def summary(comparison: PolicyComparison) -> dict[str, Any]:
                     {
                         "seed": run.seed,
                         "fleet": str(run.fleet),
-                        "infeasible": list(run.infeasible),
+                        "infeasible": {str(step): reason for step, reason in run.infeasible.items()},
                         "steps": [asdict(step) for step in run.steps],
                     }
                     for run in runs

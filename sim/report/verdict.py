@@ -152,19 +152,17 @@ def best_fleets(comparison: PolicyComparison) -> str:
     return "; ".join(dict.fromkeys(lines))
 
 
-def infeasible(comparison: PolicyComparison) -> list[str]:
-    """By policy, the number of steps whose contract no plan kept by its forecast, how many were missed in the end, and
-    the reason of the last such plan: the first ones have cold starts."""
+def missed(comparison: PolicyComparison) -> list[str]:
+    """By policy, the number of steps that did not keep the contract, as in the column `kept`, and for how many of them
+    no plan could by its forecast, with the last one's reason: the first ones have cold starts."""
     lines = []
     for label, runs in comparison.results.items():
-        reasons = [reason for run in runs for reason in run.infeasible]
-        if reasons:
-            steps = [step for run in runs for step in run.steps]
-            missed = sum(step.kept is False for step in steps)
-            lines.append(
-                f"{label}: no plan kept the contract by its forecast in {len(reasons)} of {len(steps)} steps, so the "
-                f"nearest one was made; {missed} steps missed it. The last of these plans: {reasons[-1]}"
-            )
+        late = [(run, each.step) for run in runs for each in run.steps if each.kept is False]
+        if not late:
+            continue
+        lines.append(f"{label}: {len(late)} of {sum(len(run.steps) for run in runs)} steps did not keep the contract")
+        if foreseen := [run.infeasible[step] for run, step in late if step in run.infeasible]:
+            lines[-1] += f"; for {len(foreseen)} of them no plan could by its forecast, the last one: {foreseen[-1]}"
     return lines
 
 

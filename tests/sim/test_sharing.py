@@ -89,6 +89,15 @@ def test_arrangements_of_a_scenario() -> None:
     ]
     assert all(0 < each.used <= 1 + 1e-9 for each in found)
     assert all(each.mean_end_s <= each.makespan_s for each in found)
+    assert {each.kept for each in found} == {None}
+    # Alone a run takes about half of the makespan of two; a run that waits for the other does not keep this deadline.
+    limit_s = found[0].makespan_s / 2 * 1.2
+    deadline = {"type": "cheapest", "deadline_s": limit_s, "per": "run"}
+    limited = arrangements(scenario(cluster=one.cluster.model_dump(mode="json"), steps=3, contract=deadline), [2])[2]
+    assert limited[0].kept == 1.0
+    for each in limited[1:]:
+        ends_s = each.makespan_s, 2 * each.mean_end_s - each.makespan_s
+        assert each.kept == sum(end_s <= limit_s for end_s in ends_s) / 2
     mixed = {"machines": [{"kind": kind, "devices_per_node": 4} for kind in ("l40s", "h100")]}
     with pytest.raises(InputError, match="runs share devices of one kind, and there are l40s, h100"):
         arrangements(scenario(cluster=mixed), [2])

@@ -125,6 +125,14 @@ def contract_for_step(
     return Weighted(spec.time_weight)
 
 
+def keeps(contract: ContractSpec, seconds: float, usd: float, limit: float | None) -> bool | None:
+    """Whether steps that took `seconds` and `usd` together keep the contract's limit for these steps together. The one
+    rule of simulations, plans and comparisons. None without a limit."""
+    if limit is None or isinstance(contract, WeightedSpec):
+        return None
+    return (seconds if isinstance(contract, CheapestSpec) else usd) <= limit
+
+
 def best_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, limit: float | None) -> int:
     """Index of the figures that meet a contract best; of equals the first. See `order_of`."""
     return order_of(figures, contract, limit)[0]
@@ -143,7 +151,7 @@ def order_of(figures: Sequence[tuple[float, float]], contract: ContractSpec, lim
         if isinstance(contract, WeightedSpec):
             return False, contract.time_weight * seconds / least_s + (1 - contract.time_weight) * usd / least_usd
         limited, other = (seconds, usd) if isinstance(contract, CheapestSpec) else (usd, seconds)
-        kept = limit is None or limited <= limit
+        kept = keeps(contract, seconds, usd, limit) is not False
         return not kept, other if kept else limited
 
     return sorted(range(len(figures)), key=key)

@@ -9,7 +9,7 @@ import pytest
 from fakes.tiny_scenario import scenario
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta
-from rlhfless.scaling.policies.contract import RunContract
+from rlhfless.scaling.policies.contract import RunContract, keeps, order_of
 from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook
 from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
@@ -122,9 +122,17 @@ def test_an_epoch_has_a_limit_of_its_own() -> None:
     assert span_of(per_epoch, contract(type="weighted")) == contract(type="weighted").epoch_steps
 
 
-def test_steps_are_judged_by_their_share() -> None:
-    kept = judged(steps(10.0, 20.0), [CheapestSpec(deadline_s=30.0, per="run")], 2)
-    assert [(step.limit, step.kept) for step in kept] == [(15.0, True), (15.0, False)]
+@pytest.mark.parametrize(("limit", "kept"), [(30.0, True), (29.0, False)])
+def test_steps_that_share_a_limit_keep_it_together_as_a_plan_does(limit: float, kept: bool) -> None:
+    """A run of 10 and 20 s keeps 30 s, in a simulation and in a plan: the second step alone is above its share."""
+    spec = CheapestSpec(deadline_s=limit, per="run")
+    found = judged(steps(10.0, 20.0), [spec], 2)
+    assert [(step.limit, step.kept) for step in found] == [(limit / 2, kept)] * 2
+    assert keeps(spec, 30.0, 1.0, limit) is kept
+    assert order_of([(30.0, 1.0), (1.0, 2.0)], spec, limit)[0] == (not kept)
+
+
+def test_steps_with_limits_of_their_own_are_judged_alone() -> None:
     kept = judged(steps(10.0, 20.0), [CheapestSpec(deadline_s=9.0), CheapestSpec(deadline_s=21.0)], 1)
     assert [step.kept for step in kept] == [False, True]
     assert [step.kept for step in judged(steps(1.0), [WeightedSpec()], 1)] == [None]
