@@ -139,12 +139,6 @@ def test_faults_are_one_message_and_exit_code_2(arguments: list[str], told: str)
     assert told in " ".join(result.stderr.split("\u2502")) or told in result.stderr
 
 
-def test_a_step_that_is_not_there(scenario: Path) -> None:
-    result = invoke(scenario, "--step", 3)
-    assert result.exit_code == 2
-    assert "the scenario has steps 1 to 2" in result.stderr
-
-
 def test_a_policy_that_is_not_there(scenario: Path, run: Path) -> None:
     result = invoke(scenario, "--policies", "static_colocted")
     assert result.exit_code == 2
