@@ -106,10 +106,7 @@ class DraftingPasses:
         before, before_limit, began_s = self._before
         self._before = ids, limit, now_s
         if whole and before == ids and before_limit == limit:
-            places = range(limit)
-            drafted = [sum(drafts > place for _, drafts, _ in verified) for place in places]
-            accepted = [sum(kept > place for *_, kept in verified) for place in places]
-            depth.saw(len(ids), now_s - began_s, limit, drafted, accepted)
+            depth.saw(len(ids), now_s - began_s, limit, sum(kept for *_, kept in verified))
         self._limit, self._rests = depth.next(len(ids))
         if self._rests:
             self._before, self._width = ([], 0, 0.0), len(ids).bit_length()
