@@ -102,7 +102,7 @@ def fleet(actors: int) -> Setup:
     scoring = ServiceShape(slot_setup("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
     learner = LearnerShape(slot_setup("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
     transport = Transport("auto", 50e9, 0.2, 14_000_000_000)
-    links = Links(BEAT_S, 0.01, 57_344 / 50e9)
+    links = Links(BEAT_S, 0.01)
     return Setup(generation, (scoring,), learner, transport, links, 0, node_s=120.0, max_tokens=MAX_TOKENS, seed=0)
 
 

@@ -8,13 +8,12 @@ Only a crash does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
-from rlhfless.prefixes.precompute import move_pays
 from rlhfless.scaling.engine_model import EngineModel, ways_of
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
@@ -196,9 +195,7 @@ class Precomputed:
     end_s: float
     computed_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens that the engine did not compute: they were in its cache, or came from another actor."""
-    moved_tokens: int = 0
-    """Of the cached tokens, the ones that came from another actor."""
+    """Tokens that were in its cache already."""
 
 
 class SimulatedEngine:
@@ -209,7 +206,7 @@ class SimulatedEngine:
         self.progress = progress
         self._pool = pool
         self.asked: set[int] = set()
-        """Nodes of the batch, prompts and shared prefixes, that the actor was asked to put into this engine's cache."""
+        """Shared prefixes of the batch that the actor was asked to put into this engine's cache."""
         self._row = row
         self.slot = int(pool.slots[row])
         self._n = pool.memory.engine[row]
@@ -280,39 +277,28 @@ class SimulatedEngine:
         """Whether all of a prompt or shared prefix is in the cache."""
         return not any(map(self._lacks, self.progress.lineage(node)))
 
-    def precompute(
-        self, nodes: Sequence[int], at_s: float, fixed_s: float, token_s: Mapping[int, float], *, sent: bool = False
-    ) -> Precomputed:
-        """Puts prompts or shared prefixes into the cache, each after its parent, in a call of their own from the first
-        boundary at or after `at_s` on; `fixed_s` is the time of an empty call. What does not fit is left out.
-
-        `token_s`: seconds per token of the nodes that another actor can send. `sent`: it has sent them, whether that is
-        quicker than to compute them or not.
-        """
+    def precompute(self, nodes: Sequence[int], at_s: float, fixed_s: float) -> Precomputed:
+        """Put shared prefixes into the cache, each after its parent, in a call of their own from the first boundary at
+        or after `at_s` on; `fixed_s` is the time of an empty call. Prefixes that do not fit are skipped."""
         self._to_boundary(at_s)
         self.asked.update(nodes)
         done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s)
         for node in nodes:
             for part in self.progress.lineage(node):  # with those that were too short for their own call
-                self._put(part, token_s.get(node, math.inf), done, sent=sent)
+                self._put(part, done)
             done.cached_tokens += int(self.progress.table.depth[node])
         done.cached_tokens -= done.computed_tokens
         self._n["now_s"] = done.end_s
         return done
 
-    def _put(self, node: int, token_s: float, done: Precomputed, *, sent: bool) -> None:
-        """Adds a node whose own tokens are not cached to the cache, and its time and tokens to `done`."""
+    def _put(self, node: int, done: Precomputed) -> None:
+        """Add a node whose own tokens are not cached to the cache, and its time and tokens to `done`."""
         table = self.progress.table
         new = self._lacks(node) * self.shape.block_tokens
         if not new or not kernel.put(*self._of(node)):
             return
-        compute_s = self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
-        if sent or move_pays(new, compute_s, token_s):
-            done.moved_tokens += new
-            done.end_s += new * token_s
-        else:
-            done.computed_tokens += new
-            done.end_s += compute_s
+        done.computed_tokens += new
+        done.end_s += self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
 
     def _lacks(self, node: int) -> int:
         """Blocks of a node, without its parent's, that are not in the cache."""

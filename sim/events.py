@@ -86,13 +86,4 @@ class Worked:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class PromptsComputed:
-    """A prefill actor has computed the prompts of a piece of a batch."""
-
-    step: int
-    """Of the batch."""
-    piece: int
-
-
-SimulatedEvent = Due | Up | WeightsLoaded | SpotInterrupted | Worked | PromptsComputed
+SimulatedEvent = Due | Up | WeightsLoaded | SpotInterrupted | Worked

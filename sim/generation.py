@@ -7,10 +7,7 @@ has which sample, and which answers of the policy are refused.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import count
 
 import numpy as np
 
@@ -18,12 +15,9 @@ from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.intervals import clip
 from rlhfless.scaling.policy import Assign, Move
-from rlhfless.scaling.prefill_pool import pieces
-from rlhfless.sim.engine import EnginePool, EngineShape, Precomputed, PricedModel, SimulatedEngine
-from rlhfless.sim.events import PromptsComputed
+from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
 from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.kernel_state import Floats, Ints, Table
-from rlhfless.sim.prefill import Computed, Piece, SimulatedPrefill
 from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch, Rows, StepProgress, rows_of
 from rlhfless.sim.setup import ActorShape
@@ -66,12 +60,6 @@ class Generation:
         self._links = links
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
         """By slot whose actor does not serve yet: the samples that wait for it, and when they arrive."""
-        self._prefill = SimulatedPrefill(fleet, self.progress) if fleet.setup.prefill else None
-        self._pieces: dict[int, tuple[Piece, Computed]] = {}
-        """By number: the pieces whose prompts are computed apart."""
-        self._held: list[Piece] = []
-        """Pieces that wait for a prefill actor to have loaded its weights."""
-        self._numbers = count()
         self._engines: dict[tuple[int, int], SimulatedEngine] = {}
         """By slot and life: the engine of a replica that has had samples of the step."""
         self._pools = _pools(actors, self.progress.at.table) if shared is None else shared.pools
@@ -105,8 +93,6 @@ class Generation:
         for slot, held in self._waiting.items():
             for samples, _ in held:
                 waiting[slot] += len(samples)
-        for piece in (*self._held, *(piece for piece, _ in self._pieces.values())):
-            waiting[piece.slot] += len(piece.samples)
         return running.tolist(), waiting.tolist()
 
     def advance(self, now_s: float) -> None:
@@ -130,10 +116,6 @@ class Generation:
 
     def serving(self, slot: int, at_s: float) -> None:
         """The actor at a slot serves from `at_s` on: what waited for it begins."""
-        if slot in self._fleet.setup.prefill:
-            held, self._held = self._held, []
-            for piece in held:
-                self._ask(replace(piece, asked_s=max(piece.asked_s, at_s)))
         for samples, there_s in self._waiting.pop(slot, []):
             if len(samples):
                 self._submit(slot, samples, np.maximum(there_s, at_s))
@@ -147,33 +129,7 @@ class Generation:
             engine.crash(at_s)
             self._bill(self._fleet.replicas[slot], engine)
         self._waiting.pop(slot, None)
-        self._call_off(slot, self.assignment.of(slot))
         return at_s, self.assignment.lose(slot)
-
-    def prefill_lost(self, slot: int, at_s: float) -> None:
-        """A prefill actor has crashed: another one computes what it has not, or the actors that draw."""
-        lost = {number: piece for number, (piece, computed) in self._pieces.items() if computed.by == slot}
-        for number, piece in lost.items():
-            del self._pieces[number]
-            if (engine := self._engine_of(piece.slot)) is not None:
-                engine.asked.difference_update(piece.prompts)
-                self._ask(replace(piece, asked_s=at_s))
-
-    def hand_over(self, number: int, at_s: float) -> None:
-        """The prompts of a piece are computed: the actor that draws reads their KV, and begins."""
-        if number not in self._pieces:
-            return
-        piece, computed = self._pieces.pop(number)
-        assert self._prefill is not None, "pieces are of a fleet with prefill actors"
-        self._prefill.bill(computed)
-        self.computed_tokens += computed.new_tokens
-        if not len(piece.samples):
-            return
-        engine = self._engine(piece.slot, at_s)
-        sent = dict.fromkeys(piece.prompts, self._links.prefix_token_s)
-        done = engine.precompute(piece.prompts, at_s, self._links.move_s, sent, sent=True)
-        self._called(piece.slot, done, len(sent))
-        engine.submit(piece.samples, done.end_s)
 
     def leave(self, slot: int) -> None:
         """Bills the engine of an actor before its release. Raises PolicyFault if the actor has samples left."""
@@ -188,8 +144,6 @@ class Generation:
             if (engine := self._engine_of(slot)) is not None:
                 at_s = max(at_s, engine.abort(engine.resident, at_s))
         self._waiting.clear()
-        self._pieces.clear()
-        self._held.clear()
         self.progress.leave()
         return at_s
 
@@ -241,13 +195,6 @@ class Generation:
     def _submit(self, slot: int, samples: Ints, at_s: float | Floats) -> None:
         """Gives samples to an actor that serves; the prefixes that their prompts share come before them."""
         engine, batch = self._engine(slot, float(np.min(at_s))), self.progress.batch
-        if self._prefill is not None:
-            group, there_s = batch.group[samples], np.broadcast_to(at_s, samples.shape)
-            most_tokens = engine.shape.chunk_tokens or sys.maxsize
-            for part in pieces(group.tolist(), batch.prompt_tokens[group].tolist(), most_tokens):
-                prompts = tuple(dict.fromkeys(group[part].tolist()))
-                self._ask(Piece(slot, samples[part], prompts, float(there_s[part].max())))
-            return
         if self._fleet.setup.prefixes.planned and len(batch.tree):
             prefixes = [batch.groups + each for each in batch.tree.to_precompute(np.unique(batch.group[samples]))]
             if wanted := [prefix for prefix in prefixes if prefix not in engine.asked]:
@@ -255,15 +202,8 @@ class Generation:
         engine.submit(samples, at_s)
 
     def _precompute(self, slot: int, engine: SimulatedEngine, prefixes: Sequence[int], at_s: float) -> float:
-        """An actor computes prefixes, or gets them from another actor; returns when it has them."""
-        others = [each for other in self._fleet.replicas if other != slot and (each := self._engine_of(other))]
-        sent = {prefix: self._links.prefix_token_s for prefix in prefixes if any(other.has(prefix) for other in others)}
-        done = engine.precompute(prefixes, at_s, self._links.move_s, sent)
-        self._called(slot, done, len(prefixes))
-        return done.end_s
-
-    def _called(self, slot: int, done: Precomputed, sequences: int) -> None:
-        """Records a call that put nodes into an actor's cache."""
+        """Compute prefixes on an actor in a call of their own; returns when it has them."""
+        done = engine.precompute(prefixes, at_s, self._links.move_s)
         self.computed_tokens += done.computed_tokens
         self._fleet.replicas[slot].called(
             Work.PRECOMPUTE,
@@ -272,40 +212,12 @@ class Generation:
             done.end_s,
             input_tokens=done.computed_tokens + done.cached_tokens,
             cached_tokens=done.cached_tokens,
-            sequences=sequences,
+            sequences=len(prefixes),
         )
-
-    def _ask(self, piece: Piece) -> None:
-        """Have the prompts of a piece computed apart, but for those that the actor which draws has asked for before;
-        without a prefill actor it computes them itself."""
-        assert self._prefill is not None, "pieces are of a fleet with prefill actors"
-        engine, least = self._engine(piece.slot, piece.asked_s), self._pool_of[piece.slot].shape.block_tokens
-        tokens = self.progress.batch.prompt_tokens
-        new = tuple(each for each in piece.prompts if each not in engine.asked and tokens[each] > least)
-        computed = self._prefill.compute(new, piece.asked_s) if new else None
-        if computed is not None:
-            engine.asked.update(new)
-            number = next(self._numbers)
-            self._pieces[number] = replace(piece, prompts=new), computed
-            self._fleet.agenda.add(computed.end_s, PromptsComputed(self.progress.batch.step, number))
-        elif new and self._prefill.loading:
-            self._held.append(piece)
-        else:
-            engine.submit(piece.samples, piece.asked_s)
-
-    def _call_off(self, slot: int, samples: Ints) -> None:
-        """Takes samples from the pieces that a slot waits for."""
-
-        def rest(piece: Piece) -> Piece:
-            left = piece.samples[~np.isin(piece.samples, samples)] if piece.slot == slot else piece.samples
-            return replace(piece, samples=left)
-
-        self._held = [left for piece in self._held if len((left := rest(piece)).samples)]
-        self._pieces = {number: (rest(piece), computed) for number, (piece, computed) in self._pieces.items()}
+        return done.end_s
 
     def _take_back(self, slot: int, samples: Ints) -> None:
-        """Takes samples from the queue of a slot that does not serve yet, or whose engine does not have them yet."""
-        self._call_off(slot, samples)
+        """Takes samples from the queue of a slot that does not serve yet."""
         held = self._waiting.pop(slot, [])
         if held:
             kept = [(waiting, ~np.isin(waiting, samples), there_s) for waiting, there_s in held]

@@ -62,8 +62,6 @@ class Links:
     """Seconds between two beats of a step."""
     move_s: float
     """Seconds until a sample is at another actor, by its tokens."""
-    prefix_token_s: float = math.inf
-    """Seconds per token of a shared prefix that an actor gets from another one; infinite if no connector does that."""
 
     def __post_init__(self) -> None:
         if not self.beat_s > 0:
@@ -76,7 +74,7 @@ class PrefixUse:
 
     planned: bool = False
     """Whether policies know the prefixes of the prompts. Actors then compute a prefix before the samples that begin
-    with it, or get its KV from another actor where that is cheaper."""
+    with it."""
     forward: SharedForward | None = None
     """How reference and learner compute a shared prefix once per micro-batch; None: for each sample."""
 
@@ -109,8 +107,6 @@ class ActorShape:
     """Above 1: a straggler."""
     spot_mean_s: float = math.inf
     """Mean time until an actor is interrupted."""
-    prefills: bool = False
-    """It computes prompts for the actors that draw, from the first step to the end of the run; no policy decides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +195,6 @@ class Setup:
     def __post_init__(self) -> None:
         if self.max_staleness and self._takes_turns():
             raise ValueError("this schedule overlaps generation and learning; give them devices of their own")
-        if self.in_flight and self.prefill:
-            raise ValueError("this schedule loads weights in flight, and KV of old weights would be handed over")
         if self.transport.kind == "nccl" and self._takes_turns():
             raise ValueError("transport.kind is nccl, and a broadcast does not go between functions on one GPU")
         self._check_shares()
@@ -219,13 +213,7 @@ class Setup:
     def functions(self) -> tuple[str, ...]:
         """By slot, the names of their functions."""
         services = (service.function for service in self.services)
-        engines = (FunctionName.PREFILL if actor.prefills else FunctionName.GENERATION for actor in self.actors)
-        return (*engines, *services, FunctionName.LEARNER)
-
-    @property
-    def prefill(self) -> tuple[int, ...]:
-        """Slots of the actors that compute prompts."""
-        return tuple(slot for slot, actor in enumerate(self.actors) if actor.prefills)
+        return (*(FunctionName.GENERATION for _ in self.actors), *services, FunctionName.LEARNER)
 
     @property
     def under_way(self) -> tuple[int, ...]:
@@ -239,8 +227,7 @@ class Setup:
     def roles(self) -> tuple[FunctionRole, ...]:
         """By slot."""
         services = (service.role for service in self.services)
-        engines = (FunctionRole.PREFILLS if actor.prefills else FunctionRole.SAMPLES for actor in self.actors)
-        return (*engines, *services, FunctionRole.UPDATES)
+        return (*(FunctionRole.SAMPLES for _ in self.actors), *services, FunctionRole.UPDATES)
 
     def _takes_turns(self) -> bool:
         """Whether the learner shares a device with an actor that it may not be awake beside."""

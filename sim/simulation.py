@@ -37,7 +37,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
 )
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.sim.events import PromptsComputed, SpotInterrupted, Up, WeightsLoaded, Worked
+from rlhfless.sim.events import SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation, SharedEngines
 from rlhfless.sim.ledger import SimulatedLedger
@@ -143,9 +143,6 @@ class Simulation:
         passes[FunctionName.LEARNER] = self.setup.learner.epochs
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken, passes=passes)
         self._steps.append(under_way)
-        for slot in self.setup.prefill:
-            if self.fleet.state(slot) is None:
-                self.fleet.start(slot, self.now_s)
         self._query([StepBegan()], under_way)
         self.fleet.drawing = True
         self.fleet.wake_actors(self.now_s)
@@ -218,10 +215,6 @@ class Simulation:
             self._interrupted(at_s, event)
         elif isinstance(event, WeightsLoaded):
             self._loaded(at_s, event)
-        elif isinstance(event, PromptsComputed):
-            current = self._steps[-1]
-            if event.step == current.generation.progress.batch.step:
-                current.generation.hand_over(event.piece, at_s)
         elif self.fleet.handle(at_s, event) and isinstance(event, Up) and event.slot in self._services:
             self._take(event.slot)
         self.fleet.pass_turns(self.now_s)
@@ -233,7 +226,7 @@ class Simulation:
         for current in self._current:
             for slot in up:
                 current.generation.serving(slot, at_s)
-            self._query([Serving(slot) for slot in up if slot not in self.setup.prefill], current)
+            self._query([Serving(slot) for slot in up], current)
 
     def _idle(self, slot: int) -> bool:
         """Whether the function of a slot has no work of its phase left."""
@@ -274,12 +267,6 @@ class Simulation:
     def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
         replica = self.fleet.replicas.get(event.slot)
         if replica is None or replica.number != event.life:
-            return
-        if event.slot in self.setup.prefill:
-            replica.busy_s = min(replica.busy_s, at_s)
-            self.fleet.handle(at_s, event)
-            self._steps[-1].generation.prefill_lost(event.slot, at_s)
-            self.fleet.start(event.slot, at_s)
             return
         steps = self._current
         lost = [step.generation.lost(event.slot, at_s) for step in steps]
@@ -397,7 +384,7 @@ class Simulation:
             self.fleet.start_later(action.slot, action.at_s)
 
     def _release(self, release: Release) -> None:
-        actors = set(range(len(self.setup.actors))).difference(self.setup.prefill)
+        actors = range(len(self.setup.actors))
         if release.slot in actors and sum(map(self.fleet.expects, actors)) <= self.setup.fewest_actors:
             return
         if release.slot in self._services:

@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView, StepView, read_only
-from rlhfless.scaling.prefill_pool import PrefillPool
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.generation import Generation
@@ -23,13 +22,12 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     """The slots of a setup, by slot. Raises PriceError for a device kind without a price.
 
     The price of a device is the saving of its release: for owned hardware the price that other users pay, and nothing
-    for a device of the learner or of a prefill actor, which are never released, or of a node that is rented whole.
+    for a device of the learner, which is never released, or of a node that is rented whole.
     Stragglers look like all others, and all actors are assumed to load their weights at once.
     """
     actors = setup.actors
     released = setup.learner.paid_around is not None
-    learners = () if released else (setup.learner.slot_setup,)
-    never = (*learners, *(actors[slot].slot_setup for slot in setup.prefill))
+    never = () if released else (setup.learner.slot_setup,)
     kept = frozenset(device.name for slot_setup in never for device in slot_setup.allocation.devices)
     replica_slots = tuple(
         ReplicaSlot(
@@ -58,17 +56,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         setup.max_tokens,
         kept_usd_per_s(setup.slot_setups, prices, kept),
         setup.terms,
-        links.prefix_token_s,
-        prefill_pool(setup),
     )
-
-
-def prefill_pool(setup: Setup) -> PrefillPool | None:
-    """The actors that compute prompts, if there are any."""
-    if not setup.prefill:
-        return None
-    model, links = setup.actors[setup.prefill[0]].prices.model, setup.links
-    return PrefillPool(len(setup.prefill), model, links.prefix_token_s, links.move_s)
 
 
 def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:

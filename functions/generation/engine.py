@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, Self
 
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.spec import DType, EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec, Transport
+from rlhfless.spec.fleet import KvConnector
 from rlhfless.spec.generation import Quantization
 from rlhfless.spec.imports import load_target
 from rlhfless.weights.address import StoreAddress
@@ -68,6 +69,8 @@ class EngineSettings:
     quantization: Quantization = "off"
     """See GenerationSpec."""
     speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
+    kv_connector: KvConnector | None = None
+    """How KV of prompts moves between engines; None without prefill actors."""
     sleeps: bool = False
     """It will be asked to sleep, which vLLM wants to know when it takes its memory on a GPU."""
 
@@ -91,6 +94,7 @@ class EngineSettings:
             batch_invariant=run.generation.batch_invariant,
             quantization=run.generation.quantization,
             speculation=run.generation.speculation,
+            kv_connector=run.scaling.prefill.connector,
             sleeps=run.placement.in_turns,
         )
 

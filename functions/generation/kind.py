@@ -83,7 +83,7 @@ def kv_tokens(
     a model with windows it holds fewer in shorter sequences. With a KV connector all layers hold all tokens: vLLM's
     hybrid cache manager works with few connectors. A draft model keeps KV of the same tokens."""
     engine = spec.generation.engine
-    shape = shape if engine.kv_connector is None else replace(shape, windows=None)
+    shape = shape if spec.scaling.prefill.connector is None else replace(shape, windows=None)
     sequence = sum(
         kv_sequence_bytes(each, spec.model.dtype, engine.devices_per_actor, sequence_tokens, engine.batch_tokens)
         for each in (shape, draft)

@@ -70,8 +70,6 @@ def _devices(row: ComparedDevices, named: bool) -> str:
     draws += [each for each in (row.quantization, row.speculation) if each != "off"]
     if not row.share_prefixes:
         draws.append("no sharing")
-    if row.prefill_actors:
-        draws.append(f"{row.prefill_actors} prefill")
     return " ".join([f"{row.count} x {row.kind}", *draws])
 
 

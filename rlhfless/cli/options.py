@@ -53,13 +53,6 @@ SharedPrefixes = Annotated[
     typer.Option("--share-prefixes", metavar="BOOL", help="Compare values of learner.share_prefixes: true, false."),
 ]
 
-PrefillActors = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--prefill-actors", metavar="N", help="Compare numbers of actors that compute prompts for the others; 0: none."
-    ),
-]
-
 Limit = Annotated[
     int | None,
     typer.Option("--limit", min=1, max=1000, help="Most rows, the best first; by default 20, and all of --devices."),

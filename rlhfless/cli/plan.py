@@ -15,7 +15,6 @@ from rlhfless.cli.options import (
     Engines,
     Limit,
     Overrides,
-    PrefillActors,
     Quantizations,
     SharedPrefixes,
     SpecFile,
@@ -62,7 +61,6 @@ def plan(
     quantization: Quantizations = None,
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
-    prefill_actors: PrefillActors = None,
     limit: Limit = None,
     bench: Annotated[
         list[str] | None,
@@ -99,7 +97,6 @@ def plan(
         "quantization": quantization,
         "speculation": speculation,
         "share_prefixes": share_prefixes,
-        "prefill_actors": prefill_actors,
     }
     if compare:
         from rlhfless.cli.plan_compare import Asked, compare_devices

@@ -18,7 +18,6 @@ from rlhfless.cli.options import (
     Engines,
     Limit,
     Overrides,
-    PrefillActors,
     Quantizations,
     SharedPrefixes,
     SpecFile,
@@ -140,7 +139,6 @@ def compare(
     quantization: Quantizations = None,
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
-    prefill_actors: PrefillActors = None,
     lengths_of: LengthsOf = None,
     deadline_s: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
@@ -164,7 +162,6 @@ def compare(
             quantization=quantization or [],
             speculation=speculation or [],
             share_prefixes=share_prefixes or [],
-            prefill_actors=prefill_actors or [],
             lengths_of=earlier,
             deadline_s=deadline_s,
             limit=limit,

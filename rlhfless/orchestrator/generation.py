@@ -36,9 +36,8 @@ from rlhfless.orchestrator.prefill import PrefillActors
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.engine_speeds import PrefixMoves
 from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
-from rlhfless.scaling.prefill_pool import pieces
+from rlhfless.scaling.prefill import pieces
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores
@@ -59,13 +58,12 @@ class GenerationStage:
         clock: Callable[[], float] = time.monotonic,
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
-        moves: PrefixMoves | None = None,
         prefill: PrefillActors | None = None,
         history: PromptHistory | None = None,
     ) -> None:
         """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
         time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
-        `moves` and `prefill`: see Precomputation. `history`: where engines that draft have their drafts from.
+        `prefill`: see Precomputation. `history`: where engines that draft have their drafts from.
         """
         self._pool = pool
         self.request = request
@@ -90,7 +88,7 @@ class GenerationStage:
         self._called_back: set[int] = set()
         self._apart = prefill is not None
         self._precomputation = Precomputation(
-            request, spec.timeouts.sync_s, moves, prefill=prefill, in_flight=spec.schedule.in_flight
+            request, spec.timeouts.sync_s, prefill=prefill, in_flight=spec.schedule.in_flight
         )
         self._ahead: dict[int, asyncio.Task[None]] = {}
         """What each request waits for before its samples are drawn."""

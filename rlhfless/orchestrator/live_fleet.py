@@ -1,8 +1,8 @@
 """The live fleet as policies see it: slots with prices and measured times, their replicas, starts and releases.
 
 A slot has an allocation of the placement. Functions on a device hold shares of it at the same time, or take turns by
-themselves (rlhfless.fleet.turns): a policy does not decide that. No KV of samples moves between actors; that of shared
-prefixes does where there is a connector. The learner is never released, so its devices are paid for throughout.
+themselves (rlhfless.fleet.turns): a policy does not decide that. Samples that migrate recompute their KV. The learner
+is never released, so its devices are paid for throughout.
 The price of an actor is the saving of its release, so in a fleet that never changes it is 0.
 """
 
@@ -24,13 +24,12 @@ from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.acquisition import mean_phases
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.capabilities import MOVE_S, load_s
-from rlhfless.scaling.engine_speeds import CALLS_S, EngineSpeeds, PrefixMoves
+from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S, start_phases
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
-from rlhfless.scaling.prefill_pool import PrefillPool
 from rlhfless.scaling.prices import PriceBook, Rate
 from rlhfless.spec import RunSpec
 from rlhfless.util.folders import home, replace_text
@@ -147,7 +146,6 @@ class LiveFleet:
         ledger: FleetFigures,
         speeds: EngineSpeeds,
         max_model_len: int,
-        moves: PrefixMoves | None = None,
         starts: EngineStarts | None = None,
     ) -> None:
         """`pools`: the pool of the generation actors first. Every other pool but that of prefill, which is scaled by
@@ -163,7 +161,6 @@ class LiveFleet:
         self._ledger = ledger
         self._speeds = speeds
         self._max_model_len = max_model_len
-        self._moves = moves
         self._starts = starts or EngineStarts(spec, None)
 
     def keep_starts(self) -> None:
@@ -201,17 +198,7 @@ class LiveFleet:
             max_tokens=self._spec.generation.max_tokens,
             kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
             terms=self._terms(),
-            prefix_token_s=float("inf") if self._moves is None else self._moves.token_s,
-            prefill=self._prefill_pool(),
         )
-
-    def _prefill_pool(self) -> PrefillPool | None:
-        """The actors that compute the prompts of a step that begins now: those that start meanwhile get none of it."""
-        actors = sum(len(pool.up()) for pool in self._prefill)
-        if not actors or self._moves is None:
-            return None
-        kind = self._prefill[0].up()[0].allocation.devices[0].kind
-        return PrefillPool(actors, self._speeds.model(kind), self._moves.token_s, CALLS_S)
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
         """The state of each slot, and its number of samples."""

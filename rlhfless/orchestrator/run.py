@@ -207,7 +207,6 @@ class Run(TrainedRun):
             self.journal if request.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
-            moves=self.scaler.moves,
             prefill=self.scaler.prefill,
             history=self.history,
         )

@@ -18,9 +18,7 @@ from rlhfless.orchestrator.prefill import PrefillActors
 from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import FunctionRole, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
-from rlhfless.scaling.engine_speeds import EngineSpeeds, PrefixMoves
-from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, RunContract, contract_for_step
@@ -65,12 +63,9 @@ class Scaler:
         speeds: EngineSpeeds,
         ledger: FleetFigures,
         due: StepDue,
-        moves: PrefixMoves | None = None,
         prefill: PrefillActors | None = None,
     ) -> None:
         self.due = due
-        self.moves = moves
-        """Decides when actors get prefixes from each other."""
         self.prefill = prefill
         """The actors that compute prompts for the others, if the spec allows any."""
         self.runner = PolicyRunner(policy, fleet, ledger.add_decision)
@@ -122,21 +117,12 @@ def scaler_of(
     speeds = EngineSpeeds(shape, limits.devices_per_actor, limits.sequence_limit)
     if earlier is not None:
         speeds.learn_trace(earlier)
-    moves = PrefixMoves(_kv_token_s(spec, shape), speeds)
     starts = EngineStarts(spec, shape)
-    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves, starts)
+    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, starts)
     spent_usd = ledger.cost_usd(())
     due = StepDue(_rest_of(spec, spec.scaling.contract, earlier, spent_usd))
     prefill = _prefill_of(spec, pools, ledger, speeds)
-    return Scaler(policy_of(spec, lengths, earlier, spent_usd), fleet, speeds, ledger, due, moves, prefill)
-
-
-def _kv_token_s(spec: RunSpec, shape: ModelShape | None) -> float:
-    """Seconds to move the KV of a token, until one was measured; infinite without a connector."""
-    engine = spec.generation.engine
-    if shape is None or engine.kv_connector is None:
-        return math.inf
-    return kv_token_s(shape, engine.devices_per_actor, KV_BYTES_PER_S[engine.kv_connector].value)
+    return Scaler(policy_of(spec, lengths, earlier, spent_usd), fleet, speeds, ledger, due, prefill)
 
 
 def _prefill_of(

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.planning import sensitivity
-from rlhfless.planning.dimensions import CONNECTOR, PREFILL, SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
+from rlhfless.planning.dimensions import SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
 from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.planning.inputs import parsed_sides, question_of
 from rlhfless.planning.objects import PlannedCost
@@ -136,31 +136,16 @@ def compared(
     def tried_of(choices: Sequence[Choice]) -> list[Tried]:
         ways = dimensions.ways(planner.spec)
         every = [
-            replace(each, changes={**each.changes, **way.on(planner.spec, each.kind)}, rollouts=way.rollouts)
+            replace(each, changes={**each.changes, **way.changes}, rollouts=way.rollouts)
             for each in choices
             for way in ways
         ]
         return list(_each(planner.quick(), every, jobs, on_choice or (lambda *_: None)))
 
     tried = tried_of(choices_of(planner.spec, devices)) if devices else _searched(planner, present, tried_of)
-    if not dimensions.prefill_actors:
-        tried += [try_choice(planner.quick(), each) for each in apart_where_it_pays(planner, front(tried))]
     best = front(tried)
     again = iter(_each(planner, [each.choice for each in tried if each in best], jobs, lambda *_: None))
     return [next(again) if each in best else each for each in tried]
-
-
-def apart_where_it_pays(planner: Planner, best: Sequence[Tried]) -> Iterator[Choice]:
-    """Of these choices the ones whose prompts should be computed apart by the break-even (docs/prefill.md), so. The
-    break-even is a bound: the simulator says whether they are faster."""
-    for choice in (each.choice for each in best):
-        spec = spec_of(planner.spec, choice)
-        if spec.scaling.prefill.on or spec.placement.in_turns or spec.schedule.in_flight:
-            continue
-        found = planner.prefill(question_of(spec, choice.kind, choice.count))
-        if found is not None and found.pays:
-            actors = {"min_actors": found.prefill_actors, "max_actors": found.prefill_actors}
-            yield replace(choice, changes={**choice.changes, PREFILL: actors, CONNECTOR: found.connector})
 
 
 def choices_of(spec: RunSpec, devices: Sequence[str]) -> list[Choice]:
@@ -391,7 +376,6 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "quantization": choice.rollouts.quantization_of(spec),
         "speculation": choice.changes.get(SPECULATION, {}).get("method", spec.generation.speculation.method),
         "share_prefixes": choice.changes.get(SHARE_PREFIXES, spec.learner.share_prefixes),
-        "prefill_actors": choice.changes.get(PREFILL, spec.scaling.prefill.model_dump())["max_actors"],
         "latency": None if found is None else found.latency,
         "changes": dict(choice.changes),
         "on_front": on_front,

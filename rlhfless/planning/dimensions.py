@@ -15,14 +15,12 @@ from pydantic import Field
 
 from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.scaling.latency.engines import EngineName
-from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.generation import KvConnector, Quantization
+from rlhfless.spec.generation import Quantization
 
 QUANTIZATION, SHARE_PREFIXES = "generation.quantization", "learner.share_prefixes"
 SPECULATION = "generation.speculation"
-PREFILL, CONNECTOR = "scaling.prefill", "generation.engine.kv_connector"
 
 Drafter = Literal["off", "auto", "ngram", "suffix"]
 """Methods whose drafts need no weights of their own."""
@@ -43,10 +41,6 @@ class Dimensions(SpecModel):
     share_prefixes: Annotated[tuple[bool, ...], Field(max_length=2)] = ()
     """Values of `learner.share_prefixes`."""
 
-    prefill_actors: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=4)] = ()
-    """Numbers of actors that compute prompts for the others (`scaling.prefill`); 0: each its own. Of the devices of a
-    choice they have so many times those of an actor."""
-
     def ways(self, spec: RunSpec) -> list[Way]:
         """Each of one with each of the others, once."""
         own_drafts = spec.generation.speculation.method
@@ -54,7 +48,6 @@ class Dimensions(SpecModel):
             [{QUANTIZATION: each} for each in dict.fromkeys(self.quantization)],
             [{SPECULATION: {"method": each}} if each != own_drafts else {} for each in dict.fromkeys(self.speculation)],
             [{SHARE_PREFIXES: each} for each in dict.fromkeys(self.share_prefixes)],
-            [{PREFILL: {"min_actors": each, "max_actors": each}} for each in dict.fromkeys(self.prefill_actors)],
         )
         return list(_ways(list(dict.fromkeys(self.engines)), *settings))
 
@@ -66,16 +59,6 @@ class Way:
     rollouts: Rollouts = AS_IN_RUNS
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Values of the spec, by dotted key."""
-
-    def on(self, spec: RunSpec, kind: str) -> dict[str, Any]:
-        """The changes on devices of a kind, with a connector that brings the KV of prompts there if one is needed."""
-        apart = self.changes.get(PREFILL, {"max_actors": 0})["max_actors"] > 0
-        return dict(self.changes) | ({CONNECTOR: connector_on(spec, kind)} if apart else {})
-
-
-def connector_on(spec: RunSpec, kind: str) -> KvConnector:
-    """The spec's KV connector, or else the one for devices of a kind."""
-    return spec.generation.engine.kv_connector or ("folder" if kind == CPU_KIND else "nixl")
 
 
 def _ways(engines: list[EngineName], *settings: list[dict[str, Any]]) -> Iterator[Way]:

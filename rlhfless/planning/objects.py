@@ -102,8 +102,6 @@ class ComparedDevices(PlannedDevices):
     """`generation.speculation.method`."""
     share_prefixes: bool
     """`learner.share_prefixes`."""
-    prefill_actors: int
-    """`scaling.prefill.max_actors`: actors that compute prompts for the others."""
     latency: str | None
     """What the engine's seconds were taken from; null without a prediction."""
     on_front: bool

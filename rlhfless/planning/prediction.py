@@ -26,7 +26,6 @@ from rlhfless.planning.question import Question
 from rlhfless.planning.redraw_cost import Drawn, signal_of
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.capabilities import KV_BYTES_PER_S
 from rlhfless.scaling.intervals import Interval, length, union
 from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
@@ -286,9 +285,7 @@ def _scenario(
     seeds: int,
 ) -> Scenario:
     spec = asked.spec
-    engines = {"prefill_actors": spec.scaling.prefill.max_actors}
-    if spec.placement.mode == "disaggregated":
-        engines["learner_devices"] = spec.placement.learner_devices
+    learner = {"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}
     policy, drawn = spec.scaling.policy.type, Drawn.of(spec, lengths.signal)
     values: dict[str, Any] = {
         "name": spec.name,
@@ -302,7 +299,7 @@ def _scenario(
         "steps": steps,
         "seeds": seeds,
         "schedule": _schedule(spec),
-        "placement": {"mode": spec.placement.mode} | engines,
+        "placement": {"mode": spec.placement.mode} | learner,
         "learner": {
             "mini_batches": spec.mini_batches,
             "epochs": spec.epochs,
@@ -349,9 +346,7 @@ def _cluster(asked: Question) -> dict[str, Any]:
     machines = [_machines(asked.sheet.kind, asked.count)]
     if asked.spec.placement.learner_kind is not None:  # a scenario has the learner on its first machines
         machines.insert(0, _machines(asked.learner_sheet.kind, asked.learner_count))
-    connector = asked.spec.generation.engine.kv_connector
-    rate = {} if connector is None else {"kv_bytes_per_s": KV_BYTES_PER_S[connector].value}
-    return {"machines": machines, "prices": asked.spec.scaling.prices} | rate
+    return {"machines": machines, "prices": asked.spec.scaling.prices}
 
 
 def _machines(kind: str, count: int) -> dict[str, Any]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfless.planning.dimensions import connector_on
 from rlhfless.planning.prediction import Lengths
-from rlhfless.planning.prefill_break_even import AlikeEngines, PoolComparison, StepShape, compare
 from rlhfless.planning.question import Question
-from rlhfless.scaling.capabilities import KV_BYTES_PER_S, kv_token_s
+from rlhfless.scaling.capabilities import KV_BYTES_PER_S, MOVE_S, kv_token_s
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.engine_speeds import CALLS_S, prior_of
+from rlhfless.scaling.engine_speeds import prior_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.prefill import AlikeEngines, PoolComparison, StepShape, compare
 from rlhfless.sim.scenarios.timing import Packed
 from rlhfless.spec import RunSpec
 
@@ -47,14 +46,14 @@ def planned_prefill(asked: Question, lengths: Lengths, model: EngineModel | None
     if spec.supervised:
         return None
     count = spec.scaling.generation.most_actors + spec.scaling.prefill.max_actors
-    connector = connector_on(spec, kind)
     engine = spec.generation.engine
+    connector = spec.scaling.prefill.connector or ("folder" if kind == CPU_KIND else "nixl")
     engines = AlikeEngines(
         model or _expected(asked),
         count,
         engine.sequence_limit,
         kv_token_s(asked.shape, engine.devices_per_actor, KV_BYTES_PER_S[connector].value),
-        CALLS_S,
+        MOVE_S.value,
     )
     found: PoolComparison = compare(_step(spec, lengths), engines)
     if not found.prefill:

@@ -39,12 +39,6 @@ def to_precompute(prompts: Sequence[tuple[int, ...]], least_tokens: int = LEAST_
     return [tuple(long[int(forest.users(prefix)[0])][: int(forest.tokens[prefix])]) for prefix in chosen]
 
 
-def move_pays(tokens: int, compute_s: float, kv_token_s: float) -> bool:
-    """Whether an actor should get `tokens` of a prefix from another actor, by a KV connector that takes `kv_token_s`
-    per token, rather than compute them in `compute_s`. Infinite `kv_token_s`: the platform has no connector."""
-    return tokens * kv_token_s < compute_s
-
-
 def nearest_long(
     parent: IntArray, tokens: IntArray, least_tokens: int, wanted: Sequence[bool] | None = None
 ) -> IntArray:

@@ -62,7 +62,7 @@ KV_BYTES_PER_S: Mapping[str, Prior] = {
     ),
     "nixl": Prior(10e9, "an assumption: half of a network card of 200 Gbit/s", date(2026, 11, 25)),
 }
-"""By `generation.engine.kv_connector`: the rate at which a device of an actor gets its part of some KV."""
+"""By `scaling.prefill.kv_connector`: the rate at which a device of an actor gets its part of some KV."""
 
 PUBLISH_BYTES_PER_S = Prior(
     4.5e9,

@@ -9,14 +9,11 @@ core, because a prior that is a thousand times too slow starts every actor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rlhfless.prefixes.precompute import move_pays
 from rlhfless.records import Invocation
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.devices import load_devices
 from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine, prompt_calls
@@ -36,9 +33,6 @@ SEQUENCE_S = 1.8e-4
 
 SLOWEST = "l4"
 """The slowest accelerator of the table of devices."""
-
-CALLS_S = MOVE_S.value
-"""Seconds of a move's two calls, to the actor that has the KV and to the actor that gets it; as for a moved sample."""
 
 
 class EngineSpeeds:
@@ -78,34 +72,6 @@ class EngineSpeeds:
         if kind not in self._fits:
             self._fits[kind] = LatencyFit(prior_of(kind, self._shape, self._tensor_parallel))
         return self._fits[kind]
-
-
-class PrefixMoves:
-    """Decides when an actor gets the KV of a prefix from another actor instead of computing it. The cost of a move is
-    learned in the run: of prefixes, and of prompts that are computed apart."""
-
-    def __init__(self, prior_s: float, speeds: EngineSpeeds) -> None:
-        """`prior_s`: seconds per token until a move was measured; infinite without a connector."""
-        self._speeds = speeds
-        self._prior_s = prior_s
-        self._tokens, self._seconds = 0, 0.0
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per token; infinite without a connector."""
-        return self._seconds / self._tokens if self._tokens else self._prior_s
-
-    def pay(self, kind: str, tokens: int, context_tokens: int) -> bool:
-        """Whether an actor on a kind of device should get `tokens`, which follow `context_tokens` that it has."""
-        if math.isinf(self.token_s):
-            return False
-        compute_s = self._speeds.model(kind).prefill_s(tokens, context_tokens) - CALLS_S
-        return move_pays(tokens, compute_s, self.token_s)
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Learn that a move of `tokens` tokens took `seconds`."""
-        self._tokens += tokens
-        self._seconds += max(seconds - CALLS_S, 0.0)
 
 
 def prior_of(kind: str, shape: ModelShape | None, tensor_parallel: int = 1) -> EngineModel:

@@ -11,7 +11,6 @@ has these rules, for both fleets; each fleet itself decides what can be started 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -23,7 +22,6 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Decision, FunctionRole, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.leases import RentalTerms
-from rlhfless.scaling.prefill_pool import PrefillPool
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -93,10 +91,6 @@ class FleetView:
     of owned devices what their release does not earn."""
     terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """The cost of giving a device back and taking it again."""
-    prefix_token_s: float = math.inf
-    """Seconds per token of a shared prefix that an actor gets from another one; infinite if no connector does that."""
-    prefill: PrefillPool | None = None
-    """The actors that compute the prompts of the step; None: generation actors do that themselves."""
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""

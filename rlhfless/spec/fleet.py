@@ -116,15 +116,22 @@ class GenerationScalingSpec(SpecModel):
         return self.min_actors == self.most_actors
 
 
+KvConnector = Literal["folder", "nixl"]
+
+
 class PrefillScalingSpec(SpecModel):
     """Bounds on the number of actors that compute prompts for the generation actors, which then only decode
-    (docs/prefill.md). Needs `generation.engine.kv_connector`."""
+    (docs/prefill.md)."""
 
     min_actors: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 0
     """Actors that are never released. Others start when prompts wait for longer than a start takes, and are released
     when no prompt waits."""
     max_actors: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 0
     """0: generation actors compute the prompts themselves."""
+    kv_connector: KvConnector = "nixl"
+    """How KV reaches the generation actors: NIXL (any nodes; its package must be installed), or `folder`: files in the
+    folder of the weights, for tests and actors of one node. With prefill actors, models with several kinds of attention
+    layers hold more KV: vLLM's connectors treat all alike."""
 
     @model_validator(mode="after")
     def _ordered(self) -> PrefillScalingSpec:
@@ -136,6 +143,11 @@ class PrefillScalingSpec(SpecModel):
     def on(self) -> bool:
         """Whether prompts may be computed apart."""
         return self.max_actors > 0
+
+    @property
+    def connector(self) -> KvConnector | None:
+        """`kv_connector`; None without prefill actors."""
+        return self.kv_connector if self.on else None
 
 
 Hold = Literal["auto", "always", "never"]

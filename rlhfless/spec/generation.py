@@ -40,9 +40,6 @@ def _engine(name: str) -> str:
 EngineType = Annotated[str, AfterValidator(_engine)]
 
 
-KvConnector = Literal["folder", "nixl"]
-
-
 USUAL_SEQUENCES = 256
 USUAL_BATCH_TOKENS = 8192
 """`max_sequences` where nothing calls for more: vLLM's own default for small devices."""
@@ -84,12 +81,6 @@ class EngineSpec(SpecModel):
     core_process: bool | None = None
     """Run vLLM's scheduler and workers in processes of their own. On by default on GPUs and where an actor has several
     devices, which need it; off for one CPU core, where a single process is faster."""
-
-    kv_connector: KvConnector | None = None
-    """How the KV of shared prefixes moves from actor to actor, where that takes less time than to compute it: files in
-    the folder of the weights (actors of one node), or NIXL (of any nodes; its package must be installed). By default
-    each actor computes its own. Models with several kinds of attention layers then hold more KV: vLLM's connectors
-    treat all alike."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
@@ -246,13 +237,6 @@ class GenerationSpec(SpecModel):
         if self.speculation.on and engine.type != "vllm":
             what = f"{method} is for vLLM, and generation.engine.type is {engine.type}"
             problems.append(Problem("speculation.method", what, "set it to off"))
-        if self.speculation.has_weights and engine.kv_connector is not None:
-            what = (
-                f"{method} has KV of its own, which generation.engine.kv_connector {engine.kv_connector} does not move"
-            )
-            problems.append(
-                Problem("speculation.method", what, "set it to ngram, suffix or off, or leave kv_connector out")
-            )
         if problems:
             raise several(problems)
         return self

@@ -40,6 +40,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Give the learner one kind of device with `placement.learner_kind` and `placement.learner_devices`; pause "
             "and resume the run to change them"
         ),
+        "generation.engine.kv_connector": (
+            "Use `scaling.prefill.kv_connector` with prefill actors; without these leave it out: each actor computes "
+            "its shared prefixes, and samples that migrate recompute their KV"
+        ),
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (

@@ -400,33 +400,35 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
-    def _kv_files_have_a_folder(self) -> RunSpec:
-        transport = self.weights.transport
-        if self.generation.engine.kv_connector == "folder" and transport in ("http", "nccl"):
-            raise ValueError(
-                f"generation.engine.kv_connector is folder, but weights.transport is {transport}: engines share no "
-                "folder; set weights.transport to shared_memory or file, or kv_connector to nixl, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _prefilled_kv_reaches_the_actors(self) -> RunSpec:
-        if not self.scaling.prefill.on:
+        prefill, transport = self.scaling.prefill, self.weights.transport
+        if not prefill.on:
             return self
-        apart = f"scaling.prefill.max_actors is {self.scaling.prefill.max_actors}"
-        if self.generation.engine.kv_connector is None:
+        apart = f"scaling.prefill.max_actors is {prefill.max_actors}"
+        if prefill.kv_connector == "folder" and transport in ("http", "nccl"):
             raise ValueError(
-                f"{apart}, but generation.engine.kv_connector is not set: nothing brings the KV of a prompt to the "
-                "actor that draws from it; set it to folder (actors of one node) or nixl, or max_actors to 0"
+                f"scaling.prefill.kv_connector is folder, but weights.transport is {transport}: engines share no "
+                "folder; set weights.transport to shared_memory or file, or kv_connector to nixl"
+            )
+        if self.generation.speculation.has_weights:
+            method = self.generation.speculation.method
+            raise ValueError(
+                f"{apart}, but generation.speculation.method is {method}, which has KV of its own that no connector "
+                "moves; set method to ngram, suffix or off, or max_actors to 0"
+            )
+        if self.schedule.in_flight:
+            raise ValueError(
+                f"{apart}, but schedule.in_flight is true: KV on its way between engines cannot be computed again with "
+                "new weights; set schedule.in_flight to false, or max_actors to 0"
             )
         if self.placement.in_turns:
             raise ValueError(
                 f"{apart}, but functions take turns on their devices (placement.turns, placement.tenants): engines "
                 "that give KV and engines that take it are awake together; set max_actors to 0, or turns to false"
             )
-        if self.weights.transport in ("nccl", "cuda_ipc"):
+        if transport in ("nccl", "cuda_ipc"):
             raise ValueError(
-                f"{apart}, but weights.transport is {self.weights.transport}, which reaches generation actors only; "
+                f"{apart}, but weights.transport is {transport}, which reaches generation actors only; "
                 "set it to auto, or max_actors to 0"
             )
         return self
@@ -506,11 +508,6 @@ class RunSpec(SpecModel):
                 "auto"
             )
         engine = self.generation.engine
-        if self.schedule.in_flight and engine.kv_connector is not None:
-            raise ValueError(
-                f"{of}, and generation.engine.kv_connector is {engine.kv_connector}: KV on its way between engines "
-                "cannot be computed again; set schedule.in_flight to false, or leave kv_connector out"
-            )
         own = load_target(engine.type) if ":" in engine.type else None
         if self.schedule.in_flight and own is not None and not getattr(own, "loads_in_flight", False):
             raise ValueError(

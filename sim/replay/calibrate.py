@@ -18,11 +18,10 @@ from rlhfless.records import FunctionName, Invocation, StepRecord, Work, in_orde
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
-from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.latency.devices import device_of, load_devices
-from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine, prompt_calls
+from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
@@ -81,7 +80,6 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         generation=EngineFit(**{name: getattr(model, name) for name in EngineFit.model_fields}),
         call_s=_call_s(traces, by_work[Work.GENERATE]),
         load_weights_s=_median_s(by_work[Work.LOAD_WEIGHTS]),
-        kv_token_s=_kv_token_s(calls),
         start_s=_start_s(traces),
         starts=_other_starts(traces),
         turns=turns_of(calls),
@@ -226,16 +224,6 @@ def _call_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
         if spans[call.replica, call.step]
     ]
     return max(median(beside), 0.0) if beside else 0.0
-
-
-def _kv_token_s(calls: Sequence[Invocation]) -> float | None:
-    """Seconds in which an actor that draws gets the KV of a prompt token from one that computes prompts."""
-    computing = prompt_calls(calls)
-    got = [call for call in calls if call.work is Work.PRECOMPUTE and call.replica not in computing]
-    tokens = sum(call.input_tokens for call in got)
-    if not computing or not tokens:
-        return None
-    return sum(max(call.duration_s - MOVE_S.value, 0.0) for call in got) / tokens
 
 
 def _group_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:

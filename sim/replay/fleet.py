@@ -21,8 +21,6 @@ from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.sim.setup import SlotSetup
 
-_ENGINES = FunctionName.GENERATION, FunctionName.PREFILL
-
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -36,11 +34,17 @@ class Life:
 
 
 class RecordedFleet:
-    """The slots of a run's actors. Raises TraceError for a trace without generation actors."""
+    """The slots of a run's actors. Raises TraceError for a trace without generation actors, and for one with prefill
+    actors, which no simulated fleet has."""
 
     def __init__(self, trace: Trace) -> None:
         self._run_id = trace.meta.run_id
         self._lives = _lives(trace)
+        if any(life.function == FunctionName.PREFILL for life in self._lives):
+            raise TraceError(
+                f"the run {self._run_id} computed prompts on prefill actors, and a simulated fleet has none; name the "
+                "trace of a run without scaling.prefill"
+            )
         self._together = _most_at_once(self._lives)
         self._slots: dict[str, list[tuple[Life, int]]] = defaultdict(list)
         """By actor: its lives with their slots. A later attempt of a run may use a name again."""
@@ -50,8 +54,6 @@ class RecordedFleet:
         self.actors = tuple(life.allocation for life in sorted(chosen, key=lambda life: life.replica))
         """By slot."""
         self._take_slots(sorted(chosen, key=lambda life: life.replica))
-        self.prefill = tuple(life.allocation for life in self._together if life.function == FunctionName.PREFILL)
-        """Of the actors that compute prompts for the others."""
 
     def allocation(self, function: str) -> Allocation:
         """The allocation of a function's replica. Raises TraceError if the run had none."""
@@ -151,7 +153,7 @@ def _most_at_once(lives: Sequence[Life]) -> list[Life]:
     most = 0, 0
     for life in lives:
         now = [*(other for other in now if other.end_s > life.start_s), life]
-        count = len({other.function for other in now}), sum(each.function in _ENGINES for each in now)
+        count = len({other.function for other in now}), sum(each.function == FunctionName.GENERATION for each in now)
         if count > most:
             most, best = count, now
     return best

@@ -71,8 +71,6 @@ class LatencyFile(SpecModel):
     """A generation call's time outside its samples."""
     load_weights_s: NotNegative
     """One actor's load."""
-    kv_token_s: NotNegative | None = None
-    """An actor's time to get the KV of one prompt token from a prefill actor; None of a run without any."""
     start_s: NotNegative
     """An actor's start until it is up."""
     starts: dict[str, NotNegative] = Field(default_factory=dict)
@@ -117,7 +115,6 @@ class LatencyFile(SpecModel):
         changes: dict[str, object] = {
             "generation": engine,
             "call_s": of(Phase.GENERATION, self.call_s),
-            "kv_token_s": None if self.kv_token_s is None else of(Phase.GENERATION, self.kv_token_s),
             "load_weights_s": of(Phase.SYNC, self.load_weights_s),
             "publish_s": of(Phase.SYNC, self.publish_s),
             "group_s": of(Phase.SCORING, self.group_s),

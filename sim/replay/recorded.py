@@ -7,7 +7,6 @@ and starts again takes as long to start as the run's own replicas.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -70,19 +69,14 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
     most = bounds["max_actors"] if isinstance(bounds.get("max_actors"), int) else 0
     prices = PricedModel(latency.engine, shape.max_sequences)
     draw = other.allocations(fleet.actors, kind, most)
-    compute_prompts = [other.allocation(held, kind) for held in fleet.prefill]
     return Setup(
-        (
-            *(ActorShape(slot_setup_of(held, start_s), shape, prices) for held in draw),
-            *(ActorShape(slot_setup_of(held, start_s), shape, prices, prefills=True) for held in compute_prompts),
-        ),
+        tuple(ActorShape(slot_setup_of(held, start_s), shape, prices) for held in draw),
         tuple(services),
         learner_of(trace, latency, allocation(FunctionName.LEARNER)),
         Transport("auto", 1.0, latency.load_weights_s, 0),
         Links(
             float(trace.meta.spec["generation"].get("progress_interval_s", 0.5)),
             MOVE_S.value,
-            math.inf if latency.kv_token_s is None else latency.kv_token_s,
         ),
         _max_staleness(trace) if other.max_staleness is None else other.max_staleness,
         0.0,

@@ -7,12 +7,11 @@ turns. Disaggregated, the learner side has the last devices of the first kind. S
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from rlhfless.prefixes.packing import ON_CPUS, Packing
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.capabilities import MOVE_S, kv_token_s
+from rlhfless.scaling.capabilities import MOVE_S
 from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
@@ -57,8 +56,6 @@ class ScenarioLayout:
         self.machines = scenario.cluster.machines
         self.devices = last.devices if devices is None else devices
         """Devices of the last machines."""
-        self.prefills = placement.prefill_actors > 0
-        """Whether other actors compute the prompts of those that draw."""
         self._generation = last, DevicesByNode.of(last, self.devices)
         self._first = DevicesByNode.of(first, first.devices if first is not last else self.devices)
         devices_of_first = self._first.all
@@ -86,11 +83,9 @@ class ScenarioLayout:
         if self._placement.mode == "disaggregated":
             devices = devices.without(self.learner_side)
         shapes = self._of_kind(machines, devices)
-        if apart := self._placement.prefill_actors:
-            shapes[-apart:] = [replace(shape, prefills=True) for shape in shapes[-apart:]]
-        if all(shape.prefills for shape in shapes):
+        if not shapes:
             what = f"no node has {self._scenario.engine.devices} devices left for an actor that draws"
-            hint = "lower engine.tensor_parallel, placement.learner_devices or prefill_actors, or take more devices"
+            hint = "lower engine.tensor_parallel, or placement.learner_devices, or take more devices"
             raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, hint)])
         return tuple(shapes)
 
@@ -198,14 +193,13 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
     Raises InputError for a schedule that the placement forbids.
     """
     terms = RentalTerms() if reserved else lease_terms(scenario, layout)
-    moved = timing.engine_shape(scenario), scenario.engine.tensor_parallel, scenario.cluster.kv_bytes_per_s
     try:
         return Setup(
             layout.actors(),
             layout.services(),
             layout.learner(),
             layout.transport(fixed=reserved),
-            Links(scenario.beat_s, MOVE_S.value, kv_token_s(*moved)),
+            Links(scenario.beat_s, MOVE_S.value),
             scenario.steps_ahead,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
@@ -216,8 +210,6 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
         )
     except ValueError as error:
         key, hint = "schedule", "set placement.mode to `disaggregated`, or the schedule to `sync`"
-        if scenario.schedule.in_flight and layout.prefills:
-            key, hint = "placement.prefill_actors", "set it to 0, or take a schedule that loads weights between steps"
         if scenario.transport.kind == "nccl":
             key, hint = "transport.kind", "take `auto`, or static policies alone with a learner on devices of its own"
         problem = Problem(key, str(error), hint)

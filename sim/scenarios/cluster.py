@@ -127,10 +127,6 @@ class ClusterSpec(SpecModel):
     serverless: ServerlessSpec | None = None
     """Devices are those of a seller of containers. Functions then share none: with placement `disaggregated`."""
 
-    kv_bytes_per_s: Positive = 12.5e9
-    """Rate at which each device of an actor gets its part of the KV of a prompt or shared prefix from another one: 100
-    Gbit/s by default."""
-
     def sheet(self, kind: str) -> DeviceSheet:
         """The figures of a kind of device among the machines."""
         return load_devices(self.devices)[kind]

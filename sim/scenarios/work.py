@@ -210,7 +210,3 @@ class ScenarioPlacementSpec(SpecModel):
 
     learner_devices: Count | None = None
     """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""
-
-    prefill_actors: Annotated[int, Field(ge=0)] = 0
-    """Of the actors on the first kind of device, the last ones, which compute the prompts of the others
-    (docs/prefill.md). They are never released."""

@@ -33,14 +33,14 @@ KILLED = {2: FunctionName.PREFILL, 3: FunctionName.GENERATION}
 """Steps in which an actor of the pool is killed."""
 
 
-def session(assets: Path, folder: Path, connector: str = "folder", **scaling: Any) -> Session:
+def session(assets: Path, folder: Path, **scaling: Any) -> Session:
     folder.mkdir()
     write_prompts(folder / "train.jsonl")
     spec = RunSpec.model_validate(
         spec_values(
             assets,
             prompts={"path": str(folder / "train.jsonl")},
-            generation={"max_tokens": 60, "progress_interval_s": 0.05, "engine": {"kv_connector": connector}},
+            generation={"max_tokens": 60, "progress_interval_s": 0.05},
             # Lengths differ, so every step moves the weights.
             rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 60}],
             weights={},
@@ -59,7 +59,7 @@ def drawn(opened: Session) -> Trace:
 
 
 ONE = {"generation": {"min_actors": 1, "max_actors": 1}}
-APART = ONE | {"prefill": {"min_actors": 1, "max_actors": 1}}
+APART = ONE | {"prefill": {"min_actors": 1, "max_actors": 1, "kv_connector": "folder"}}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def check_same_samples(trace: Trace, one: Trace) -> None:
 def test_prompts_are_computed_apart_and_samples_are_the_same(
     assets: Path, tmp_path: Path, one: Trace, connector: str
 ) -> None:
-    trace = drawn(session(assets, tmp_path / "apart", connector, **APART))
+    trace = drawn(session(assets, tmp_path / "apart", **ONE, prefill=APART["prefill"] | {"kv_connector": connector}))
     check_same_samples(trace, one)
     calls = [call for call in trace.invocations if call.work is Work.PRECOMPUTE]
     computed = [call for call in calls if call.function == FunctionName.PREFILL]

@@ -11,7 +11,7 @@ from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.records import Decision, FunctionName
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
-from rlhfless.scaling.engine_speeds import EngineSpeeds, PrefixMoves
+from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import PriceBook
@@ -28,9 +28,8 @@ class Fleet:
         sequences: int = 256,
         hold: Bounds | None = None,
         actors: Any = None,
-        prefill: tuple[str, ...] = (),
     ) -> None:
-        """`actors` is their pool, if given; `prefill` names actors that compute prompts; KV takes 1 ms a token."""
+        """`actors` is their pool, if given."""
         self.spec = RunSpec.model_validate(
             {
                 "model": {"path": "m"},
@@ -52,10 +51,7 @@ class Fleet:
         )
         pools = [self.actors, self.scoring, learner]
         speeds = EngineSpeeds(None, 1, 256)
-        if prefill:
-            pools.append(pool_of(self.cluster, *prefill, function=FunctionName.PREFILL))
-        moves = PrefixMoves(0.001, speeds) if prefill else None
-        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, 100, moves)
+        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, 100)
 
     def decisions(self) -> list[Decision]:
         self.ledger.write([])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,6 @@ from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 ENGINE = LinearEngine(6e-3, 1.5e-4, 2e-6, 2e-5, 1e-9)
 LEARN_S, LEARN_TOKEN_S, EVALUATE_TOKEN_S = 0.3, 1e-4, 2e-5
 LOAD_S, PUBLISH_S, GROUP_S = 0.05, 0.02, 4e-4
-KV_TOKEN_S = 3e-5
 EPOCH_S = 1_795_000_000.0
 
 
@@ -54,15 +52,14 @@ def record(
     steps: int = 8,
     levels: Sequence[PrefixLevel] = (),
     scaling: Mapping[str, Any] | None = None,
-    prefills: int = 0,
     prompt_tokens: float = 7.0,
 ) -> Path:
     """Writes the trace of a run with actors on CPU cores, and returns its folder. `levels`: of shared prefixes;
-    `scaling`: as in the spec, by default static actors. `prefills`: actors that compute prompts for the others."""
+    `scaling`: as in the spec, by default static actors."""
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
     workload = SyntheticWorkload(shape, 64, prompts, 4, prompt_tokens, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
-    setup, policy = _setup(actors, prefills), make_policy("static")
+    setup, policy = _setup(actors), make_policy("static")
     meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(scaling), {})
     if scaling is not None:  # a live run's first step begins when its replicas are up
         setup = replace(setup, warm=True, fewest_actors=scaling["generation"]["min_actors"])
@@ -97,7 +94,7 @@ def record(
                     f"generation-{generation.progress.table.actor[sample]}",
                     EPOCH_S + float(table.sample["start_s"][sample]),
                     EPOCH_S + float(table.finish_s[sample]),
-                    (prompt - 1) // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS if prefills else 0,
+                    0,
                 )
                 writer.add_rollout(batch.step, rollout, Score(0.0, {}), prompt)
         for decision in trace.decisions:
@@ -108,7 +105,7 @@ def record(
     return folder
 
 
-def _setup(actors: int, prefills: int) -> Setup:
+def _setup(actors: int) -> Setup:
     def slot_setup(core: int, start_s: float = 1.0) -> SlotSetup:
         return SlotSetup(Allocation.of([Device(f"cpu-{core}", "cpu-core", core)], 0.3), "node", start_s, beside=True)
 
@@ -117,11 +114,11 @@ def _setup(actors: int, prefills: int) -> Setup:
     scoring = ServiceShape(slot_setup(0), FunctionName.SCORING, Work.SCORE, GROUP_S, 0.0)
     learner = LearnerShape(slot_setup(1), LEARN_S, EVALUATE_TOKEN_S, LEARN_TOKEN_S, PUBLISH_S)
     return Setup(
-        tuple(ActorShape(slot_setup(i % 2), shape, prices, prefills=i >= actors) for i in range(actors + prefills)),
+        tuple(ActorShape(slot_setup(i % 2), shape, prices) for i in range(actors)),
         (scoring,),
         learner,
         Transport("auto", 1.0, LOAD_S, 0),
-        Links(0.5, MOVE_S.value, KV_TOKEN_S if prefills else math.inf),
+        Links(0.5, MOVE_S.value),
         0,
         0.0,
         112,

@@ -164,7 +164,6 @@ class Scene:
             self.policy.end(StepEnded(record.start_s, record.end_s), record.step)
 
         return SimpleNamespace(
-            moves=None,
             prefill=None,
             runner_of=lambda step, work: self.policy,
             runner=self.policy,

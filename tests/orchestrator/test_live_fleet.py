@@ -78,15 +78,6 @@ async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp
     ]
 
 
-async def test_actors_that_compute_prompts_are_a_pool_beside_the_slots(tmp_path: Path) -> None:
-    scene = Fleet(tmp_path / "none")
-    assert scene.fleet.view().prefill is None
-    view = Fleet(tmp_path / "two", prefill=("x", "y")).fleet.view()
-    assert len(view.replica_slots) == 4
-    assert view.prefill is not None
-    assert (view.prefill.actors, view.prefill.kv_token_s) == (2, 0.001)
-
-
 async def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     engine = scene.fleet.view().replica_slots[1].engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
@@ -12,7 +11,6 @@ from fakes.stage import SPEC, Reader, draw, until
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.records import ReplicaState, Work
-from rlhfless.scaling.engine_speeds import EngineSpeeds, PrefixMoves
 
 PREFIX = tuple(range(1024))
 
@@ -65,58 +63,6 @@ async def test_an_actor_that_joins_gets_them_first() -> None:
     for actor in pool.actors.values():
         actor.finish()
     await reader.task
-
-
-@pytest.mark.parametrize("pays", [True, False])
-async def test_an_actor_that_joins_gets_their_kv_from_another_where_that_pays(pays: bool) -> None:
-    pool = FakePool("a", "b")
-    pool["b"].state = ReplicaState.STALE
-    moves = Moves(pays)
-    stage = GenerationStage(pool, behind_a_prefix("pqrs"), SPEC, runner(pool), moves=moves)
-    reader = Reader(stage)
-    await until(lambda: bool(pool["a"].requests))
-    pool["b"].state = ReplicaState.SERVING
-    stage.joined(1)
-    await until(lambda: bool(pool["b"].requests))
-    asked, *offered = (asked for asked, _ in pool["a"].precomputed)
-    assert (asked.prefixes, asked.offer, asked.offers) == ((PREFIX,), False, (None,))
-    assert [(other.prefixes, other.offer) for other in offered] == ([((PREFIX,), True)] if pays else [])
-    ((taken, _),) = pool["b"].precomputed
-    assert taken.offers == (({"from": "a"},) if pays else (None,))
-    assert moves.learned == ([len(PREFIX)] if pays else [])
-    for actor in pool.actors.values():
-        actor.finish()
-    await reader.task
-
-
-class Moves(PrefixMoves):
-    """Pays always or never; remembers the tokens of moves."""
-
-    def __init__(self, pays: bool) -> None:
-        self.learned: list[int] = []
-        self._pays = pays
-
-    def pay(self, kind: str, tokens: int, context_tokens: int) -> bool:
-        return self._pays
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        self.learned.append(tokens)
-
-
-def test_the_price_of_a_move_is_learned() -> None:
-    """1,000 bytes a token at 0.5 GB/s are 2 us; the prior's engine computes a token in some microseconds."""
-    speeds = EngineSpeeds(None, 1, 8)
-    compute_s = speeds.model("cpu-core").prefill_s(10_000)
-    moves = PrefixMoves(1000 / 0.5e9, speeds)
-    assert moves.token_s == pytest.approx(2e-6)
-    assert moves.pay("cpu-core", 10_000, 0) == (compute_s > 0.05 + 0.02)
-    moves.learn(1000, 0.05 + 0.5)
-    moves.learn(3000, 0.05 + 1.5)
-    assert moves.token_s == pytest.approx(0.0005)
-    assert not moves.pay("cpu-core", 10, 0)
-    none = PrefixMoves(math.inf, speeds)
-    assert math.isinf(none.token_s)
-    assert not none.pay("cpu-core", 10**6, 0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rlhfless.records import FunctionName, WeightVersion
 from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.prefill_pool import PIECES, pieces
+from rlhfless.scaling.prefill import PIECES, pieces
 
 V2 = WeightVersion("run", 1, 2, "d")
 LONG, OTHER = tuple(range(640)), tuple(range(1000, 1640))

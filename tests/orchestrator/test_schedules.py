@@ -92,21 +92,13 @@ def test_what_old_weights_do_not_go_with_is_refused(changes: dict[str, object], 
         assert part in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("engine", "parts"),
-    [
-        ({"kv_connector": "folder"}, ["kv_connector is folder", "in_flight to false"]),
-        ({"type": "rlhfless.functions.generation.engine:Engine"}, ["cannot load weights while it draws", "in_flight"]),
-    ],
-)
-def test_an_engine_that_cannot_load_in_flight_is_refused_unless_it_need_not(
-    engine: dict[str, object], parts: list[str]
-) -> None:
+def test_an_engine_that_cannot_load_in_flight_is_refused_unless_it_need_not() -> None:
+    engine = {"type": "rlhfless.functions.generation.engine:Engine"}
     values = MINIMAL | {"generation": {"engine": engine}, "schedule": {"type": "async", "in_flight": False}}
     assert not RunSpec.model_validate(values).schedule.in_flight
     with pytest.raises(ValidationError) as refused:
         RunSpec.model_validate(values | {"schedule": "async"})
-    for part in parts:
+    for part in ("cannot load weights while it draws", "in_flight"):
         assert part in str(refused.value)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from rlhfless.planning.compare import (
     TURNS,
     Choice,
     Tried,
-    apart_where_it_pays,
     as_json,
     choices_of,
     front,
@@ -25,8 +23,6 @@ from rlhfless.planning.compare import (
     try_choice,
 )
 from rlhfless.planning.dimensions import (
-    CONNECTOR,
-    PREFILL,
     QUANTIZATION,
     SHARE_PREFIXES,
     SPECULATION,
@@ -36,7 +32,6 @@ from rlhfless.planning.dimensions import (
 from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted
-from rlhfless.planning.prefill import PlannedPrefill
 from rlhfless.planning.run_plan import Planner, chosen_devices
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
@@ -166,35 +161,6 @@ def test_each_setting_is_tried_with_each_other_and_is_one_of_the_run() -> None:
     assert (changed.generation.speculation.method, changed.learner.share_prefixes) == ("suffix", False)
 
 
-def test_prompts_are_computed_apart_where_the_break_even_says_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where functions take turns, which has no pool of their own for prompts."""
-    planner = Planner(SPEC, None)
-    answers = {
-        8: PlannedPrefill(8, 2, 20.0, 10.0, True, "nixl"),
-        1: None,
-        4: PlannedPrefill(4, 1, 9.0, 9.0, False, "nixl"),
-    }
-    monkeypatch.setattr(Planner, "prefill", lambda _, asked: answers[asked.count])
-    monkeypatch.setattr("rlhfless.planning.compare.question_of", lambda spec, kind, count: SimpleNamespace(count=count))
-    best = [tried(100.0, count=8), tried(200.0, count=4), tried(300.0, count=1)]
-    turns = replace(best[0], choice=replace(best[0].choice, changes={**best[0].choice.changes, TURNS: True}))
-    (found,) = apart_where_it_pays(planner, [*best, turns])
-    assert (found.count, found.changes[PREFILL], found.changes[CONNECTOR]) == (
-        8,
-        {"min_actors": 2, "max_actors": 2},
-        "nixl",
-    )
-
-
-def test_numbers_of_prefill_actors_are_tried_with_a_connector_of_the_devices() -> None:
-    none, two = Dimensions(prefill_actors=(0, 2)).ways(SPEC)
-    assert none.on(SPEC, "h100") == {PREFILL: {"min_actors": 0, "max_actors": 0}}
-    assert two.on(SPEC, "h100")[CONNECTOR] == "nixl"
-    assert two.on(SPEC, CPU_KIND)[CONNECTOR] == "folder"
-    changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **two.on(SPEC, "h100")}))
-    assert (changed.scaling.prefill.min_actors, changed.generation.engine.kv_connector) == (2, "nixl")
-
-
 def test_a_learner_on_other_devices_is_a_choice() -> None:
     choices = choices_of(SPEC, ["8xl40s+2xh100", "4xh100"])
     own = [each for each in choices if each.devices == {"l40s": 8, "h100": 2}]
@@ -277,7 +243,6 @@ def searched(
         return replace(one, choice=choice)
 
     monkeypatch.setattr(compare, "try_choice", found)
-    monkeypatch.setattr(compare, "apart_where_it_pays", lambda *_: [])
     spec = RunSpec.model_validate(SPEC.model_dump(exclude_unset=True) | changes)
     return compare.compared(Planner(spec), [], present=present or {}), asked
 

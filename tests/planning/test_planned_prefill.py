@@ -67,8 +67,10 @@ def test_the_verdict_is_of_the_engines_and_the_lengths() -> None:
 
 def test_actors_that_prefill_are_engines_too() -> None:
     apart = {
-        "scaling": {"generation": {"min_actors": 1, "max_actors": 1}, "prefill": {"max_actors": 2}},
-        "generation": {"engine": {"kv_connector": "folder"}},
+        "scaling": {
+            "generation": {"min_actors": 1, "max_actors": 1},
+            "prefill": {"max_actors": 2, "kv_connector": "folder"},
+        },
     }
     found = planned_prefill(question(1, "cpu-core", **apart), LONG_TAIL)
     assert found is not None

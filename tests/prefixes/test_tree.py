@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.prefixes.packing import Packing, SharingSequences
-from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS, move_pays, to_precompute
+from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS, to_precompute
 from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, shared_prefixes
@@ -51,12 +51,6 @@ def test_a_wrong_tree_is_named() -> None:
         PrefixTree(np.array([300, 200]), np.array([NONE, 0]), np.array([0]))
     with pytest.raises(ValueError, match="leaf names the prefix 4; there are 1"):
         PrefixTree(np.array([300]), np.array([NONE]), np.array([4]))
-
-
-def test_kv_is_moved_where_that_takes_less_time_than_computing_it() -> None:
-    assert move_pays(8000, 0.5, 1e-5)
-    assert not move_pays(8000, 0.05, 1e-5)
-    assert not move_pays(8000, 60.0, float("inf"))
 
 
 @st.composite

@@ -348,6 +348,6 @@ def test_functions_are_those_that_the_spec_needs() -> None:
         {**needed, "rewards": [judge], "critic": {}, "algorithm": {"type": "ppo", "kl": {"coefficient": 0.1}}}
     )
     assert [kind.name for kind in kinds_of(ppo)] == together
-    apart = {"scaling": {"prefill": {"max_actors": 1}}, "generation": {"engine": {"kv_connector": "nixl"}}}
+    apart = {"scaling": {"prefill": {"max_actors": 1}}}
     run = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}], **apart})
     assert [kind.name for kind in kinds_of(run)] == ["generation", "prefill", "scoring", "learner"]

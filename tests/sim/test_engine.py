@@ -92,26 +92,23 @@ def test_a_prefix_is_found_until_its_blocks_are_taken_by_hand() -> None:
 
 
 def test_a_precomputed_prefix_by_hand() -> None:
-    """In a call of its own before the samples; another engine gets it sent where that is cheaper."""
+    """In a call of its own before the samples."""
     tree = PrefixTree(np.array([32, 64]), np.array([NONE, 0]), np.array([1, 1]))
     batch = batch_of([(70, [1]), (75, [1])], tree)
     progress = StepProgress(batch)
     engine = engine_in(progress, ROOMY)
     assert not engine.has(3)
-    done = engine.precompute([3], 1.0, 0.01, {})
+    done = engine.precompute([3], 1.0, 0.01)
     computed_s = 0.01 + MODEL.prefill_s(32) + MODEL.prefill_s(32, 32)
     assert (done.start_s, done.end_s) == pytest.approx((1.0, 1.0 + computed_s), rel=EXACT)
-    assert (done.computed_tokens, done.cached_tokens, done.moved_tokens) == (64, 0, 0)
+    assert (done.computed_tokens, done.cached_tokens) == (64, 0)
     assert engine.has(3)
     engine.submit(everything(batch), done.end_s)
     engine.advance(math.inf)
     assert (engine.counts["prefilled"], engine.counts["cached"]) == (6 + 11, 128)
-    sent = engine_in(progress, ROOMY).precompute([2, 3], 1.0, 0.01, {2: 1.0, 3: 1e-6})
-    assert (sent.computed_tokens, sent.moved_tokens, sent.cached_tokens) == (32, 32, 64)
-    assert sent.end_s == pytest.approx(1.01 + MODEL.prefill_s(32) + 32e-6, rel=EXACT)
-    small = engine_in(StepProgress(batch), EngineShape(4, 5, 16, None)).precompute([3], 0.0, 0.0, {})
+    small = engine_in(StepProgress(batch), EngineShape(4, 5, 16, None)).precompute([3], 0.0, 0.0)
     assert small.computed_tokens == 64
-    none = engine_in(StepProgress(batch), EngineShape(4, 5, 32, None)).precompute([3], 0.0, 0.0, {})
+    none = engine_in(StepProgress(batch), EngineShape(4, 5, 32, None)).precompute([3], 0.0, 0.0)
     assert none.computed_tokens == 64
 
 

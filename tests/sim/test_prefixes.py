@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,7 +62,7 @@ def test_each_actor_computes_the_prefix_once_by_hand(planned: bool) -> None:
     """Two actors with two groups of two: the prefix twice, of each group its own 4 tokens that fill a block once, and
     of each sample the last 4."""
     batch = behind_one_prefix(4, 2)
-    changed = setup(prefixes=PrefixUse(planned=planned), links=dataclasses.replace(LINKS, prefix_token_s=math.inf))
+    changed = setup(prefixes=PrefixUse(planned=planned))
     simulation, generation = one_step(changed, Evenly(), batch)
     metrics = simulation.close().steps[0].metrics
     assert metrics["prompt_tokens_computed/generation"] == 2 * SHARED + 4 * 4 + 8 * 4
@@ -94,16 +93,12 @@ class Late(Evenly):
         return super().decide(at_s, event, view)
 
 
-@pytest.mark.parametrize("prefix_token_s", [1e-7, 1.0], ids=["quicker to move", "quicker to compute"])
-def test_an_actor_that_takes_a_tail_gets_the_prefix_first(prefix_token_s: float) -> None:
-    links = dataclasses.replace(LINKS, prefix_token_s=prefix_token_s)
-    simulation, _ = one_step(setup(prefixes=PrefixUse(planned=True), links=links), Late(), behind_one_prefix(4, 2, 150))
+def test_an_actor_that_takes_a_tail_computes_the_prefix_first() -> None:
+    simulation, _ = one_step(setup(prefixes=PrefixUse(planned=True)), Late(), behind_one_prefix(4, 2, 150))
     first, second = called(simulation, Work.PRECOMPUTE)
     assert (first.input_tokens, first.cached_tokens) == (SHARED, 0)
-    assert (second.replica, second.input_tokens) == ("generation-1", SHARED)
-    assert second.cached_tokens == (SHARED if prefix_token_s < 1e-3 else 0)
-    spent_s = SHARED * prefix_token_s if second.cached_tokens else MODEL.prefill_s(SHARED)
-    assert second.duration_s == pytest.approx(links.move_s + spent_s)
+    assert (second.replica, second.input_tokens, second.cached_tokens) == ("generation-1", SHARED, 0)
+    assert second.duration_s == pytest.approx(LINKS.move_s + MODEL.prefill_s(SHARED))
 
 
 def test_reference_and_learner_compute_it_once_by_hand() -> None:

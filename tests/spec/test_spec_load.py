@@ -275,10 +275,6 @@ def test_a_removed_key_is_told_from_an_unknown_one():
         ("checkpoint: {best: {mode: most}}", ["checkpoint.best.mode", "'most'", "'max' or 'min'"]),
         ("epochs: 0", ["epochs (line 7)", "0", "1"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
-        (
-            "weights: {transport: http}\ngeneration: {engine: {kv_connector: folder}}",
-            ["kv_connector is folder", "weights.transport is http", "set weights.transport to shared_memory or file"],
-        ),
         ("weights: {transport: rdma}", ["weights.transport", "'rdma'", "'file', 'shared_memory', 'http', 'nccl'"]),
         ("weights: {store: http}", ["weights.store", "unknown"]),
         (

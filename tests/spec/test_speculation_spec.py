@@ -32,7 +32,6 @@ def spec(speculation: dict[str, Any], engine: dict[str, Any] | None = None, **ch
         ({"method": "suffix", "model": "d"}, {}, ["'d' would not be used: method suffix"]),
         ({"model": "d"}, {}, ["'d' would not be used: method off"]),
         ({"method": "ngram"}, {"engine": {"type": OWN_ENGINE}}, ["ngram is for vLLM", OWN_ENGINE]),
-        ({"method": "mtp"}, {"engine": {"kv_connector": "nixl"}}, ["mtp has KV of its own", "kv_connector nixl"]),
         (
             {"method": "draft_model", "model": "d"},
             {"placement": {"mode": "colocated", "turns": True}},
@@ -49,7 +48,7 @@ def test_what_cannot_work_is_refused(speculation: dict[str, Any], changes: dict[
 def test_what_can() -> None:
     assert not RunSpec.model_validate(SMALL).generation.speculation.on
     assert spec({"method": "suffix"}, placement={"mode": "colocated", "turns": True}).generation.speculation.on
-    assert spec({"method": "suffix"}, engine={"kv_connector": "nixl"}).generation.speculation.most == 8
+    assert spec({"method": "suffix"}).generation.speculation.most == 8
     assert spec({"method": "eagle3", "model": "d", "depth": 3}).generation.speculation.has_weights
 
 

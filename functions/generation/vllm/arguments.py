@@ -122,7 +122,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.speculation.on:
         arguments["speculative_config"] = _speculative(settings)
         arguments["per_request_spec_decode_metrics"] = "detailed"
-    if spec.kv_connector is not None:
+    if settings.kv_connector is not None:
         arguments["kv_transfer_config"] = _kv_transfer(settings)
     if spec.flashinfer and settings.device != "cpu":
         _require_flashinfer_kernels()
@@ -148,17 +148,17 @@ def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
     """`kv_transfer_config` of vLLM; KV that does not come is computed. Raises ValueError for a folder that other
     engines do not see, and for NIXL where it is not installed."""
     either_way = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    if settings.engine.kv_connector == "nixl":
+    if settings.kv_connector == "nixl":
         if importlib.util.find_spec("nixl") is None:
             raise ValueError(
-                "generation.engine.kv_connector is nixl, but the package nixl is not installed beside this engine; "
+                "scaling.prefill.kv_connector is nixl, but the package nixl is not installed beside this engine; "
                 "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of "
                 "one node)"
             )
         return {"kv_connector": "NixlConnector", **either_way}
     if settings.store.token:
         raise ValueError(
-            f"generation.engine.kv_connector is folder, but weights come by {settings.store.transport}: engines do not "
+            f"scaling.prefill.kv_connector is folder, but weights come by {settings.store.transport}: engines do not "
             "share a folder; use nixl, or leave it out"
         )
     return {
@@ -239,7 +239,7 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         # vLLM uses it for no request that has a seed, so never here; to ask whether it could, a start needs FlashInfer.
         fixed["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         fixed[FLASHINFER] = str(int(settings.engine.flashinfer))
-    if settings.engine.kv_connector == "nixl":
+    if settings.kv_connector == "nixl":
         import ray  # here: the engine's process, which reads this file for the arguments, has no use for it
 
         node = ray.util.get_node_ip_address()

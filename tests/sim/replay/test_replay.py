@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, KV_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
+from fakes.recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
 from rlhfless.control.compute.simulating import best_static
 from rlhfless.prefixes.packing import ALWAYS, ON_CPUS
-from rlhfless.records import Invocation, StepRecord, Work
+from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
@@ -52,7 +52,6 @@ def test_calibration_finds_the_latencies(latency: LatencyFile) -> None:
     assert latency.publish_s == pytest.approx(PUBLISH_S)
     assert latency.starts.keys() == {"scoring", "learner"}
     assert latency.turns == {}  # nothing slept
-    assert latency.kv_token_s is None
     assert latency.steps == 8
     assert latency.device_kind == "cpu-core"
 
@@ -70,18 +69,15 @@ def test_one_actor_tells_of_two_of_other_batches_and_of_other_lengths(latency: L
         assert wall.error < wall.error_of_mean / 2
 
 
-def test_a_run_with_prompts_computed_apart_is_replayed_as_such(tmp_path: Path) -> None:
-    """Prompts take a third of generation. The rate of prefills is known from the actor that only computes prompts, and
-    that of their KV from the one that draws."""
-    folder = record(tmp_path, 1, prefills=1, prompt_tokens=1500.0)
-    trace = read_trace(folder)
-    found = calibrate([trace])
-    assert found.engine.prefill_s(1500) == pytest.approx(ENGINE.prefill_s(1500), rel=0.05)
-    assert found.kv_token_s == pytest.approx(KV_TOKEN_S, rel=0.05)
-    fleet = RecordedFleet(trace)
-    assert (len(fleet.actors), len(fleet.prefill)) == (1, 1)
-    errors = {error.stage: error.error for error in replay(trace, read_runtime(folder)).errors}
-    assert errors["generation"] < 0.02
+def test_a_run_with_prefill_actors_is_not_replayed(one_actor: Path) -> None:
+    trace = read_trace(one_actor)
+    prefill = [
+        replace(row, function=FunctionName.PREFILL, replica="prefill-0")
+        for row in trace.holdings
+        if row.function == FunctionName.GENERATION
+    ]
+    with pytest.raises(TraceError, match="computed prompts on prefill actors, and a simulated fleet has none"):
+        RecordedFleet(replace(trace, holdings=(*trace.holdings, *prefill)))
 
 
 def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:

@@ -17,10 +17,6 @@ Waves: a group may exceed what the engine runs at once (KV tokens at the final l
 Then the longest sequences that fit go first, and each waiting sequence is admitted when another ends. It adds its
 tokens at the rate of a full batch of similar sequences: a(B) / B seconds a token, with B the mean of the numbers that
 fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
-
-Prefill pool (`PrefillPool`): prompts are computed from the long end of the list on. A group [i, j) waits until those
-after j are computed, and the first of its own PIECES pieces. Then its sequences run as above, but the actor reads the
-KV of each prompt instead of computing it. It ends no sooner than its last pieces would alone.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.policies.contract import require_amount
 from rlhfless.scaling.policy import Ints, ReplicaSlot
-from rlhfless.scaling.prefill_pool import PIECES, PrefillPool
 
 Floats = NDArray[np.float64]
 
@@ -227,25 +222,16 @@ class GroupTimes:
     """Times of all groups of one list. With n samples and m pieces of a(B), a group of a size in piece k takes
     `end[k, j] - start[k, i]`, where `end` and `start` are [m, n + 1]."""
 
-    def __init__(self, actor: ActorType, step: Responses, order: Ints, prefill: PrefillPool | None = None) -> None:
-        """`order` [samples]: the samples from short to long. `prefill`: the actors that compute the prompts, if not
-        this one. Raises CapacityError."""
+    def __init__(self, actor: ActorType, step: Responses, order: Ints) -> None:
+        """`order` [samples]: the samples from short to long. Raises CapacityError."""
         tokens, prompt = step.tokens[order], step.prompt[order]
         context = step.prompt_tokens[prompt]
         reading_s = actor.engine.context_s * tokens * (context + (tokens - 1) / 2)
         self._times = actor.iteration_times
         self._lengths = _sums(tokens)
         own, shared = step.prompt_tokens - step.tree.shared_tokens, step.tree.own_tokens.astype(float)
-        held_tokens, again_tokens = _charges(step.tree, own, shared, prompt)
-        engine = actor.engine if prefill is None else prefill.model
-        charged_s, again_s = _charges(step.tree, *_prefills_s(engine, step), prompt)
-        self._apart = prefill is not None
-        self._wait = np.zeros(tokens.size + 1)
-        if prefill is not None:
-            computed_s = _sums(charged_s) / prefill.actors
-            self._wait = prefill.move_s + computed_s[-1] - computed_s
-            charged_s = np.diff(computed_s) / PIECES + prefill.kv_token_s * held_tokens
-            again_s = prefill.kv_token_s * again_tokens
+        held_tokens, _ = _charges(step.tree, own, shared, prompt)
+        charged_s, again_s = _charges(step.tree, *_prefills_s(actor.engine, step), prompt)
         self._rest = _sums(reading_s + charged_s)
         longest = np.maximum.accumulate(tokens) if step.longest is None else step.longest
         self._end_s, self._start_s = self._pieces(np.concatenate(([0.0], longest)))
@@ -267,7 +253,7 @@ class GroupTimes:
 
     def _pieces(self, running_longest: Floats) -> tuple[Floats, Floats]:
         times, sums = self._times, self._lengths
-        end = times.at_zero_s * running_longest + self._rest + times.slopes_s[0] * sums + self._wait
+        end = times.at_zero_s * running_longest + self._rest + times.slopes_s[0] * sums
         ends = [end]
         for knot, bend in zip(times.knots[1:-1], np.diff(times.slopes_s), strict=True):
             end = end.copy()
@@ -334,16 +320,6 @@ class GroupTimes:
         low = bisect_left(waiting_s, all_s - limit_s, 0, floor)
         seconds: float = all_s - waiting_s[low]
         return low, seconds
-
-    def with_last_pieces_s(self, begins: Ints, seconds: Floats) -> Floats:
-        """`seconds` [groups] of the groups of the whole list, each of which ends where the one before begins. With a
-        prefill pool, each takes no less than its last pieces do once they have come."""
-        if not self._apart:
-            return seconds
-        begins, ends = begins[:, None], np.concatenate(([self._floor.size - 1], begins[:-1]))[:, None]
-        rest = begins - (begins - ends) * np.arange(1, PIECES) // PIECES
-        first_s = (self._wait[rest] - self._wait[ends]) / PIECES  # a piece of the group, and not one of the rest
-        return np.asarray(np.maximum(seconds, (self.time_s(begins, rest) + first_s).max(axis=1)))
 
 
 def _prefills_s(engine: EngineModel, step: Responses) -> tuple[Floats, Floats]:

@@ -29,7 +29,6 @@ from rlhfless.records import Decision
 from rlhfless.scaling.policies.contract import CheapestUnderDeadline, Contract, FastestUnderBudget, require_amount
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType, Floats, GroupTimes, Responses
 from rlhfless.scaling.policy import Ints
-from rlhfless.scaling.prefill_pool import PrefillPool
 
 RESOLUTION = 1.004
 """Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent."""
@@ -73,8 +72,6 @@ class FleetOptions:
     between_usd: float = 0.0
     """Cost of one actor from the end of the step until it works in the next one: of staying, or of leaving and starting
     again."""
-    prefill: PrefillPool | None = None
-    """Other actors, which compute the prompts of these; the plan does not pay for them."""
 
     def __post_init__(self) -> None:
         if self.max_actors < 1:
@@ -219,7 +216,7 @@ class _Search:
     def __init__(self, step: Responses, options: FleetOptions) -> None:
         self._options = options
         self._order = step.list_order
-        self._times = GroupTimes(options.actor, step, self._order, options.prefill)
+        self._times = GroupTimes(options.actor, step, self._order)
         self._standby = options.soonest
         self._ready_s = [standby.wait_s + options.weight_sync_s for standby in self._standby]
         self._tried: dict[float, _Cut | None] = {}
@@ -248,13 +245,10 @@ class _Search:
                 break
         else:
             return None
-        starts = np.array(begins)
-        ends_s = np.array(self._ready_s[: len(begins)]) + self._times.with_last_pieces_s(starts, np.array(seconds))
-        if ends_s.max() > limit_s * (1 + ROUNDING):  # the last prompts come too late
-            return None
+        ends_s = np.array(self._ready_s[: len(begins)]) + np.array(seconds)
         options = self._options
         usd = options.actor.usd_per_s * float(ends_s.sum()) + options.between_usd * len(begins)
-        return _Cut(starts, ends_s, float(ends_s.max()), usd)
+        return _Cut(np.array(begins), ends_s, float(ends_s.max()), usd)
 
     @property
     def _cuts(self) -> list[_Cut]:

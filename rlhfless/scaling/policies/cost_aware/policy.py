@@ -171,7 +171,6 @@ class CostAware:
             len(slots),
             now.view.fleet.load_s,
             self._idle.between_usd(now, next(iter(standby)), tokens),
-            now.view.fleet.prefill,
         )
         step, limit_s, deadline_s = typical_responses(lengths, now.view), math.inf, math.inf
         if isinstance(contract, CheapestUnderDeadline):

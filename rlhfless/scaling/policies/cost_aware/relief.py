@@ -211,35 +211,28 @@ def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
 
 
 def kv_again_s(now: PolicyContext, actors: Actors, source: int, rows: Ints) -> float:
-    """Seconds until the KV of some of a slot's samples is at another actor: it is computed again there, of a prefix
-    that they share once for all of them, or got from another actor, whichever is sooner. Where prompts are computed
-    apart, the actors that have computed them give them again."""
+    """Seconds until the KV of some of a slot's samples is recomputed on another actor, shared prefixes once."""
     rows = rows[actors.begun[rows]]
     engine = now.layout.replica_slots[source].engine
     if not rows.size or engine is None:
         return now.view.fleet.move_s
     view, shared = now.view, 0
-    group, prefill = view.group[actors.samples[rows]], view.fleet.prefill
-    if prefill is not None:
-        shared = int(view.prompt_tokens[group].mean())
-        shared_s = prefill.move_s + prefill.moved_s(float(view.prompt_tokens[np.unique(group)].sum()))
-    else:
-        if view.prefixes is not None:
-            shared = int(view.prefixes.shared_tokens[group].mean())
-        shared_s = _prefixes_s(now, engine.model, group)
+    group = view.group[actors.samples[rows]]
+    if view.prefixes is not None:
+        shared = int(view.prefixes.shared_tokens[group].mean())
+    shared_s = _prefixes_s(now, engine.model, group)
     mean = int(actors.context[rows].mean())
     own_s = (engine.model.prefill_s(mean) - engine.model.prefill_s(shared)) * rows.size
     return view.fleet.move_s + own_s + shared_s
 
 
 def _prefixes_s(now: PolicyContext, model: EngineModel, groups: Ints) -> float:
-    """Seconds until another actor has the prefixes of some prompts, computed or moved, whichever is sooner."""
+    """Seconds in which another actor computes the shared prefixes of some prompts."""
     tree = now.view.prefixes
     if tree is None:
         return 0.0
     used, own, total_s = np.unique(tree.levels[:, groups]), tree.own_tokens, 0.0
     for prefix in used[used != NONE].tolist():
         tokens = int(own[prefix])
-        computed_s = model.prefill_s(tokens, int(tree.tokens[prefix]) - tokens)
-        total_s += min(computed_s, tokens * now.view.fleet.prefix_token_s)
+        total_s += model.prefill_s(tokens, int(tree.tokens[prefix]) - tokens)
     return total_s

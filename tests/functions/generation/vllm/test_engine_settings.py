@@ -23,6 +23,7 @@ from rlhfless.functions.generation.vllm.arguments import (
     has_core_process,
 )
 from rlhfless.spec import EngineSpec, RunSpec, SpeculationSpec, TimeoutsSpec
+from rlhfless.spec.fleet import KvConnector
 from rlhfless.util import processes
 from rlhfless.weights.address import StoreAddress
 
@@ -38,6 +39,10 @@ def _settings(device: str = "cpu", path: str = "some/model", **engine: object) -
         }
     )
     return EngineSettings.of(run, device, StoreAddress("file", "store"), max_model_len=512)  # type: ignore[arg-type]
+
+
+def _with_connector(connector: KvConnector, device: str = "cpu") -> EngineSettings:
+    return dataclasses.replace(_settings(device), kv_connector=connector)
 
 
 def test_cpu_arguments() -> None:
@@ -102,30 +107,30 @@ def test_a_connector_whose_package_is_missing_is_refused_before_the_engine_start
 ) -> None:
     monkeypatch.setattr(arguments_module.importlib.util, "find_spec", lambda name: None if name == "nixl" else object())
     with pytest.raises(ValueError, match="nixl") as refused:
-        engine_arguments(_settings("cuda", kv_connector="nixl"))
+        engine_arguments(_with_connector("nixl", "cuda"))
     text = str(refused.value)
-    assert "generation.engine.kv_connector is nixl" in text
+    assert "scaling.prefill.kv_connector is nixl" in text
     assert "the package nixl is not installed beside this engine" in text
     assert (
         "install it on every node (the extra `nixl` of rlhfless), or set kv_connector to folder (engines of one node)"
         in text
     )
     monkeypatch.setattr(arguments_module.importlib.util, "find_spec", lambda _: object())
-    transfer = engine_arguments(_settings("cuda", kv_connector="nixl"))["kv_transfer_config"]
+    transfer = engine_arguments(_with_connector("nixl", "cuda"))["kv_transfer_config"]
     assert transfer["kv_connector"] == "NixlConnector"
 
 
 def test_engines_with_nixl_listen_at_their_nodes_address_each_at_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     first, second = (
-        engine_environment(_settings(kv_connector="nixl"), {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}) for _ in range(2)
+        engine_environment(_with_connector("nixl"), {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}) for _ in range(2)
     )
     assert first["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
     assert len({"5600", first["VLLM_NIXL_SIDE_CHANNEL_PORT"], second["VLLM_NIXL_SIDE_CHANNEL_PORT"]}) == 3
     assert first["UCX_NET_DEVICES"] == "lo"
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "0.0.0.0")  # stands for an address of the network
-    assert "UCX_NET_DEVICES" not in engine_environment(_settings("cuda", kv_connector="nixl"), {})
-    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in engine_environment(_settings(kv_connector="folder"), {})
+    assert "UCX_NET_DEVICES" not in engine_environment(_with_connector("nixl", "cuda"), {})
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in engine_environment(_with_connector("folder"), {})
 
 
 def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_gpus_alone() -> None:

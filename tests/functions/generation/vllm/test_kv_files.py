@@ -20,9 +20,9 @@ from rlhfless.spec import EngineSpec
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 PREFIX_TOKENS = 512
-CHUNKED = EngineSpec(kv_cache_gib=0.0625, max_sequences=64, max_batch_tokens=200, kv_connector="folder")
+CHUNKED = EngineSpec(kv_cache_gib=0.0625, max_sequences=64, max_batch_tokens=200)
 """Prefills the prefix in three iterations."""
-APART = EngineSpec(kv_cache_gib=0.0625, max_sequences=64, core_process=True, kv_connector="folder")
+APART = EngineSpec(kv_cache_gib=0.0625, max_sequences=64, core_process=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -31,7 +31,10 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     store = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        started = [await VllmEngine.start(tiny_settings(model, store, spec)) for spec in (CHUNKED, APART)]
+        started = [
+            await VllmEngine.start(replace(tiny_settings(model, store, spec), kv_connector="folder"))
+            for spec in (CHUNKED, APART)
+        ]
     yield started[0], started[1], store
     for engine in started:
         await engine.stop()

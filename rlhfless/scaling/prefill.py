@@ -1,4 +1,7 @@
-"""The time of a step's generation with prompts computed apart, against the same engines in one pool.
+"""Prefill actors (docs/prefill.md): the pieces of prompts that they compute, and the break-even with one pool. Pure.
+
+An actor's prompts are handed over in PIECES pieces, those with the longest responses first. A prefill actor computes a
+piece, first come, first served; then the generation actor reads its KV, and generates nothing meanwhile.
 
 In one pool each of N engines computes its share of the prompts, and then draws from them:
 
@@ -19,13 +22,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-from rlhfless.scaling.prefill_pool import PIECES, PrefillPool
+
+PIECES = 8
+"""Parts in which prompts are handed over: generation begins with the first. Each part is a call of two actors."""
 
 LEAST_GAIN = 0.05
 """Apart has to be faster by this share: of one pool, actors can be released one by one, and nothing is moved."""
@@ -66,10 +71,6 @@ class AlikeEngines:
     move_s: float
     """Seconds of a move's calls."""
 
-    def pool(self, actors: int) -> PrefillPool:
-        """So many of them for the prompts."""
-        return PrefillPool(actors, self.model, self.kv_token_s, self.move_s)
-
 
 @dataclass(frozen=True, slots=True)
 class PoolComparison:
@@ -106,11 +107,12 @@ def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
     """Seconds with `prefill` of the engines for the prompts."""
     if not math.isfinite(engines.kv_token_s):
         return math.inf
-    pool, prompts = engines.pool(prefill), math.ceil(step.prompts / (engines.count - prefill))
-    prefilled_s = step.prompts * pool.computed_s(step.prompt_tokens) / PIECES
-    moved_s = pool.moved_s(prompts / PIECES * step.prompt_tokens)
+    prompts = math.ceil(step.prompts / (engines.count - prefill))
+    prefilled_s = step.prompts * engines.model.prefill_s(step.prompt_tokens) / prefill / PIECES
+    moved_s = prompts / PIECES * step.prompt_tokens * engines.kv_token_s
     arrivals = [
-        ((piece + 1) * prefilled_s + pool.move_s + moved_s, *part) for piece, part in enumerate(_parts(step, prompts))
+        ((piece + 1) * prefilled_s + engines.move_s + moved_s, *part)
+        for piece, part in enumerate(_parts(step, prompts))
     ]
     # An engine reads the KV of the other pieces while it draws from the first.
     return drawn_s(arrivals, step.prompt_tokens, engines) + (PIECES - 1) * moved_s
@@ -147,3 +149,23 @@ def drawn_s(arrivals: Sequence[tuple[float, int, int]], prompt_tokens: int, engi
         drawn_on = ((sequences, drawn + iterations, tokens) for sequences, drawn, tokens in running)
         running = [part for part in drawn_on if part[1] < part[2]]
     return now_s
+
+
+def pieces(prompts: Sequence[Hashable], tokens: Sequence[int], most_tokens: int) -> list[list[int]]:
+    """Numbers of samples whose prompts are handed over together, from each sample's prompt [samples] and its tokens
+    [samples]: at least PIECES parts of all prompts if there are so many, none of more than `most_tokens` unless it is
+    one prompt. The samples of a prompt stay together."""
+    by_prompt: dict[Hashable, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(number)
+    sizes = {prompt: tokens[numbers[0]] for prompt, numbers in by_prompt.items()}
+    limit = min(most_tokens, -(-sum(sizes.values()) // PIECES))
+    parts: list[list[int]] = []
+    left = 0
+    for prompt, numbers in by_prompt.items():
+        if not parts or sizes[prompt] > left:
+            parts.append([])
+            left = limit
+        parts[-1] += numbers
+        left -= sizes[prompt]
+    return parts
