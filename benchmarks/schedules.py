@@ -23,10 +23,10 @@ from setting import assets, live_run, median_ratio, spec_of, spread
 from smoke import parsed
 from where import machine
 
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.schedules import Data, schedule_of
 from rlhfless.orchestrator.step import rollout, train
-from rlhfless.orchestrator.weight_sync import OneVersion
+from rlhfless.orchestrator.weight_sync import VersionGate
 from rlhfless.records import Experience
 from rlhfless.spec import AsyncSpec, OneStepOffSpec, ScheduleSpec, SyncSpec
 
@@ -41,7 +41,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
 class Steps:
     """The steps of a run, without evaluations and checkpoints."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RLRun) -> None:
         self._run = run
         self.metrics: list[dict[str, float]] = []
 
@@ -54,15 +54,15 @@ class Steps:
         self.metrics.append(dict(record.metrics))
 
 
-def use(run: Run, schedule: ScheduleSpec) -> None:
+def use(run: RLRun, schedule: ScheduleSpec) -> None:
     """Let a run whose steps have all ended go on with another schedule."""
     published = run.published
     run.spec = run.spec.model_copy(update={"schedule": schedule})
-    run.versions = OneVersion(in_flight=schedule.in_flight)
+    run.versions = VersionGate(in_flight=schedule.in_flight)
     run.published = published
 
 
-async def turn(run: Run, schedule: ScheduleSpec, first: int, count: int) -> tuple[float, Steps]:
+async def turn(run: RLRun, schedule: ScheduleSpec, first: int, count: int) -> tuple[float, Steps]:
     """Seconds of a step, and what the steps measured."""
     use(run, schedule)
     steps, began_s = Steps(run), time.perf_counter()

@@ -16,7 +16,7 @@ import torch
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.functions.generation.engine import EngineSettings
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.spec import RunSpec, TimeoutsSpec
@@ -86,13 +86,13 @@ def engine_settings(model: Path, store: Path, **changes: Any) -> EngineSettings:
 
 
 @asynccontextmanager
-async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[Run]:
+async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[RLRun]:
     """A run with its fleet up."""
     console = Console("off", "bench", spec.steps, stream=io.StringIO())
     (folder / "run").mkdir(exist_ok=True)
     session = Session(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
     async with open_session(session) as (run, _):
-        assert isinstance(run, Run)
+        assert isinstance(run, RLRun)
         yield run
 
 

@@ -28,7 +28,7 @@ class Selected:
     those of the batch, and then those of which no sample is left to draw."""
     learns: int
     """Groups of `whole` that the step learns from: those that are complete first."""
-    awaited: Flags  # [groups of `whole`]: it is learned from in any case
+    must_include: Flags  # [groups of `whole`]: it is learned from in any case
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,13 @@ class StepProgress:
         if selected is None or selected.learns == self.whole.groups:
             return False
         complete = np.isfinite(self.complete_s)
-        return bool(np.count_nonzero(complete) >= selected.learns and complete[selected.awaited].all())
+        return bool(np.count_nonzero(complete) >= selected.learns and complete[selected.must_include].all())
 
     def leave(self) -> None:
         """Leave what the step does not learn from to later ones; to a policy these samples end where they are."""
         table, selected, complete_s = self.table, self.batch.selected, self.complete_s
         assert selected is not None, "a step that learns from all leaves nothing"
-        gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.awaited)})
+        gate = GroupGate(selected.learns, {str(group) for group in np.flatnonzero(selected.must_include)})
         for group in np.argsort(complete_s, kind="stable"):
             passes = gate.left and np.isfinite(complete_s[group]) and gate.passes(str(group))
             self.left_out[group] = not passes

@@ -83,8 +83,8 @@ class SelectedDraws:
             count = new_groups(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
             begun = [*self._left, *self._begun(count, number)]
             self._drawn = sorted(begun, key=lambda group: group.is_complete)  # the others stay in their order
-            awaited = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
-            yield _selected(step, self._drawn, self._learns, awaited)
+            must_include = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
+            yield _selected(step, self._drawn, self._learns, must_include)
 
     def _begun(self, count: int, number: int) -> list[_Group]:
         """The next groups, which the step with this number begins. A prompt that another group has already, of an
@@ -128,7 +128,7 @@ def _open(groups: Sequence[_Group]) -> Flags:
     return left
 
 
-def _selected(step: int, groups: Sequence[_Group], learns: int, awaited: Flags) -> RolloutBatch:
+def _selected(step: int, groups: Sequence[_Group], learns: int, must_include: Flags) -> RolloutBatch:
     """`groups`: those that are complete come last."""
     whole = _batch(step, groups)
     left = _open(groups)
@@ -141,7 +141,7 @@ def _selected(step: int, groups: Sequence[_Group], learns: int, awaited: Flags) 
         whole.group[left],
         whole.response_tokens[left],
         None if whole.truncated is None else whole.truncated[left],
-        selected=Selected(drawn_tokens[left], whole, learns, awaited),
+        selected=Selected(drawn_tokens[left], whole, learns, must_include),
     )
 
 

@@ -30,7 +30,7 @@ from rlhfless.telemetry.sinks import MetricSinks
 log = logging.getLogger(__name__)
 
 
-class Keepers:
+class TrainerPools:
     """The pools of these functions, each with one replica."""
 
     def __init__(self, pools: Sequence[ReplicaPool], spec: RunSpec, work: Callable[..., Awaitable[Any]]) -> None:
@@ -160,7 +160,7 @@ class ElasticLearner(Protocol):
 
 
 @dataclass(kw_only=True)
-class TrainedRun:
+class BaseRun:
     """A run in progress."""
 
     run_id: str
@@ -181,12 +181,12 @@ class TrainedRun:
     evaluated: int = -1
     """The step of the last evaluation."""
     clock: StepClock = field(default_factory=StepClock)
-    keepers: Keepers = field(init=False)
+    trainers: TrainerPools = field(init=False)
     learner_size: ElasticLearner | None = None
     """How many ranks the learner has, where that may change."""
 
     def __post_init__(self) -> None:
-        self.keepers = Keepers(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
+        self.trainers = TrainerPools(self.with_role(FunctionRole.UPDATES), self.spec, self.work)
 
     def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
         """The pools of the functions with one of these roles."""
@@ -194,12 +194,12 @@ class TrainedRun:
 
     @property
     def learner(self) -> ReplicaPool:
-        """See Keepers.publisher."""
-        return self.keepers.publisher
+        """See TrainerPools.publisher."""
+        return self.trainers.publisher
 
     @property
     def _the_learner(self) -> Replica:
-        return self.keepers.replica(self.learner)
+        return self.trainers.replica(self.learner)
 
     @property
     def helpers(self) -> tuple[ReplicaPool, ...]:
@@ -235,9 +235,9 @@ class TrainedRun:
         self.clock.interrupt()
         self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
         call = self.call(step)
-        writing = await self.keepers.checkpoint(call, self.checkpoints, notes)
+        writing = await self.trainers.checkpoint(call, self.checkpoints, notes)
         begun.set()
-        await self.keepers.wait_written(writing, call)
+        await self.trainers.wait_written(writing, call)
         self.checkpoints.prune()
         self.journal.forget(step)
 
@@ -251,7 +251,7 @@ class TrainedRun:
             score=self.score(step),
             before=self.before,
             metric=self.spec.checkpoint.best.metric,
-            parts=self.keepers.parts,
+            parts=self.trainers.parts,
         )
 
     def score(self, step: int) -> float | None:
@@ -273,7 +273,7 @@ class TrainedRun:
         """Go on from the newest checkpoint, or the initial models if there is none; returns its step."""
         newest = self.checkpoints.newest()
         step = newest.notes.step if newest else 0
-        await self.keepers.restore(self.call(step), self.checkpoints, newest)
+        await self.trainers.restore(self.call(step), self.checkpoints, newest)
         if newest is not None:
             self.before = newest.notes.before
         return step
@@ -290,9 +290,9 @@ class TrainedRun:
         """Have the learner write damaged or missing weight files again, of the step before `before`: they may be the
         cause of a fault."""
 
-    async def move_keepers(self) -> None:
+    async def move_trainers(self) -> None:
         """Start the functions with state whose node leaves on another node, from the newest checkpoint."""
-        await self.keepers.stop_leaving()
+        await self.trainers.stop_leaving()
         await self.open_weights(await self.restore())
 
     # -- ledger

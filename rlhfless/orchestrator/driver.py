@@ -17,10 +17,10 @@ from typing import Any
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.orchestrator import step as rlhf
 from rlhfless.orchestrator import supervised
-from rlhfless.orchestrator.base_run import ElasticLearner, TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun, ElasticLearner
 from rlhfless.orchestrator.host import RunPaused, StopCause
 from rlhfless.orchestrator.recovery import Recovered, Recovery
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.schedules import Data, schedule_of
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.records import Experience
@@ -69,7 +69,7 @@ async def execute(session: Session) -> Outcome:
     )
 
 
-async def drive_steps(session: Session, run: TrainedRun, first: int) -> Recovered:
+async def drive_steps(session: Session, run: BaseRun, first: int) -> Recovered:
     """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
 
     Raises as `execute` does.
@@ -92,12 +92,12 @@ async def drive_steps(session: Session, run: TrainedRun, first: int) -> Recovere
 class RunSteps:
     """The steps of a run, as a schedule orders them (rlhfless.orchestrator.schedules.Steps)."""
 
-    def __init__(self, run: TrainedRun, session: Session, first: int) -> None:
+    def __init__(self, run: BaseRun, session: Session, first: int) -> None:
         self._run: Any = run
-        self._stages: Any = rlhf if isinstance(run, Run) else supervised
+        self._stages: Any = rlhf if isinstance(run, RLRun) else supervised
         """What a step and an evaluation of the run are."""
         self._session = session
-        if isinstance(run, Run):
+        if isinstance(run, RLRun):
             run.evaluated_samples = partial(session.host.evaluated, run)
         self.following = first
         """The first step that is not done. Step 0 is only evaluated."""
@@ -146,7 +146,7 @@ class RunSteps:
             await self._wait_for_checkpoint()
         due = step in (0, spec.steps) or _due(step, spec.evaluation.every_steps)
         evaluated = due and await self._evaluate(step)
-        moves = 0 < step < spec.steps and self._run.keepers.must_move
+        moves = 0 < step < spec.steps and self._run.trainers.must_move
         saves = moves or step == spec.steps or bool(step and _due(step, spec.checkpoint.every_steps))
         if step and evaluated and not saves:
             await self._wait_for_checkpoint()  # its score counts
@@ -155,7 +155,7 @@ class RunSteps:
             await self._save(step, whole=moves or step == spec.steps)
         self.following = step + 1  # a fault from here on is none of this step, which the functions have taken
         if moves:
-            await self._run.move_keepers()
+            await self._run.move_trainers()
         elif 0 < step < spec.steps and self._run.learner_size is not None:
             await self._resize(self._run.learner_size, step)
         await self._obey(step, saved=saves or not step)

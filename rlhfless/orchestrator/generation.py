@@ -29,7 +29,7 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
-from rlhfless.orchestrator.in_flight_samples import DrawJournal, RolloutRequest, SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples, RolloutRequest, StageJournal
 from rlhfless.orchestrator.policy_runner import PolicyRunner
 from rlhfless.orchestrator.precompute import Precomputation
 from rlhfless.orchestrator.prefill import PrefillActors
@@ -69,7 +69,7 @@ class GenerationStage:
         self.request = request
         self._spec = spec
         self._runner = runner
-        self._journal = DrawJournal(journal, request)
+        self._journal = StageJournal(journal, request)
         self._clock = clock
         self._at_work = at_work
         self._no_weights = no_weights
@@ -77,15 +77,15 @@ class GenerationStage:
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
-        self._gate = GroupGate(request.groups, request.selection.awaited if request.selection else ())
-        self._recalled: list[Group] | None = None
+        self._gate = GroupGate(request.groups, request.selection.must_include if request.selection else ())
+        self._from_earlier: list[Group] | None = None
         self.carried: tuple[int, int] = (0, 0)
         """Samples that an earlier step has begun, and their tokens."""
         self._requests: list[Replica] = []
         """The actor of each request."""
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._called_back: set[int] = set()
+        self._aborting: set[int] = set()
         self._apart = prefill is not None
         self._precomputation = Precomputation(
             request, spec.timeouts.sync_s, prefill=prefill, in_flight=spec.schedule.in_flight
@@ -116,8 +116,8 @@ class GenerationStage:
         """Groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor is
         left."""
         try:
-            self.recall()
-            for group in self._recalled or ():
+            self.load_from_journal()
+            for group in self._from_earlier or ():
                 yield group
             if self._gate.left:
                 async with self._pool.turn(self.request.call):
@@ -146,14 +146,14 @@ class GenerationStage:
                 self._at_work()
         self.over = True
         if self._finished:
-            await self._hand_back()
+            await self._defer()
         # Each stream still delivers its end, with the call's entry for the ledger.
         await asyncio.gather(*self._streams)
 
-    async def _hand_back(self) -> None:
+    async def _defer(self) -> None:
         """Stop the samples that are left to later steps, and keep their tokens. Raises as `groups`, and CallTimeout."""
         actors = tuple({actor.name: actor for actor in self._streams.values()}.values())
-        if left := await self._call_off(*actors):
+        if left := await self._abort_all(*actors):
             names = ", ".join(sorted({self._streams[task].name for task in left}))
             raise CallTimeout(f"{names} kept samples for longer than timeouts.drain_s after an abort")
         while not self._events.empty():
@@ -165,7 +165,7 @@ class GenerationStage:
                         self._take(request, rollouts)
                 case _Message(request, ReplicaLost() as lost):
                     log.warning("%s was lost with what it had drawn: %s", self._requests[request].name, lost)
-        self._journal.keep(self._table.set_aside())
+        self._journal.keep(self._table.defer_unfinished())
 
     # -- actors that come and go (rlhfless.fleet.pool)
 
@@ -184,15 +184,15 @@ class GenerationStage:
         slot = self._slot_of(actor)
         if self._table.lose(slot).size:
             self._on_event(Lost(slot, self._table.unassigned))
-        await self._call_off(actor)
+        await self._abort_all(actor)
 
-    async def _call_off(self, *actors: Replica) -> list[asyncio.Task[None]]:
+    async def _abort_all(self, *actors: Replica) -> list[asyncio.Task[None]]:
         """Abort what runs on these actors. Returns the streams that have not ended within `timeouts.drain_s`."""
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of in actors]) and self._clock() < limit_s:
             # An abort may arrive before the request that it aborts, so it is repeated until no sample is left.
             for actor in actors:
-                on = [number for number, request in self._table.on.items() if self._requests[request] is actor]
+                on = [number for number, request in self._table.request_of.items() if self._requests[request] is actor]
                 await self._abort(actor, on)
             await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
         return streams
@@ -213,13 +213,13 @@ class GenerationStage:
     def _ask(self, event: Event) -> None:
         self._runner.ask(event, self.step)
         self._submit_waiting()
-        self._call_back_strays()
+        self._abort_misplaced()
 
     def _submit_waiting(self) -> None:
         """Submit waiting samples to serving actors, in the order in which they were assigned."""
         ready: dict[int, list[int]] = {}
         for number in self._table.waiting:
-            ready.setdefault(int(self._table.home[number]), []).append(number)
+            ready.setdefault(int(self._table.slot_of[number]), []).append(number)
         for slot, numbers in ready.items():
             actor = self._pool.at(slot)
             if actor is not None and actor.state is ReplicaState.SERVING:
@@ -242,7 +242,7 @@ class GenerationStage:
         self._busy = self._busy or BusyCores()
         for sample in numbers:
             del self._table.waiting[sample]
-            self._table.on[sample] = number
+            self._table.request_of[sample] = number
         request = GenerateRequest(
             items=tuple(self._table.items[sample] for sample in numbers),
             sampling=self.request.sampling,
@@ -258,16 +258,16 @@ class GenerationStage:
         self._streams[task] = actor
         task.add_done_callback(self._streams.pop)
 
-    def _call_back_strays(self) -> None:
+    def _abort_misplaced(self) -> None:
         """Call back samples that run on an actor of another slot than the slot they are assigned to."""
         strays: dict[str, list[int]] = {}
         replicas = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
-        for sample, request in self._table.on.items():
-            actor, home = self._requests[request], int(self._table.home[sample])
-            if home != UNASSIGNED and replicas[home] is not actor and sample not in self._called_back:
+        for sample, request in self._table.request_of.items():
+            actor, home = self._requests[request], int(self._table.slot_of[sample])
+            if home != UNASSIGNED and replicas[home] is not actor and sample not in self._aborting:
                 strays.setdefault(actor.name, []).append(sample)
         for name, samples in strays.items():
-            self._called_back.update(samples)
+            self._aborting.update(samples)
             task = asyncio.create_task(self._call_back(self._pool[name], samples))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
@@ -278,10 +278,12 @@ class GenerationStage:
         except Exception as error:
             self._events.put_nowait(error)
         finally:
-            self._called_back.difference_update(samples)
+            self._aborting.difference_update(samples)
 
     async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
-        for request in {self._table.on[sample] for sample in samples if sample in self._table.on} & self._ahead.keys():
+        for request in {
+            self._table.request_of[sample] for sample in samples if sample in self._table.request_of
+        } & self._ahead.keys():
             self._ahead[request].cancel()
         keys = [self._table.items[sample].key for sample in samples]
         with contextlib.suppress(ReplicaLost):  # its streams raise that too
@@ -377,24 +379,24 @@ class GenerationStage:
         if self._lost_in_a_row > len(self._pool.allocations) * (self._spec.recovery.per_step + 1):
             raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
 
-    def _table_of(self, items: Sequence[SampleItem]) -> SampleTable:
-        return SampleTable(self.step, items, len(self._pool.allocations))
+    def _table_of(self, items: Sequence[SampleItem]) -> InFlightSamples:
+        return InFlightSamples(self.step, items, len(self._pool.allocations))
 
     def _slot_of(self, actor: Replica) -> int:
         return next(slot for slot, allocation in enumerate(self._pool.allocations) if allocation is actor.allocation)
 
     # -- groups
 
-    def recall(self) -> bool:
+    def load_from_journal(self) -> bool:
         """Take the samples of this draw that the journal has, once. Returns whether others are left to draw."""
-        if self._recalled is None:
-            self._recalled = list(self._from_journal())
+        if self._from_earlier is None:
+            self._from_earlier = list(self._from_journal())
         return bool(self._gate.left)
 
     def _from_journal(self) -> Iterable[Group]:
         """Yields the groups that are complete with the journal's samples, in the order in which they became so."""
         missing = {item.key: item for item in self._table.items}
-        for rollout in self._journal.recall(self._table.items):
+        for rollout in self._journal.load(self._table.items):
             if rollout.finish_reason == FinishReason.ABORT:
                 missing[rollout.key] = replace(missing[rollout.key], prior=rollout)
             else:

@@ -14,8 +14,8 @@ from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.util.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhfless.orchestrator.base_run import TrainedRun
-    from rlhfless.orchestrator.run import Run
+    from rlhfless.orchestrator.base_run import BaseRun
+    from rlhfless.orchestrator.run import RLRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,21 @@ class Host:
     async def devices(self, wanted: DevicesWanted) -> None:
         """Wait until the run may take the minimum. Raises FleetError if that does not happen in time."""
 
-    def began(self, run: TrainedRun, held: Callable[[str], int]) -> int | None:
+    def began(self, run: BaseRun, held: Callable[[str], int]) -> int | None:
         """Called before the run's fleet starts. `held`: the devices of a kind that the run takes or has when it is
         called.
 
         Returns the most generation actors for now; None for as many as the spec allows.
         """
 
-    def drawn(self, run: Run, step: int, experience: Experience) -> None:
+    def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
         """Called when the samples of a step are complete; of runs that draw."""
 
-    def evaluated(self, run: Run, step: int, sampled: Experience, greedy: Experience) -> None:
+    def evaluated(self, run: RLRun, step: int, sampled: Experience, greedy: Experience) -> None:
         """Called when the samples of an evaluation after a step are scored; of runs that draw. `greedy`: one response
         to each prompt of `sampled`."""
 
-    def after_step(self, run: TrainedRun, step: int) -> Verdict:  # noqa: ARG002
+    def after_step(self, run: BaseRun, step: int) -> Verdict:  # noqa: ARG002
         """Called when a step is done and evaluated."""
         return Verdict()
 

@@ -27,7 +27,7 @@ class Selection:
 
     groups: int
     """So many: those that are complete first."""
-    awaited: frozenset[str]
+    must_include: frozenset[str]
     """Prompts that are among them in any case."""
     begun: Mapping[str, int]
     """By prompt, the step that began it, which is part of its samples' seeds."""
@@ -80,14 +80,14 @@ def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
     )
 
 
-class DrawJournal:
+class StageJournal:
     """The journal, as one draw reads and writes it; without a journal nothing is read nor written."""
 
     def __init__(self, journal: Journal | None, request: RolloutRequest) -> None:
         self._journal = journal
         self._request = request
 
-    def recall(self, items: Sequence[SampleItem]) -> Iterator[Rollout]:
+    def load(self, items: Sequence[SampleItem]) -> Iterator[Rollout]:
         """The rollouts of these samples. Another seed means another draw, for example because the data set has been
         edited since."""
         if self._journal is None:
@@ -167,7 +167,7 @@ def _version_at(rollout: Rollout, token: int) -> str | None:
     return next((span.version for span in rollout.version_spans if span.start <= token < span.end), None)
 
 
-class SampleTable:
+class InFlightSamples:
     """The samples of one step. A sample is a number, in the order of the draw: siblings one after the other."""
 
     def __init__(self, step: int, items: Sequence[SampleItem], slots: int) -> None:
@@ -177,7 +177,7 @@ class SampleTable:
         self.step = step
         self.items = list(items)
         """Each item with the tokens from which the sample continues."""
-        self.on: dict[int, int] = {}
+        self.request_of: dict[int, int] = {}
         """The request that each sample is on, or none."""
         self.waiting: dict[int, None] = {}
         """Samples with a slot that are on no request, in the order in which they go to the engine."""
@@ -191,8 +191,8 @@ class SampleTable:
         self._tokens = np.array([0 if item.prior is None else len(item.prior.token_ids) for item in items], np.int64)
         self._finished = np.zeros(len(items), bool)
         self._truncated = np.zeros(len(items), bool)
-        self.home: Ints = np.full(len(items), UNASSIGNED, np.int64)
-        self.assignment = Assignment(self.home, self._finished, slots)
+        self.slot_of: Ints = np.full(len(items), UNASSIGNED, np.int64)
+        self.assignment = Assignment(self.slot_of, self._finished, slots)
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
         """The shared prefixes of the prompts as a row of the trace, for replays, because the trace has no prompts; None
@@ -231,13 +231,13 @@ class SampleTable:
             read_only(self._tokens),
             read_only(self._finished),
             read_only(self._truncated),
-            read_only(self.home),
+            read_only(self.slot_of),
             self._long_prefixes,
         )
 
     def counts(self, slot: int) -> tuple[int, int]:
         """The number of samples of a slot with at least one token, and the number without."""
-        unfinished = (self.home == slot) & ~self._finished
+        unfinished = (self.slot_of == slot) & ~self._finished
         drawing = int(np.count_nonzero(unfinished & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(unfinished)) - drawing
 
@@ -255,12 +255,12 @@ class SampleTable:
 
     def is_on(self, request: int, key: SampleKey) -> bool:
         """Whether a sample is still on this request. A message of a request about any other sample is ignored."""
-        return self.on.get(self._numbers[key]) == request
+        return self.request_of.get(self._numbers[key]) == request
 
     def take_back(self, rollout: Rollout) -> None:
         """Take a sample back from its request. A sample that has not ended continues from its tokens."""
         number = self._numbers[rollout.key]
-        del self.on[number]
+        del self.request_of[number]
         if (prior := self.items[number].prior) is not None:
             self.redrawn.add(prior, rollout)
         if rollout.finish_reason != FinishReason.ABORT:
@@ -272,18 +272,18 @@ class SampleTable:
 
     def restart_lost(self, request: int) -> Ints:
         """Restart the samples of a lost request, from the tokens that they had when it began. Returns the samples."""
-        lost = np.array([number for number, on in self.on.items() if on == request], np.int64)
+        lost = np.array([number for number, on in self.request_of.items() if on == request], np.int64)
         for number in lost.tolist():
-            del self.on[number]
+            del self.request_of[number]
             self._finished[number] = self._truncated[number] = False  # the sample may have ended, but was not delivered
             self._restart(number)
         return lost
 
-    def set_aside(self) -> list[Rollout]:
+    def defer_unfinished(self) -> list[Rollout]:
         """Leave all samples that have not ended to another step, with the tokens that they have: for a policy they end
         as if they were truncated there. Returns what was drawn of them."""
         left = self.left.tolist()
-        self.on.clear()
+        self.request_of.clear()
         for number in left:
             self._end(number, int(self._tokens[number]), truncated=True)
         return [prior for number in left if (prior := self.items[number].prior) is not None]
@@ -295,7 +295,7 @@ class SampleTable:
         self.assignment.give(samples, slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)
-            if number not in self.on:
+            if number not in self.request_of:
                 self.waiting[number] = None
 
     def lose(self, slot: int) -> Ints:
@@ -308,11 +308,11 @@ class SampleTable:
     def _end(self, number: int, tokens: int, *, truncated: bool) -> None:
         self._tokens[number], self._truncated[number] = tokens, truncated
         self._finished[number] = True
-        self.home[number] = UNASSIGNED
+        self.slot_of[number] = UNASSIGNED
         self.waiting.pop(number, None)
 
     def _restart(self, number: int) -> None:
         prior = self.items[number].prior
         self._tokens[number] = 0 if prior is None else len(prior.token_ids)
-        if self.home[number] != UNASSIGNED:
+        if self.slot_of[number] != UNASSIGNED:
             self.waiting[number] = None

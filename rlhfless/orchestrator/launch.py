@@ -101,7 +101,7 @@ for folder in sys.argv[1:]:
 
 
 @contextmanager
-def janitor(folders: Sequence[Path]) -> Iterator[None]:
+def shm_cleanup(folders: Sequence[Path]) -> Iterator[None]:
     """Within the block, the folders are removed if this process dies."""
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, folders)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

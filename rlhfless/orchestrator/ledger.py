@@ -195,7 +195,7 @@ class Ledger:
         """The calls of a step in progress, and its rollouts that are in the ledger."""
         return tuple(call for call in self._calls if call.step == step), tuple(self._drawn[step])
 
-    def step_times(self, begun: StepBegun, end_s: float) -> StepTimes:
+    def step_times(self, begun: StepAttempt, end_s: float) -> StepTimes:
         """How the time of a step in progress was spent so far."""
         metrics: dict[str, float] = {}
         if begun.recovers:
@@ -239,7 +239,7 @@ def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
 
 
 @dataclass(slots=True)
-class StepBegun:
+class StepAttempt:
     """When a step began. Times are unix times."""
 
     step: int
@@ -260,21 +260,21 @@ class StepClock:
     def __init__(self) -> None:
         self._first_s: dict[int, float] = {}
         """When the first try of each step that has not ended began, by step."""
-        self._last: dict[int, StepBegun] = {}
+        self._last: dict[int, StepAttempt] = {}
         """The last try of each of these steps."""
         self._ended = 0
         """The last step that has ended; steps up to it may be taken again by a new learner, and end again."""
         self._ended_s: float | None = None
         """When a step ended last; None if other work than closing it came after."""
 
-    def begin(self, step: int, *, fleet_is_up: bool) -> StepBegun:
+    def begin(self, step: int, *, fleet_is_up: bool) -> StepAttempt:
         """Record that a step begins, or is done again."""
         now_s, before = time.time(), self._last.get(step)
         first_s = now_s if self._ended_s is None else self._ended_s
         start_s = first_s if before is None else before.start_s
         self._ended_s = None
         self._first_s.setdefault(step, first_s)
-        begun = self._last[step] = StepBegun(step, start_s, now_s, before is not None or not fleet_is_up)
+        begun = self._last[step] = StepAttempt(step, start_s, now_s, before is not None or not fleet_is_up)
         return begun
 
     def interrupt(self) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
-from rlhfless.orchestrator.in_flight_samples import SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.records import Decision, FunctionRole, Invocation, StartPhase
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.acquisition import mean_phases
@@ -200,7 +200,7 @@ class LiveFleet:
             terms=self._terms(),
         )
 
-    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+    def slots(self, table: InFlightSamples) -> tuple[SlotView, ...]:
         """The state of each slot, and its number of samples."""
         actors = len(self._actors.allocations)
         return tuple(

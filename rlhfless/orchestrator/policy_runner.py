@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.orchestrator.in_flight_samples import SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.live_fleet import LiveFleet
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policy import (
@@ -48,7 +48,7 @@ UP = (ReplicaState.STALE, ReplicaState.SERVING)
 class _Step:
     """The policy's view of a step, and the effects of its actions."""
 
-    table: SampleTable
+    table: InFlightSamples
     view: FleetView
     """The fleet when the step began."""
     figures: dict[str, float] = field(default_factory=lambda: {"moved_samples": 0.0})
@@ -80,14 +80,14 @@ class PolicyRunner:
             return {}
         return {**asked.figures, **asked.table.redrawn.figures(), "policy_faults": float(self._faults)}
 
-    def begin(self, table: SampleTable) -> None:
+    def begin(self, table: InFlightSamples) -> None:
         """Begin a step, and ask the policy. Raises as `ask` does."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())
         if (prefixes := table.prefixes_decision(self._clock())) is not None:
             self._note(prefixes)
         self.ask(StepBegan(), table.step)
-        step.figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
+        step.figures["actors_wanted"] = float(len(set(table.slot_of[table.left].tolist())))
 
     def end(self, event: StepEnded, number: int) -> None:
         """End a step: the policy gets the event, and is not asked about the step again."""
@@ -156,7 +156,7 @@ class PolicyRunner:
         """Splits samples evenly that are unassigned, or that wait at a slot without an actor to come. After this every
         sample has a slot."""
         table = step.table
-        for slot in sorted(set(table.home[table.left].tolist()) - {UNASSIGNED}):
+        for slot in sorted(set(table.slot_of[table.left].tolist()) - {UNASSIGNED}):
             if not self._fleet.expects(slot):
                 table.lose(slot)
         if not table.unassigned.size:

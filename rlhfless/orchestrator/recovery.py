@@ -23,7 +23,7 @@ from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.planning.host_memory import on_this_node
 from rlhfless.planning.inputs import devices_of, rank_counts
 from rlhfless.records import Decision, Work
@@ -46,7 +46,7 @@ Save = Callable[[], Awaitable[None]]
 class LearnerSize:
     """The number of ranks of a run's learner."""
 
-    def __init__(self, run: TrainedRun, devices: RunDevices, candidates: Candidates, in_memory: bool) -> None:
+    def __init__(self, run: BaseRun, devices: RunDevices, candidates: Candidates, in_memory: bool) -> None:
         """`in_memory`: the folder of the weights is in shared memory."""
         self._run = run
         self._devices = devices
@@ -147,7 +147,7 @@ class LearnerSize:
     async def _restart(self, step: int, allocation: Allocation, save: Save) -> dict[str, float | str]:
         """Stop the group, and start one on other devices with the same state; returns the seconds of each part."""
         run, call, pool = self._run, self._run.call(step), self._run.learner
-        start_s, replica = time.time(), run.keepers.replica(pool)
+        start_s, replica = time.time(), run.trainers.replica(pool)
         nodes = self._nodes(pool.allocations[0]) | self._nodes(allocation)
         in_memory = self._in_memory and len(nodes) == 1
         in_memory = in_memory and await run.work(replica, Work.CHECKPOINT, "export_state", call)
@@ -185,7 +185,7 @@ class LearnerSize:
 
 
 def size_of(
-    run: TrainedRun, sequence_tokens: int, nodes: Sequence[Node], placement: Placement, devices: RunDevices
+    run: BaseRun, sequence_tokens: int, nodes: Sequence[Node], placement: Placement, devices: RunDevices
 ) -> LearnerSize | None:
     """Return the size of a run's learner; None if it is fixed, by the spec or because memory allows no fewer ranks."""
     spec, most = run.spec, run.spec.learner.world_size
@@ -200,7 +200,7 @@ def size_of(
     return LearnerSize(run, devices, candidates, on_this_node(spec) == "shared_memory")
 
 
-async def clear(run: TrainedRun, call: Call) -> None:
+async def clear(run: BaseRun, call: Call) -> None:
     """Find out which replicas are lost, and free their allocations."""
     await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools.values()))
     await gather_or_cancel(*(pool.remove_dead() for pool in run.pools.values()))
@@ -221,7 +221,7 @@ class Recovered:
 class Recovery:
     """Repairs a run's fleet, a bounded number of times per step."""
 
-    def __init__(self, run: TrainedRun) -> None:
+    def __init__(self, run: BaseRun) -> None:
         self._run = run
         self._step = 0
         self._count = 0
@@ -266,7 +266,7 @@ class Recovery:
         run, size = self._run, self._run.learner_size
         async with contextlib.nullcontext() if size is None else size.keeping_devices():
             await clear(run, run.call(step))
-            if run.keepers.all_there:
+            if run.trainers.all_there:
                 await run.publish_again(step)
                 return step
             if size is not None:

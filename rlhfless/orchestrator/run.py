@@ -13,15 +13,15 @@ from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.experience import Staleness, added_up, readable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeColumn, ScoredGroups, ScoreGroups
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
-from rlhfless.orchestrator.ledger import StepBegun
+from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.prompt_selection import PromptHistory, select
 from rlhfless.orchestrator.scaler import Scaler
-from rlhfless.orchestrator.weight_sync import ActorWeights, OneVersion
+from rlhfless.orchestrator.weight_sync import ActorWeights, VersionGate
 from rlhfless.records import (
     Experience,
     FloatArray,
@@ -75,7 +75,7 @@ class AlgorithmState:
 class StepContext:
     """One try of a step, from the begin of its rollout to the end of its training."""
 
-    begun: StepBegun
+    begun: StepAttempt
     request: RolloutRequest
     oldest: int
     """The step of the oldest version that may draw its samples: the newest when it began."""
@@ -105,7 +105,7 @@ def _key(group: Group) -> _GroupKey:
 
 
 @dataclass(kw_only=True)
-class Run(TrainedRun):
+class RLRun(BaseRun):
     """A run that draws what it learns from."""
 
     weights: ActorWeights
@@ -120,14 +120,14 @@ class Run(TrainedRun):
     algorithms: AlgorithmState = field(init=False)
     """The algorithm that the spec selects, as of each step."""
 
-    versions: OneVersion = field(init=False)
+    versions: VersionGate = field(init=False)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
     """By step and column: the values of groups, while the step is in progress."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.algorithms = AlgorithmState(self.spec.algorithm)
-        self.versions = OneVersion(in_flight=self.spec.schedule.in_flight)
+        self.versions = VersionGate(in_flight=self.spec.schedule.in_flight)
 
     @property
     def generation(self) -> ReplicaPool:
@@ -153,11 +153,11 @@ class Run(TrainedRun):
 
     @property
     def digest(self) -> str:
-        """See TrainedRun."""
+        """See BaseRun."""
         return self.published.version.digest
 
     async def open_weights(self, step: int) -> None:
-        """See TrainedRun. Publishes the learner's weights as the version of `step`, and a perturbed version of them."""
+        """See BaseRun. Publishes the learner's weights as the version of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
 
@@ -250,7 +250,7 @@ class Run(TrainedRun):
 
             return computed
 
-        late = self.keepers.pools if self.spec.schedule.steps_ahead else ()
+        late = self.trainers.pools if self.spec.schedule.steps_ahead else ()
         return {
             pool.kind.column: stage(pool)
             for pool in self.pools.values()
@@ -286,7 +286,7 @@ class Run(TrainedRun):
     # -- checkpoints
 
     def _notes(self, step: int) -> CheckpointNotes:
-        """See TrainedRun."""
+        """See BaseRun."""
         return replace(
             super()._notes(step),
             digest=self.published.version.digest,
@@ -294,7 +294,7 @@ class Run(TrainedRun):
         )
 
     async def restore(self) -> int:
-        """See TrainedRun."""
+        """See BaseRun."""
         self._columns.clear()  # of weights that are restored
         step = await super().restore()
         newest = self.checkpoints.newest()
@@ -302,14 +302,14 @@ class Run(TrainedRun):
         return step
 
     async def publish_again(self, before: int) -> None:
-        """See TrainedRun."""
+        """See BaseRun."""
         version = self.published.version
         if self.learner.replicas()[0].learned_step == version.step and version.step < before:
             self.published = await self.publish(self.call(version.step))
 
     # -- ledger
 
-    def take(self, step: int, experience: Experience) -> None:
+    def record_rollouts(self, step: int, experience: Experience) -> None:
         """Put the rollouts into ledger and history, and update the estimates of engine speed. A step that is done again
         counts once."""
         if not self.ledger.has_rollouts_of(step):

@@ -20,13 +20,13 @@ from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
 from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import Host
-from rlhfless.orchestrator.launch import devices_wanted, janitor, launch_of, pools_of, require_room, store_folders
+from rlhfless.orchestrator.launch import devices_wanted, launch_of, pools_of, require_room, shm_cleanup, store_folders
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.recovery import clear, size_of
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.scaler import scaler_of
 from rlhfless.orchestrator.supervised import SupervisedRun
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding
@@ -78,7 +78,7 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(session: Session) -> AsyncIterator[tuple[TrainedRun, int]]:
+async def open_session(session: Session) -> AsyncIterator[tuple[BaseRun, int]]:
     """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before step
     1)."""
     with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
@@ -146,7 +146,7 @@ def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | 
 @asynccontextmanager
 async def _fleet(
     session: Session, cluster: Cluster, ledger: Ledger, journal: Journal, earlier: Trace | None
-) -> AsyncIterator[tuple[TrainedRun, int]]:
+) -> AsyncIterator[tuple[BaseRun, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
     nodes = await cluster.nodes(spec.placement.kind)
@@ -166,14 +166,14 @@ async def _fleet(
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = _run_of(session, by_name, ledger, journal, earlier)
     run.learner_size = size_of(run, session.prepared.max_model_len, nodes, placement, devices)
-    scaler = run.scaler if isinstance(run, Run) else None
+    scaler = run.scaler if isinstance(run, RLRun) else None
     if scaler is not None:
         devices.left_s = scaler.due.left_s
     actors = session.host.began(run, devices.held)
     if actors is not None and scaler is not None:
         scaler.fleet.limit_actors(actors)
     # On a joined cluster the folders may be on another machine: the learner removes them when its lease runs out.
-    with contextlib.nullcontext() if spec.placement.ray_address else janitor(folders):
+    with contextlib.nullcontext() if spec.placement.ray_address else shm_cleanup(folders):
         try:
             yield run, await _begin(session, run, cluster, devices, turns, earlier.decisions if earlier else ())
         finally:
@@ -190,7 +190,7 @@ async def _fleet(
 
 def _run_of(
     session: Session, pools: Mapping[str, ReplicaPool], ledger: Ledger, journal: Journal, earlier: Trace | None
-) -> TrainedRun:
+) -> BaseRun:
     spec, prepared = session.spec, session.prepared
     common: dict[str, Any] = {
         "run_id": session.run_id,
@@ -211,7 +211,7 @@ def _run_of(
     feeding = None if of_learner is None else Feeding(of_learner, spec.timeouts.sync_s)
     if earlier is not None:
         history.read(earlier, session.folder / TRACE_FOLDER)
-    return Run(
+    return RLRun(
         **common,
         weights=ActorWeights(
             pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL), feeding
@@ -240,7 +240,7 @@ async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
 
 async def _begin(
     session: Session,
-    run: TrainedRun,
+    run: BaseRun,
     cluster: Cluster,
     devices: RunDevices,
     turns: Sequence[Turns],
@@ -270,11 +270,11 @@ async def _begin(
             await clear(run, run.call(0))
 
 
-async def start_functions(run: Run, actors: int) -> None:
+async def start_functions(run: RLRun, actors: int) -> None:
     """Start the fewest replicas that a run needs, all at once; on GPUs that they share, engines last: an engine counts
     as its own what its neighbours take while it measures how much memory is free, and needs its share to be free when
     it starts."""
-    others = (*run.helpers, *run.keepers.pools)
+    others = (*run.helpers, *run.trainers.pools)
     ready = [pool.ready(run.call(0)) for pool in others]
     engines = [(run.generation, actors)]
     if run.prefill is not None:
@@ -293,23 +293,23 @@ def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
     return any(gpus(pool) & gpus(other) for other in others)
 
 
-async def _start(session: Session, run: TrainedRun) -> int:
+async def _start(session: Session, run: BaseRun) -> int:
     """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
-    step = await (_start_drawing(session, run) if isinstance(run, Run) else _start_learning(session, run))
+    step = await (_start_drawing(session, run) if isinstance(run, RLRun) else _start_learning(session, run))
     if step:
         session.console.show(f"resumed after step {step}, attempt {run.attempt}")
     return step + 1 if step else 0
 
 
-async def _start_learning(session: Session, run: TrainedRun) -> int:
+async def _start_learning(session: Session, run: BaseRun) -> int:
     """Of a run without actors; returns the step to go on from."""
     with session.console.waiting("starting the learner and helpers"):
-        await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.keepers.pools)))
+        await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.trainers.pools)))
     with session.console.waiting("loading the weights to continue from"):
         return await run.restore()
 
 
-async def _start_drawing(session: Session, run: Run) -> int:
+async def _start_drawing(session: Session, run: RLRun) -> int:
     """As `_start_learning`, of a run with actors: they have the weights then."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):

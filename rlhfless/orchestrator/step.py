@@ -27,14 +27,14 @@ from rlhfless.orchestrator.experience import (
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeColumn, collect, with_columns
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
-from rlhfless.orchestrator.run import Run, StepContext
+from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.orchestrator.summary import drawn_metrics, mean_parts, step_metrics
 from rlhfless.records import Experience, FinishReason, Group, PublishedWeights, StepRecord
 from rlhfless.spec import EvaluationSpec, Needs, ScoringSpec
 from rlhfless.util.tasks import beside, gather_or_cancel
 
 
-async def rollout(run: Run, context: StepContext) -> Experience:
+async def rollout(run: RLRun, context: StepContext) -> Experience:
     """Generate the samples of a step with the newest published weights, and score them. Raises what a stage raised:
     WeightCheckFailed, RewardError, ReplicaLost, CallTimeout."""
     request = context.request
@@ -56,7 +56,7 @@ async def rollout(run: Run, context: StepContext) -> Experience:
 
 
 async def drawn(
-    run: Run,
+    run: RLRun,
     stages: Mapping[GenerationStage, Mapping[str, ComputeColumn]],
     oldest: int,
     apart: PublishedWeights | None = None,
@@ -75,11 +75,11 @@ async def drawn(
         await asked.wait()  # the sync before this one may have left the actors with older weights
         return await collect(stage.groups(), request.groups, run.scoring_of(request.call), columns)
 
-    if not any(stage.recall() for stage in stages):
+    if not any(stage.load_from_journal() for stage in stages):
         asked.set()
         return await gather_or_cancel(*map(collected, stages.keys(), stages.values()))
     call = next(iter(stages)).request.call
-    async with run.versions.drawing(oldest, apart) as published:
+    async with run.versions.generating(oldest, apart) as published:
         _, *experiences = await beside(
             gather_or_cancel(run.weights.sync(published, call, asked), *map(collected, stages.keys(), stages.values())),
             _followed(run, published, call) if run.spec.schedule.in_flight and apart is None else None,
@@ -87,14 +87,14 @@ async def drawn(
     return experiences
 
 
-async def _followed(run: Run, published: PublishedWeights, call: Call) -> None:
+async def _followed(run: RLRun, published: PublishedWeights, call: Call) -> None:
     """Load each version that is published after `published`, while samples are drawn."""
     while True:
         published = await run.versions.newer_than(published.version)
         await run.weights.sync(published, call)
 
 
-async def train(run: Run, context: StepContext, experience: Experience) -> StepRecord:
+async def train(run: RLRun, context: StepContext, experience: Experience) -> StepRecord:
     """Learn from the samples of a step, and publish the weights that result; while a critic warms up, it alone learns.
     Raises as `rollout` does."""
     step, call = context.step, context.call
@@ -108,11 +108,11 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         behind = by_token(learned_from.groups, run.published.version)
         whole = replace(whole.with_columns(staleness=behind), oldest=max(staleness.most, 0))
     batch = learned_batch(whole, learned_from, needs)
-    figures = await run.keepers.update_others(call, batch)
+    figures = await run.trainers.update_others(call, batch)
     if run.spec.updates_policy(step):
         learning, publishing = asyncio.Event(), asyncio.Event()
         learned, run.published, drawn = await gather_or_cancel(
-            run.keepers.learn(run.learner, call, batch, learning),
+            run.trainers.learn(run.learner, call, batch, learning),
             run.publish(call, sent=publishing),
             taken(run, context, experience, kept, after=[learning, publishing]),
         )
@@ -127,7 +127,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     return record
 
 
-async def _whole_batch(run: Run, context: StepContext, learned_from: Experience) -> PackedBatch:
+async def _whole_batch(run: RLRun, context: StepContext, learned_from: Experience) -> PackedBatch:
     """The batch of a step whose samples are all there."""
     needs = run.spec.algorithm.needs
     batch = pack(learned_from.groups)
@@ -146,7 +146,7 @@ def learned_batch(batch: PackedBatch, experience: Experience, needs: Needs) -> P
     return leave_out(batch, np.array([sample.finish_reason == FinishReason.LENGTH for sample in samples]))
 
 
-def _with_targets(run: Run, step: int, batch: PackedBatch) -> PackedBatch:
+def _with_targets(run: RLRun, step: int, batch: PackedBatch) -> PackedBatch:
     """The batch with what policy and critic learn from."""
     algorithm = run.algorithms.at(step)
     targets = {"advantages": algorithm.advantages(batch)}
@@ -156,17 +156,17 @@ def _with_targets(run: Run, step: int, batch: PackedBatch) -> PackedBatch:
 
 
 async def taken(
-    run: Run, context: StepContext, experience: Experience, kept: Experience, after: Sequence[asyncio.Event]
+    run: RLRun, context: StepContext, experience: Experience, kept: Experience, after: Sequence[asyncio.Event]
 ) -> dict[str, float]:
     """Put the rollouts into the ledger; returns their figures. It waits for `after`, when the calls to the learner have
     left the driver, so that this work is done while the learner is busy."""
     for sent in after:
         await sent.wait()
-    run.take(context.step, experience)
+    run.record_rollouts(context.step, experience)
     return drawn_metrics(experience, kept, context.request.groups)
 
 
-async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
+async def evaluate_held_out(run: RLRun, step: int) -> Mapping[str, float]:
     """The figures of the held-out prompts, of which there is at least one: `reward_mean` over all of them, and of each
     set, with its name `<set>/` before them, those of `figures_of`.
 

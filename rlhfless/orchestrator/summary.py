@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhfless.orchestrator.experience import has_signal
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.run import Run, StepContext
+from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
@@ -39,7 +39,7 @@ def drawn_metrics(experience: Experience, kept: Experience, prompts: int) -> dic
 
 
 def step_metrics(
-    run: Run,
+    run: RLRun,
     context: StepContext,
     experience: Experience,
     kept: Experience,

@@ -18,8 +18,8 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import Objective, evaluate, objective_of, pack_examples
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.base_run import TrainedRun
-from rlhfless.orchestrator.ledger import StepBegun
+from rlhfless.orchestrator.base_run import BaseRun
+from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.summary import own_seconds
 from rlhfless.records import FloatArray, StepRecord, Work
 from rlhfless.records.rollouts import Example
@@ -27,10 +27,10 @@ from rlhfless.scaling.step_times import Phase
 
 
 @dataclass(kw_only=True)
-class SupervisedRun(TrainedRun):
+class SupervisedRun(BaseRun):
     """A run in progress. `order` and `held_out` are of examples."""
 
-    under_way: dict[int, StepBegun] = field(default_factory=dict)
+    under_way: dict[int, StepAttempt] = field(default_factory=dict)
     """The steps in progress, by number."""
     _objective: Objective = field(init=False)
     _columns: dict[str, list[FloatArray]] = field(default_factory=dict)
@@ -40,9 +40,9 @@ class SupervisedRun(TrainedRun):
         super().__post_init__()
         self._objective = objective_of(self.spec.type, self.spec.dpo, self.spec.learner.dtype)
 
-    def begin(self, step: int) -> StepBegun:
+    def begin(self, step: int) -> StepAttempt:
         """Begin a step, or do it again."""
-        begun = self.under_way[step] = self.clock.begin(step, fleet_is_up=self.keepers.all_there)
+        begun = self.under_way[step] = self.clock.begin(step, fleet_is_up=self.trainers.all_there)
         return begun
 
     def examples(self, step: int) -> list[Example]:
@@ -85,14 +85,14 @@ class SupervisedRun(TrainedRun):
         self.under_way.pop(record.step, None)
 
 
-async def rollout(run: SupervisedRun, begun: StepBegun) -> PackedBatch:
+async def rollout(run: SupervisedRun, begun: StepAttempt) -> PackedBatch:
     """The examples of a step. Raises ReplicaLost and CallTimeout, of the reference."""
     return await run.batch_of(run.call(begun.step), run.examples(begun.step))
 
 
-async def train(run: SupervisedRun, begun: StepBegun, batch: PackedBatch) -> StepRecord:
+async def train(run: SupervisedRun, begun: StepAttempt, batch: PackedBatch) -> StepRecord:
     """Learn from the examples of a step. Raises as `rollout` does."""
-    learned = await run.keepers.learn(run.learner, run.call(begun.step), batch)
+    learned = await run.trainers.learn(run.learner, run.call(begun.step), batch)
     times = run.ledger.step_times(begun, time.time())
     examples = run.examples(begun.step)
     responses = run.response_tokens(examples)

@@ -37,7 +37,7 @@ from rlhfless.util.tasks import beside, gather_or_cancel
 log = logging.getLogger(__name__)
 
 
-class OneVersion:
+class VersionGate:
     """The newest weights of a run, and the draws that are under way."""
 
     def __init__(self, *, in_flight: bool = False) -> None:
@@ -62,7 +62,7 @@ class OneVersion:
         self._changed.set()
 
     @contextlib.asynccontextmanager
-    async def drawing(self, oldest: int, apart: PublishedWeights | None = None) -> AsyncIterator[PublishedWeights]:
+    async def generating(self, oldest: int, apart: PublishedWeights | None = None) -> AsyncIterator[PublishedWeights]:
         """Within the block no draw of another version is under way; gives the version to draw with, which is of the
         step `oldest` or a later one, or `apart`."""
         published = None

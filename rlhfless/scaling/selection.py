@@ -28,18 +28,18 @@ def is_due(schedule: PartialSpec, begun: int, step: int) -> bool:
 class GroupGate:
     """Lets the groups of a step pass, as they become complete, until it has as many as it learns from."""
 
-    def __init__(self, learns: int, awaited: Collection[str] = ()) -> None:
-        """`awaited`: names of groups that pass in any case."""
+    def __init__(self, learns: int, must_include: Collection[str] = ()) -> None:
+        """`must_include`: names of groups that pass in any case."""
         self.left = learns
         """Groups that are still to pass."""
         self.passed: list[str] = []
-        self._awaited = set(awaited)
+        self._must_include = set(must_include)
 
     def passes(self, name: str) -> bool:
         """Whether a group that is complete now is learned from. The places of those that are waited for stay free."""
-        if name not in self._awaited and self.left <= len(self._awaited):
+        if name not in self._must_include and self.left <= len(self._must_include):
             return False
-        self._awaited.discard(name)
+        self._must_include.discard(name)
         self.left -= 1
         self.passed.append(name)
         return True

@@ -20,7 +20,7 @@ import pytest
 
 from fakes import saboteur
 from rlhfless.bundled.task import TaskRecipe, draw_problems
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.driver import drive_steps
 from rlhfless.orchestrator.recovery import LearnerSize, Recovered
 from rlhfless.orchestrator.session import Session, open_session
@@ -66,10 +66,10 @@ def opening(assets: Path, folder: Path, **learner: Any) -> Session:
     return Session(spec, preflight(spec), f"e-{uuid4().hex[:6]}", folder, console, MetricSinks([]))
 
 
-Act = Callable[[TrainedRun], Awaitable[None]]
+Act = Callable[[BaseRun], Awaitable[None]]
 
 
-async def nothing(_: TrainedRun) -> None: ...
+async def nothing(_: BaseRun) -> None: ...
 
 
 def driven(start: Session, act: Act = nothing) -> tuple[Recovered, Trace]:
@@ -137,7 +137,7 @@ def test_a_lost_device_leaves_a_learner_of_one_rank_which_grows_again(
 ) -> None:
     gone = asyncio.Event()
 
-    async def lose(run: TrainedRun) -> None:
+    async def lose(run: BaseRun) -> None:
         await saboteur.until(lambda: run.ledger.has_step(3))
         size = run.learner_size
         assert isinstance(size, LearnerSize)

@@ -12,7 +12,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import PublishedWeights
 from rlhfless.records.traces import Comparison, compare_samples, read_trace
 from rlhfless.scaling.accounting import check_holdings
@@ -31,14 +31,14 @@ IN_GENERATION = {
 }
 
 
-async def sabotage(run: Run) -> None:
+async def sabotage(run: RLRun) -> None:
     cut_file_before(run, FAULT_STEPS)
     for step, act in IN_GENERATION.items():
         await saboteur.generating(run, step)
         await act(run)
 
 
-def cut_file_before(run: Run, step: int) -> None:
+def cut_file_before(run: RLRun, step: int) -> None:
     """Let the weights of `step` be damaged before any actor has read them, once."""
     sync = run.weights.sync
 
@@ -90,7 +90,7 @@ HUNG_S = 40.0
 """Limit of a learner's call in the run whose rank hangs; a step of it takes a second."""
 
 
-async def hang(run: Run) -> None:
+async def hang(run: RLRun) -> None:
     await saboteur.generating(run, 2)
     await saboteur.stop_rank(run)
 

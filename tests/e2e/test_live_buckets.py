@@ -11,7 +11,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import Whole, check_one_awake, fault_opening
 from rlhfless.orchestrator import launch
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import Work
 from rlhfless.records.ledger import TRANSPORT
 from rlhfless.records.traces import compare_samples, read_trace
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 STEPS = 4
 
 
-async def sabotage(run: Run) -> None:
+async def sabotage(run: RLRun) -> None:
     await saboteur.generating(run, 2)
     await saboteur.kill_actor(run)  # its replacement asks a learner that sleeps
     await saboteur.generating(run, 3)

@@ -21,7 +21,7 @@ from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.orchestrator.driver import drive_steps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.recovery import Recovered
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.records import Experience, FinishReason
 from rlhfless.records.traces import read_trace
@@ -43,7 +43,7 @@ async def rank_of(pool: ReplicaPool | None, number: int) -> int:
     return info.pids[number]
 
 
-async def sabotage(run: Run) -> int:
+async def sabotage(run: RLRun) -> int:
     """Returns the process that was made to hang."""
     await saboteur.generating(run, 2)
     os.kill(await rank_of(run.pools["reference"], 1), signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypa
     seen: list[Experience] = []
 
     class Watching(Host):
-        def drawn(self, run: Run, step: int, experience: Experience) -> None:
+        def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
             seen.append(experience)
 
     start = dataclasses.replace(start, host=Watching())

@@ -16,7 +16,7 @@ from fakes import saboteur
 from fakes.live_runs import PausesAfter, check_one_awake, fault_opening, tokens_of
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.host import RunPaused
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
@@ -103,7 +103,7 @@ def kill_the_critic_at_random(step: int) -> saboteur.Sabotage:
     """Somewhere between the begin of a step's generation and its end."""
     random = np.random.default_rng(int(os.environ.get("RLHFLESS_CHAOS_SEED", "0")) + step)
 
-    async def kill(run: Run) -> None:
+    async def kill(run: RLRun) -> None:
         await saboteur.generating(run, step)
         await asyncio.sleep(float(random.uniform(0.0, 2.0)))
         await saboteur.kill_critic(run)

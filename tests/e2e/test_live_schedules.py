@@ -13,7 +13,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import fault_opening
 from rlhfless.orchestrator.driver import execute
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
 from rlhfless.records import WeightVersion, Work
 from rlhfless.records.traces import Trace, read_trace
@@ -45,7 +45,7 @@ def overlap_s(trace: Trace, drawn: int, learned: int) -> float:
     )
 
 
-async def kill_learner_at_work(run: Run) -> None:
+async def kill_learner_at_work(run: RLRun) -> None:
     await saboteur.generating(run, 3)  # it learns step 2
     await saboteur.kill_learner(run)
 

@@ -21,7 +21,7 @@ from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.orchestrator.driver import Outcome, drive_steps, execute
 from rlhfless.orchestrator.host import Host, RunPaused
 from rlhfless.orchestrator.recovery import Recovered
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session, open_session
 from rlhfless.planning.preflight import preflight
 from rlhfless.records import Experience, FinishReason, FunctionName, Work
@@ -147,7 +147,7 @@ class Reads(Host):
     def __init__(self) -> None:
         self.drawn_: list[Experience] = []
 
-    def drawn(self, run: Run, step: int, experience: Experience) -> None:
+    def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
         self.drawn_.append(experience)
 
 

@@ -14,7 +14,7 @@ from fakes.live_runs import Whole, check_one_awake, fault_opening, fault_values
 from fakes.model_folders import save_reward_model_of
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.orchestrator.host import Host
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import Experience, FinishReason, FunctionName, ReplicaState, Work
 from rlhfless.records.traces import compare_samples, read_trace
 from rlhfless.rewards import RewardSample
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 STEPS = 5
 
 
-async def sabotage(run: Run) -> None:
+async def sabotage(run: RLRun) -> None:
     await saboteur.generating(run, 2)
     await saboteur.kill_learner(run)  # it is asleep
     await saboteur.generating(run, 4)
@@ -46,7 +46,7 @@ def test_turns_lost_functions_and_an_average_change_no_sample_and_no_weight(
     seen: list[Experience] = []
 
     class Watching(Host):
-        def drawn(self, run: Run, step: int, experience: Experience) -> None:
+        def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
             seen.append(experience)
 
     recovered, digest = asyncio.run(saboteur.drive(dataclasses.replace(start, host=Watching()), sabotage))

@@ -16,7 +16,7 @@ import pytest
 from fakes.live_runs import spec_values, tokens_of, write_prompts
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
 from rlhfless.planning.preflight import preflight
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
@@ -121,9 +121,9 @@ def test_a_killed_actor_of_either_pool_loses_nothing(
 def kill_actors(killed: dict[FunctionName, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills the processes of an actor when its step is drawn, as soon as it has been asked for something; its name goes
     to `killed`."""
-    usual = Run.generate
+    usual = RLRun.generate
 
-    def generate(run: Run, request: Any, **options: Any) -> GenerationStage:
+    def generate(run: RLRun, request: Any, **options: Any) -> GenerationStage:
         pool = KILLED.get(request.call.step)
         if pool is not None and request.work is Work.GENERATE and pool not in killed:
             actor = run.pools[pool].serving()[0]
@@ -135,4 +135,4 @@ def kill_actors(killed: dict[FunctionName, str], monkeypatch: pytest.MonkeyPatch
         for pid in actor.info.pids:
             os.kill(pid, signal.SIGKILL)
 
-    monkeypatch.setattr(Run, "generate", generate)
+    monkeypatch.setattr(RLRun, "generate", generate)

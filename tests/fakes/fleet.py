@@ -21,7 +21,7 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
-from rlhfless.orchestrator.in_flight_samples import SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.policy_runner import EvenSplit, PolicyRunner
 from rlhfless.records import (
     Decision,
@@ -244,7 +244,7 @@ class FakeFleet:
         )
         return FleetView(replica_slots, 0.05, 0.05, float("inf"), 0.5, 100)
 
-    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+    def slots(self, table: InFlightSamples) -> tuple[SlotView, ...]:
         return tuple(SlotView(self._state(slot), *table.counts(slot)) for slot in range(len(self.pool.allocations)))
 
     def expects(self, slot: int) -> bool:

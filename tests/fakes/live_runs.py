@@ -12,9 +12,9 @@ from uuid import uuid4
 import numpy as np
 
 from rlhfless.bundled.task import TaskRecipe, draw_problems
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import Host, StopCause, Verdict
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session
 from rlhfless.orchestrator.step import rollout, train
 from rlhfless.planning.preflight import preflight
@@ -62,7 +62,7 @@ def write_prompts(path: Path) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-async def train_step(run: Run, step: int) -> StepRecord:
+async def train_step(run: RLRun, step: int) -> StepRecord:
     """A whole step, as the schedule `sync` does it."""
     context = run.begin(step)
     return await train(run, context, await rollout(run, context))
@@ -72,7 +72,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
 class Live:
     """The shared run, and where its trace goes."""
 
-    run: Run
+    run: RLRun
     folder: Path
 
 
@@ -82,7 +82,7 @@ class PausesAfter(Host):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def after_step(self, run: TrainedRun, step: int) -> Verdict:
+    def after_step(self, run: BaseRun, step: int) -> Verdict:
         return Verdict(stop=StopCause.PAUSE if step == self._step else None)
 
 

@@ -13,7 +13,7 @@ import psutil
 from rlhfless.fleet.replica import Replica
 from rlhfless.orchestrator.driver import drive_steps
 from rlhfless.orchestrator.recovery import Recovered
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.session import Session, open_session
 
 
@@ -23,7 +23,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
             await asyncio.sleep(0.02)
 
 
-async def generating(run: Run, step: int) -> None:
+async def generating(run: RLRun, step: int) -> None:
     """Wait until the step's generation has drawn something and is not done."""
 
     def draws() -> bool:
@@ -44,57 +44,57 @@ def engine(replica: Replica) -> psutil.Process:
     return found
 
 
-async def kill_actor(run: Run) -> None:
+async def kill_actor(run: RLRun) -> None:
     os.kill(pid(run.generation.serving()[0]), signal.SIGKILL)
 
 
-async def stop_engine(run: Run) -> None:
+async def stop_engine(run: RLRun) -> None:
     """A wedged engine: alive, its replica answers probes, and nothing comes."""
     engine(run.generation.serving()[0]).suspend()
 
 
-async def stop_actor(run: Run) -> None:
+async def stop_actor(run: RLRun) -> None:
     """A wedged replica that still holds its port."""
     os.kill(pid(run.generation.serving()[-1]), signal.SIGSTOP)
 
 
-async def kill_learner(run: Run) -> None:
+async def kill_learner(run: RLRun) -> None:
     os.kill(pid(run.learner.replicas()[0]), signal.SIGKILL)
 
 
-async def kill_critic(run: Run) -> None:
+async def kill_critic(run: RLRun) -> None:
     os.kill(pid(run.pools["critic"].replicas()[0]), signal.SIGKILL)
 
 
-async def kill_rank(run: Run) -> None:
+async def kill_rank(run: RLRun) -> None:
     info = run.learner.replicas()[0].info
     assert info is not None
     os.kill(info.pids[0], signal.SIGKILL)
 
 
-async def stop_rank(run: Run) -> None:
+async def stop_rank(run: RLRun) -> None:
     """A wedged rank: alive, and the others wait for it."""
     info = run.learner.replicas()[0].info
     assert info is not None
     os.kill(info.pids[0], signal.SIGSTOP)
 
 
-async def kill_scoring(run: Run) -> None:
+async def kill_scoring(run: RLRun) -> None:
     for replica in run.pools["scoring"].replicas():
         os.kill(pid(replica), signal.SIGKILL)
 
 
-async def drain_actor(run: Run) -> None:
+async def drain_actor(run: RLRun) -> None:
     """No fault, but the fleet changes under the step; the actor is replaced before the next one."""
     await run.generation.remove(run.generation.serving()[0])
 
 
-async def cut_store_file(run: Run) -> None:
+async def cut_store_file(run: RLRun) -> None:
     path = Path(run.published.location) / "0"
     os.truncate(path, path.stat().st_size // 2)
 
 
-Sabotage = Callable[[Run], Awaitable[None]]
+Sabotage = Callable[[RLRun], Awaitable[None]]
 
 
 async def drive(start: Session, sabotage: Sabotage) -> tuple[Recovered, str]:

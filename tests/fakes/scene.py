@@ -17,7 +17,7 @@ from fakes.stage import until
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.prompt_selection import PromptHistory
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.step import rollout
 from rlhfless.prepare.prompt_order import PromptOrder
 from rlhfless.records import (
@@ -139,7 +139,7 @@ class Scene:
             *((self.critic,) if spec.critic else ()),
             self.learner,
         )
-        self.run = Run(
+        self.run = RLRun(
             run_id="run",
             attempt=1,
             spec=spec,

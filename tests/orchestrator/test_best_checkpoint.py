@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.ledger import StepClock
@@ -33,9 +33,9 @@ class FakeRun:
     """Evaluates to given figures, and saves at once."""
 
     held_out = ("a prompt",)
-    keepers = SimpleNamespace(must_move=False)
+    trainers = SimpleNamespace(must_move=False)
     learner_size = None
-    score, improves = TrainedRun.score, TrainedRun.improves
+    score, improves = BaseRun.score, BaseRun.improves
 
     def __init__(self, figures: Mapping[int, float], every: int | None, best: BestSpec) -> None:
         self.spec = SimpleNamespace(

@@ -70,7 +70,7 @@ async def test_a_step_that_is_done_again_has_the_values_from_before_the_critic_l
     """The critic has learned the step when the learner's publication fails."""
     context, experience = await scene.rolled_out(1)
     batch = _with_targets(scene.run, 1, pack(experience.groups))
-    await scene.run.keepers.update_others(context.call, batch)
+    await scene.run.trainers.update_others(context.call, batch)
     again = await rollout(scene.run, scene.run.begin(1))  # its samples come from the journal
     assert scene.critic.computed == 1
     for first, second in zip(experience.samples, again.samples, strict=True):

@@ -10,11 +10,11 @@ import pytest
 
 from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.base_run import Keepers
+from rlhfless.orchestrator.base_run import TrainerPools
 from rlhfless.orchestrator.driver import RunSteps
 from rlhfless.orchestrator.host import Host
 from rlhfless.orchestrator.ledger import StepClock
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 
 
 class FakeRun:
@@ -25,7 +25,7 @@ class FakeRun:
     def __init__(self, *, must_move: bool) -> None:
         self.done: list[str] = []
         pool = SimpleNamespace(must_move=must_move, replicas=lambda: ["old"], stop=self.stop, function="learner")
-        self.keepers = Keepers([pool], None, None)  # type: ignore[arg-type, list-item]
+        self.trainers = TrainerPools([pool], None, None)  # type: ignore[arg-type, list-item]
         self.spec = SimpleNamespace(
             steps=20,
             checkpoint=SimpleNamespace(every_steps=10),
@@ -40,8 +40,8 @@ class FakeRun:
         begun.set()
         self.done.append(f"save {step}")
 
-    async def move_keepers(self) -> None:
-        await Run.move_keepers(self)  # type: ignore[arg-type]
+    async def move_trainers(self) -> None:
+        await RLRun.move_trainers(self)  # type: ignore[arg-type]
 
     async def stop(self, *replicas: str) -> None:
         self.done.append(f"stop {replicas[0]}")

@@ -14,7 +14,7 @@ from fakes.live_fleet import Fleet
 from fakes.stage import until
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.orchestrator.in_flight_samples import SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.live_fleet import EngineStarts
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.acquisition import Acquired
@@ -26,9 +26,9 @@ from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
 
 
-def table() -> SampleTable:
+def table() -> InFlightSamples:
     items = [SampleItem(name, index, (1, 2, 3), seed=0) for name in "pq" for index in range(2)]
-    return SampleTable(3, items, slots=2)
+    return InFlightSamples(3, items, slots=2)
 
 
 def starting(name: str, function: FunctionName, end_s: float) -> Holding:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fakes.small_fleet import actor, setup_of
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
-from rlhfless.orchestrator.in_flight_samples import SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples
 from rlhfless.orchestrator.policy_runner import PolicyRunner
 from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.assignment import PolicyFault
@@ -81,7 +81,7 @@ class Slots:
         ]
         return FleetView(tuple(replica_slots), 0.05, 0.01, float("inf"), 0.5, 100)
 
-    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+    def slots(self, table: InFlightSamples) -> tuple[SlotView, ...]:
         states = [ReplicaState.SERVING if slot in self.up else None for slot in range(PLACES)]
         return tuple(SlotView(state, *table.counts(slot)) for slot, state in enumerate(states))
 
@@ -105,7 +105,7 @@ class Live:
     def __init__(self) -> None:
         self.policy, self.fleet, self.faults = Told(), Slots(), list[Exception]()
         items = [SampleItem(f"p{group}", index, (1,), seed=0) for group in range(GROUPS) for index in range(SIBLINGS)]
-        self.table = SampleTable(1, items, PLACES)
+        self.table = InFlightSamples(1, items, PLACES)
         self.runner = PolicyRunner(self.policy, self.fleet, lambda _: None)
         self.runner._count_fault = lambda event, fault: self.faults.append(fault)  # type: ignore[method-assign]
 
@@ -238,7 +238,7 @@ def test_both_refuse_the_same_and_keep_the_same(lengths: list[int], turns: list[
 def mirror(live: Live, simulated: Simulated) -> None:
     """What the simulator's clock did is done on the live side: samples end."""
     live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
-    np.testing.assert_array_equal(live.table.home, simulated.home)
+    np.testing.assert_array_equal(live.table.slot_of, simulated.home)
     assert live.fleet.up == simulated.up
 
 
@@ -255,11 +255,11 @@ def play(live: Live, simulated: Simulated, turn: Turn) -> bool:
         if isinstance(refused, SimulationError) and isinstance(refused.__cause__, PolicyFault):
             assert str(refused) == str(fault)
         kept = ~simulated.finished & np.isin(simulated.home, list(live.fleet.up))
-        np.testing.assert_array_equal(live.table.home[kept], simulated.home[kept])
-        assert refused is not None or np.array_equal(live.table.home, simulated.home)
+        np.testing.assert_array_equal(live.table.slot_of[kept], simulated.home[kept])
+        assert refused is not None or np.array_equal(live.table.slot_of, simulated.home)
     live.fleet.up = simulated.up
     live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
-    simulated.follow(live.table.home)
+    simulated.follow(live.table.slot_of)
     live.end(np.flatnonzero(simulated.finished & ~live.table.assignment.finished))
     return bool(live.fleet.up)
 
@@ -312,4 +312,4 @@ def test_an_ended_sample_stays_out_of_a_move_and_nothing_is_refused() -> None:
     mirror(live, simulated)
     answer = [Move(0, 1, ints([0, 1]))]
     assert simulated.ask(answer) is live.ask(Beat(), answer) is None
-    assert live.table.home[:3].tolist() == simulated.home[:3].tolist() == [UNASSIGNED, 1, 0]
+    assert live.table.slot_of[:3].tolist() == simulated.home[:3].tolist() == [UNASSIGNED, 1, 0]

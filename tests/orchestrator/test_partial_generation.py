@@ -29,9 +29,9 @@ def journal(tmp_path: Path) -> Journal:
     return journal
 
 
-def request_of(begun: Mapping[str, int], groups: int, awaited: str = "") -> RolloutRequest:
+def request_of(begun: Mapping[str, int], groups: int, must_include: str = "") -> RolloutRequest:
     """Of step 3."""
-    return replace(draw("".join(begun)), selection=Selection(groups, frozenset(awaited), begun))
+    return replace(draw("".join(begun)), selection=Selection(groups, frozenset(must_include), begun))
 
 
 def stage_of(pool: FakePool, request: RolloutRequest, journal: Journal) -> GenerationStage:
@@ -74,7 +74,7 @@ async def test_unfinished_samples_keep_their_tokens_and_go_on_in_a_later_step(jo
 async def test_a_group_that_is_due_is_waited_for_and_one_that_is_complete_before_it_is_left(journal: Journal) -> None:
     begun = {"p": 1, "q": 3, "r": 3}
     pool = FakePool("a")
-    reader = Reader(stage_of(pool, request_of(begun, 2, awaited="p"), journal))
+    reader = Reader(stage_of(pool, request_of(begun, 2, must_include="p"), journal))
     await until(lambda: len(pool["a"].running) == 6)
     pool["a"].finish("r")
     pool["a"].finish("q")

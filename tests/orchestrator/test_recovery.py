@@ -13,7 +13,7 @@ from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.recovery import Recovered, Recovery
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.summary import tokens_per_s
 from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
@@ -29,7 +29,7 @@ class FakeRun:
         self.spec = SimpleNamespace(recovery=SimpleNamespace(per_step=2))
         learner = SimpleNamespace(learned_step=7)
         self.learner = SimpleNamespace(replicas=lambda: [learner])
-        self.keepers = SimpleNamespace(all_there=not learner_lost)
+        self.trainers = SimpleNamespace(all_there=not learner_lost)
         self.published = SimpleNamespace(version=WeightVersion("run", 1, 7, "d"))
         self.before = {"reward": 1.0}
         self.learner_size = None
@@ -47,7 +47,7 @@ class FakeRun:
         return self.published
 
     async def publish_again(self, before: int) -> None:
-        await Run.publish_again(self, before)  # type: ignore[arg-type]
+        await RLRun.publish_again(self, before)  # type: ignore[arg-type]
 
 
 class FakePool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fakes.rollouts import drawn
 from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.orchestrator.in_flight_samples import Redrawn, SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples, Redrawn
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.telemetry.metrics import METRICS
 
@@ -13,13 +13,13 @@ def rollout(tokens: list[int], logprob: float, reason: FinishReason) -> Rollout:
     return drawn("p", 0, tokens, [logprob] * len(tokens), seed=1, reason=reason)
 
 
-def table() -> SampleTable:
-    return SampleTable(3, [SampleItem("p", 0, (1,), seed=1)], slots=1)
+def table() -> InFlightSamples:
+    return InFlightSamples(3, [SampleItem("p", 0, (1,), seed=1)], slots=1)
 
 
-def came_back(samples: SampleTable, *rollouts: Rollout) -> Redrawn:
+def came_back(samples: InFlightSamples, *rollouts: Rollout) -> Redrawn:
     for one in rollouts:
-        samples.on[0] = 0
+        samples.request_of[0] = 0
         samples.take_back(one)
     return samples.redrawn
 

@@ -19,7 +19,7 @@ class FakeRun:
     """Saves each step; a checkpoint is written when the test says how it ends."""
 
     held_out = ()
-    keepers = SimpleNamespace(must_move=False)
+    trainers = SimpleNamespace(must_move=False)
     learner_size = None
     checkpoints = None
 

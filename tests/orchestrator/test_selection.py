@@ -67,7 +67,7 @@ class Draws:
         assert len({prompt_id for _, prompt_id in keys}) == len(keys), "no prompt is drawn twice at once"
         for key in keys:
             self.length_of.setdefault(key, min(int(self.lengths.paretovariate(1.2) * 10), 1000))
-        gate, iteration, complete = GroupGate(request.groups, request.selection.awaited), 0, set[tuple[int, str]]()
+        gate, iteration, complete = GroupGate(request.groups, request.selection.must_include), 0, set[tuple[int, str]]()
         done = {key: self.length_of[key] - self.tokens.get(key, 0) for key in keys}
         while gate.left:
             for key in keys:

@@ -42,7 +42,7 @@ async def test_engines_start_after_what_is_on_their_gpu(kind: str, apart: bool, 
         generation=engines,
         prefill=None,
         helpers=(scoring,),
-        keepers=SimpleNamespace(pools=(learner,)),
+        trainers=SimpleNamespace(pools=(learner,)),
         call=lambda step: step,
     )
     await start_functions(run, 1)  # type: ignore[arg-type]

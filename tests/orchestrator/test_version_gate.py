@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fakes.scene import weights_of
-from rlhfless.orchestrator.weight_sync import OneVersion
+from rlhfless.orchestrator.weight_sync import VersionGate
 from rlhfless.records import PublishedWeights
 
 
@@ -16,7 +16,7 @@ class Draws:
     """Draws that end when the test says so."""
 
     def __init__(self, *, in_flight: bool = False) -> None:
-        self.versions = OneVersion(in_flight=in_flight)
+        self.versions = VersionGate(in_flight=in_flight)
         self.versions.newest = weights_of(0)
         self.under_way: dict[str, int] = {}
         """By name: the step of the version that it draws with."""
@@ -29,7 +29,7 @@ class Draws:
         await settle()
 
     async def _draw(self, name: str, oldest: int, apart: PublishedWeights | None) -> None:
-        async with self.versions.drawing(oldest, apart) as published:
+        async with self.versions.generating(oldest, apart) as published:
             self.given[name] = published
             self.under_way[name] = published.version.step
             await self._over[name].wait()

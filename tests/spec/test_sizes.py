@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.messages import GenerateRequest, Sampling
-from rlhfless.orchestrator.in_flight_samples import RolloutRequest, SampleTable
+from rlhfless.orchestrator.in_flight_samples import InFlightSamples, RolloutRequest
 from rlhfless.records import Prompt, Work
 from rlhfless.spec import RunSpec
 from rlhfless.spec.explain import explain
@@ -131,7 +131,7 @@ def test_a_sample_takes_no_more_than_is_said(prompts: int, samples: int) -> None
     request = RolloutRequest(Call("run", 1, 1), given, samples, Sampling(16, 1.0), Work.GENERATE, 0, 1)
     tracemalloc.start()
     try:
-        table = SampleTable(1, [item for prompt in given for item in request.items(prompt)], 2)
+        table = InFlightSamples(1, [item for prompt in given for item in request.items(prompt)], 2)
         table.assignment.give(np.arange(prompts * samples), 0)
         table.on.update(dict.fromkeys(range(prompts * samples), 0))
         asked = GenerateRequest(tuple(table.items), request.sampling, "v", "actor", 1.0, 1.0, 1.0)

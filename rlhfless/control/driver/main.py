@@ -122,7 +122,7 @@ class _Attempt:
         link = Link(self._order, self._outbox, reporter.state, reporter.receive, self._end_replaced, marked=True)
         work = asyncio.create_task(self._work(spec, reporter, console))
         self._loop, self._task = asyncio.get_running_loop(), work
-        reporter.wake, reporter.cancel = link.wake, self._call_off
+        reporter.wake, reporter.cancel = link.wake, self._abort_all
         link.start()
         ended = DriverExit(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
         try:
@@ -163,7 +163,7 @@ class _Attempt:
                 raise InputError("the run cannot start", problems)
         return preflight(spec)
 
-    def _call_off(self, cause: StopCause | None) -> None:
+    def _abort_all(self, cause: StopCause | None) -> None:
         if not self._called_off:
             self._called_off.append(cause)
             self._task.cancel()

@@ -23,10 +23,10 @@ from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import DeviceWork, FunctionUsage, ReplicaNow
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.run_devices import NoDevices
-from rlhfless.orchestrator.base_run import TrainedRun
+from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import DevicesWanted, Host, StopCause, Verdict
 from rlhfless.orchestrator.ledger import Ledger
-from rlhfless.orchestrator.run import Run
+from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import Experience, Holding, Invocation, ReplicaState, in_order
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.scaling.accounting import usage
@@ -58,7 +58,7 @@ class Reporter(Host):
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._done = 0
         self._reported_calls = 0
-        self._run: TrainedRun | None = None
+        self._run: BaseRun | None = None
         self._wanted: DevicesWanted | None = None
         self._held: Callable[[str], int] = lambda _: 0
         self._usage: UsageReporter | None = None
@@ -93,7 +93,7 @@ class Reporter(Host):
             worked=[] if self._run is None else self._worked(self._run),
         )
 
-    def _worked(self, run: TrainedRun) -> list[DeviceWork]:
+    def _worked(self, run: BaseRun) -> list[DeviceWork]:
         """The calls since the last push. A push that is lost loses them: they are for the page alone."""
         count = run.ledger.calls
         calls = run.ledger.calls_after(self._reported_calls)
@@ -154,21 +154,21 @@ class Reporter(Host):
 
     # -- rlhfless.orchestrator.host.Host
 
-    def began(self, run: TrainedRun, held: Callable[[str], int]) -> int | None:
+    def began(self, run: BaseRun, held: Callable[[str], int]) -> int | None:
         self._run, self._held = run, held
         self.put("resolved", spec=run.spec.model_dump(mode="json"))
         self._usage = UsageReporter(run.ledger, self.put)
         return self._actors()
 
-    def drawn(self, run: Run, step: int, experience: Experience) -> None:
+    def drawn(self, run: RLRun, step: int, experience: Experience) -> None:
         samples = SampleReader(run.spec.rewards, self.special_tokens).of_step(experience)
         self.put("rollouts", step=step, samples=samples)
 
-    def evaluated(self, run: Run, step: int, sampled: Experience, greedy: Experience) -> None:
+    def evaluated(self, run: RLRun, step: int, sampled: Experience, greedy: Experience) -> None:
         samples = SampleReader(run.spec.rewards, self.special_tokens).of_evaluation(sampled, greedy)
         self.put("held_out_rollouts", step=step, samples=samples)
 
-    def after_step(self, run: TrainedRun, step: int) -> Verdict:  # noqa: ARG002
+    def after_step(self, run: BaseRun, step: int) -> Verdict:  # noqa: ARG002
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
             self._usage.report_if_due(run.pools.values())
@@ -266,7 +266,7 @@ FEWEST_S = 5.0
 """Shortest time between two bills."""
 
 
-def replicas_of(run: TrainedRun) -> list[ReplicaNow]:
+def replicas_of(run: BaseRun) -> list[ReplicaNow]:
     """The replicas of a run, now. Called from another thread: a change meanwhile is reported next time."""
     return [
         ReplicaNow(
@@ -285,7 +285,7 @@ def replicas_of(run: TrainedRun) -> list[ReplicaNow]:
     ]
 
 
-def worked_in(run: TrainedRun, calls: Sequence[Invocation]) -> list[DeviceWork]:
+def worked_in(run: BaseRun, calls: Sequence[Invocation]) -> list[DeviceWork]:
     """The calls whose replicas are still in a pool, with their devices."""
     pools = run.pools.values()
     places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
