@@ -23,8 +23,8 @@ from rl_steps import CONFIGS, Fit, known_of
 from smoke import parsed
 from where import machine
 
-from rlhfless.scaling.capabilities import ENGINE_TURN_S
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.fleet_constants import ENGINE_TURN_S
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.roofline import RUNTIME_S, Roofline

@@ -15,7 +15,7 @@ from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, rank_device
 from rlhfless.spec import ModelSpec, RunSpec
 
 if TYPE_CHECKING:
-    from rlhfless.scaling.function_kinds import FunctionKind
+    from rlhfless.scaling.function_specs import FunctionSpec
     from rlhfless.weights.address import StoreAddress
 
 
@@ -54,11 +54,11 @@ class Launch:
         """A model, with the longest sequence of the run as its context. See context_rope."""
         return model.model_copy(update={"max_context_tokens": self.max_model_len})
 
-    def planned(self, kind: FunctionKind, allocation: Allocation) -> Planned:
+    def planned(self, kind: FunctionSpec, allocation: Allocation) -> Planned:
         """The planned bytes of a replica or rank in an allocation, by phase."""
         return self.planned_bytes(allocation.devices[0].kind, allocation.ranks).get(kind.name, {})
 
-    def rank_bindings(self, kind: FunctionKind, allocation: Allocation) -> tuple[DeviceBinding, ...]:
+    def rank_bindings(self, kind: FunctionSpec, allocation: Allocation) -> tuple[DeviceBinding, ...]:
         """The devices of each rank of a replica."""
         wanted = kind.wanted(self.spec)
         ranks = allocation.ranks or (1 if wanted is None else wanted.ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.scaling.leases import RentalTerms
+from rlhfless.scaling.prices import RentalTerms
 from rlhfless.sim.setup import SlotSetup
 
 ROUNDING_S = 1e-6

@@ -14,8 +14,8 @@ from typing import cast
 
 import numpy as np
 
+from rlhfless.scaling.accounting import Interval
 from rlhfless.scaling.engine_model import EngineModel, ways_of
-from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
 from rlhfless.sim.kernel_state import Costs, Floats, Ints, Limits, Pool, Table, pool_of
 from rlhfless.sim.samples import StepProgress

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhfless.records import ReplicaState, Work
+from rlhfless.scaling.accounting import clip
 from rlhfless.scaling.assignment import Assignment
-from rlhfless.scaling.intervals import clip
 from rlhfless.scaling.policy import Assign, Move
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
 from rlhfless.sim.fleet import SimulatedFleet

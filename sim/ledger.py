@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
 from rlhfless.records.traces import Trace, TraceMeta
-from rlhfless.scaling.intervals import Interval, clip, union
+from rlhfless.scaling.accounting import Interval, clip, union
 from rlhfless.scaling.lifecycle import ReplicaIdentity
 from rlhfless.scaling.prices import PriceBook
 

@@ -15,7 +15,7 @@ import numpy as np
 from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
-from rlhfless.scaling.intervals import Interval
+from rlhfless.scaling.accounting import Interval
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel import JOIN_S
 from rlhfless.sim.kernel_state import Flags, Floats, Ints

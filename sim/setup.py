@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, FunctionRole, Work
-from rlhfless.scaling.capabilities import SimulatedTransport
-from rlhfless.scaling.leases import RentalTerms
+from rlhfless.scaling.fleet_constants import SimulatedTransport
 from rlhfless.scaling.placement import Allocation
+from rlhfless.scaling.prices import RentalTerms
 from rlhfless.sim.engine import EngineShape, PricedModel
 
 _ROUNDING = 1e-9

@@ -16,7 +16,7 @@ from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec.imports import add_import_paths, import_paths, load_target
 
@@ -60,7 +60,7 @@ class ColumnFunction(RankedFunction):
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> ColumnSettings:
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> ColumnSettings:
         """The settings of a replica in an allocation whose devices are bound."""
         spec = launch.spec
         return ColumnSettings(

@@ -15,7 +15,7 @@ from rlhfless.functions.training.actor import TrainingActor
 from rlhfless.functions.training.deployment import TrainedFunction
 from rlhfless.functions.training.settings import TrainedSettings
 from rlhfless.records import FloatArray
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import CriticSpec
 
@@ -55,7 +55,7 @@ class CriticFunction(TrainedFunction):
     actor = CriticActor
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> CriticSettings:
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> CriticSettings:
         """The settings of a replica in an allocation whose devices are bound."""
         spec = launch.spec
         assert spec.critic is not None, "the kind is wanted with it alone"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms
 from rlhfless.scaling.memory import MemoryPhase, on_device, sharded, value_phases, with_scores
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.placement import ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted | None:
+def _wanted(spec: RunSpec) -> ReplicaRequest | None:
     if spec.critic is None:
         return None
-    return Wanted(FunctionName.CRITIC, Site.BESIDE, ranks=spec.critic.world_size, ranks_key="critic.ranks")
+    return ReplicaRequest(
+        FunctionName.CRITIC, Site.LEARNER_SHARED, ranks=spec.critic.world_size, ranks_key="critic.ranks"
+    )
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
@@ -27,7 +29,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     return on_device(phases, terms.sheet.kind, critic.world_size, critic.copies)
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.CRITIC,
     FunctionRole.UPDATES,
     "rlhfless.functions.critic.deployment:CriticFunction",

@@ -52,7 +52,7 @@ from rlhfless.functions.launching import Launch, binding, is_shared
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
@@ -115,7 +115,7 @@ class GenerationFunction(Function):
     """One generation actor."""
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> GenerationSettings:
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> GenerationSettings:
         """The settings of a replica in an allocation whose devices are bound."""
         spec, device = launch.spec, allocation.devices[0].kind
         layers = None if launch.shape is None else launch.shape.layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
@@ -19,19 +19,19 @@ from rlhfless.scaling.memory import (
     engine_parts,
     kv_sequence_bytes,
 )
-from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
+from rlhfless.scaling.placement import CPU_KIND, ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted | None:
+def _wanted(spec: RunSpec) -> ReplicaRequest | None:
     if spec.supervised:
         return None
     return engines_wanted(spec, FunctionName.GENERATION, spec.scaling.generation.most_actors)
 
 
-def engines_wanted(spec: RunSpec, function: FunctionName, most: int) -> Wanted:
+def engines_wanted(spec: RunSpec, function: FunctionName, most: int) -> ReplicaRequest:
     """The devices of up to `most` engines of a function."""
-    return Wanted(function, Site.WINDOWS, replicas=most, devices=spec.generation.engine.devices_per_actor)
+    return ReplicaRequest(function, Site.PER_REPLICA, replicas=most, devices=spec.generation.engine.devices_per_actor)
 
 
 def _bounds(spec: RunSpec) -> Bounds:
@@ -92,7 +92,7 @@ def kv_tokens(
     return kv_bytes(spec, shape, sheet, draft) * sequence_tokens // sequence
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.GENERATION,
     FunctionRole.SAMPLES,
     "rlhfless.functions.generation.deployment:GenerationFunction",

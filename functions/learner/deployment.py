@@ -19,7 +19,7 @@ from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.actor import LearnerActor, LearnerSettings, StoreHome, SupervisedActor
 from rlhfless.functions.training.deployment import TrainedFunction
 from rlhfless.records import FloatArray, PublishedWeights, WeightVersion
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.memory import kept_versions
 from rlhfless.scaling.placement import Allocation
 
@@ -46,7 +46,7 @@ class LearnerFunction(TrainedFunction):
         return LearnerActor if settings.run_type == "rlhf" else SupervisedActor
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> LearnerSettings:
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> LearnerSettings:
         """The settings of a replica in an allocation whose devices are bound."""
         spec = launch.spec
         return LearnerSettings(

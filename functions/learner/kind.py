@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.records.ledger import BUCKET_BYTES
-from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.memory import (
     LOGITS_CHUNK_ELEMENTS,
@@ -21,15 +21,15 @@ from rlhfless.scaling.memory import (
     value_phases,
     with_scores,
 )
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.placement import ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted:
+def _wanted(spec: RunSpec) -> ReplicaRequest:
     learner = spec.learner
-    return Wanted(
+    return ReplicaRequest(
         FunctionName.LEARNER,
-        Site.SIDE,
+        Site.LEARNER,
         ranks=learner.world_size,
         ranks_key="learner.ranks",
         fewest_ranks=learner.min_ranks,
@@ -63,7 +63,7 @@ def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
     return with_scores(phases, shape, tokens, terms.sequence_tokens, learner.dtype, kept_layers)
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.LEARNER,
     FunctionRole.UPDATES,
     "rlhfless.functions.learner.deployment:LearnerFunction",

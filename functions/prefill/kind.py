@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rlhfless.functions.generation.kind import engine_phases, engines_wanted
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.scaling.function_kinds import Bounds, FunctionKind
-from rlhfless.scaling.placement import Wanted
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec
+from rlhfless.scaling.placement import ReplicaRequest
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted | None:
+def _wanted(spec: RunSpec) -> ReplicaRequest | None:
     prefill = spec.scaling.prefill
     return engines_wanted(spec, FunctionName.PREFILL, prefill.max_actors) if prefill.on else None
 
@@ -18,7 +18,7 @@ def _bounds(spec: RunSpec) -> Bounds:
     return Bounds(spec.scaling.prefill.min_actors, "scaling.prefill.min_actors are not released")
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.PREFILL,
     FunctionRole.PREFILLS,
     "rlhfless.functions.generation.deployment:GenerationFunction",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
+from rlhfless.scaling.function_specs import FunctionSpec, MemoryTerms, held
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, on_device, reference_phase, with_scores
-from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
+from rlhfless.scaling.placement import CPU_KIND, ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
 
 
-def _wanted(spec: RunSpec) -> Wanted | None:
+def _wanted(spec: RunSpec) -> ReplicaRequest | None:
     if not spec.needs_reference:
         return None
-    return Wanted(
-        FunctionName.REFERENCE, Site.BESIDE, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"
+    return ReplicaRequest(
+        FunctionName.REFERENCE, Site.LEARNER_SHARED, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"
     )
 
 
@@ -41,7 +41,7 @@ def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPha
     return with_scores([phase], shape, tokens, terms.sequence_tokens, learner.dtype, 0)[0]
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.REFERENCE,
     FunctionRole.COLUMN,
     "rlhfless.functions.column.deployment:ColumnFunction",

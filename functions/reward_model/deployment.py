@@ -16,7 +16,7 @@ from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.functions.scoring.deployment import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, RewardSample, combined
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import OnFailure, RewardModelSpec
 
@@ -68,7 +68,7 @@ class RewardModelFunction(RankedFunction):
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> RewardModelSettings:
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> RewardModelSettings:
         """The settings of a replica in an allocation whose devices are bound."""
         return RewardModelSettings(
             run_id=launch.run_id,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
+from rlhfless.scaling.function_specs import FunctionSpec, MemoryTerms, held
 from rlhfless.scaling.memory import MemoryPhase, Scored, on_device, score_phase
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.placement import ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
 
 
-def _wanted(spec: RunSpec) -> Wanted | None:
+def _wanted(spec: RunSpec) -> ReplicaRequest | None:
     if not spec.reward_models:
         return None
     ranks = count_of(spec.scoring.reward_model_ranks)
-    return Wanted(FunctionName.REWARD_MODEL, Site.BESIDE, ranks=ranks, ranks_key="scoring.reward_model_ranks")
+    return ReplicaRequest(
+        FunctionName.REWARD_MODEL, Site.LEARNER_SHARED, ranks=ranks, ranks_key="scoring.reward_model_ranks"
+    )
 
 
 def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
@@ -24,7 +26,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     return on_device([score_phase(models, ranks)], terms.sheet.kind, ranks)
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.REWARD_MODEL,
     FunctionRole.SCORES,
     "rlhfless.functions.reward_model.deployment:RewardModelFunction",

@@ -13,7 +13,7 @@ from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, Fu
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.records import Group, Prompt, Sample, Score
 from rlhfless.rewards import Rewards, RewardSample
-from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RewardSpec, ScoringSpec
 from rlhfless.spec.imports import add_import_paths, import_paths
@@ -34,7 +34,7 @@ class ScoringFunction(Function):
     """One scoring replica."""
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> ScoringSettings:  # noqa: ARG004
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> ScoringSettings:  # noqa: ARG004
         """The settings of a replica in an allocation whose devices are bound."""
         return ScoringSettings(
             run_id=launch.run_id,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from rlhfless.records import FunctionName, FunctionRole
-from rlhfless.scaling.function_kinds import FunctionKind, held
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.function_specs import FunctionSpec, held
+from rlhfless.scaling.placement import ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 
 
-def _wanted(spec: RunSpec) -> Wanted | None:
+def _wanted(spec: RunSpec) -> ReplicaRequest | None:
     if spec.supervised:
         return None
-    return Wanted(FunctionName.SCORING, Site.CORES, devices=spec.scoring.workers)
+    return ReplicaRequest(FunctionName.SCORING, Site.CPU, devices=spec.scoring.workers)
 
 
-KIND = FunctionKind(
+KIND = FunctionSpec(
     FunctionName.SCORING,
     FunctionRole.SCORES,
     "rlhfless.functions.scoring.deployment:ScoringFunction",

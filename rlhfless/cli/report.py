@@ -15,10 +15,8 @@ from rlhfless.orchestrator.driver import Outcome
 from rlhfless.prepare.faults import SkippedRows
 from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
-from rlhfless.scaling.accounting import Summary, summarise
-from rlhfless.scaling.acquisition import by_kind, mean_phases
-from rlhfless.scaling.prices import PriceBook
-from rlhfless.scaling.step_times import Phase
+from rlhfless.scaling.accounting import Phase, Summary, summarise
+from rlhfless.scaling.prices import PriceBook, by_kind, mean_phases
 from rlhfless.telemetry.numbers import count, decimal, money
 from rlhfless.telemetry.terminal import whole
 

@@ -21,7 +21,7 @@ from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Replicas
 from rlhfless.functions.base import Call
 from rlhfless.records import FunctionRole, ReplicaState, SleepTier, WeightVersion
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
 from rlhfless.util.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)

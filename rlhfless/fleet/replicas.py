@@ -15,7 +15,7 @@ from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.function_kinds import Bounds, FunctionKind
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import TimeoutsSpec
 from rlhfless.util.tasks import gather_or_cancel
@@ -25,7 +25,7 @@ from rlhfless.util.tasks import gather_or_cancel
 class Blueprint:
     """How to build a function's replicas."""
 
-    kind: FunctionKind
+    kind: FunctionSpec
     deployment: type
     settings: Callable[[Allocation], Any]
     """The deployment's settings for a replica in an allocation whose devices are bound."""
@@ -61,7 +61,7 @@ class Replicas:
         self._removed: set[str] = set()
 
     @property
-    def kind(self) -> FunctionKind:
+    def kind(self) -> FunctionSpec:
         return self._blueprint.kind
 
     @property

@@ -36,8 +36,8 @@ from rlhfless.fleet.reservations import (
 )
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.scaling.accelerators import NODE_LABEL
-from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
+from rlhfless.scaling.prices import Acquired, fitting
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.progress import FOR_DEVICES
 from rlhfless.util.tasks import gather_or_cancel

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.scaling.function_kinds import no_phases
+from rlhfless.scaling.function_specs import no_phases
 from rlhfless.scaling.placement import Allocation
 from rlhfless.util.tasks import gather_or_cancel
 
@@ -39,7 +39,7 @@ class Taker(Protocol):
         """Get it back. Idempotent."""
 
 
-class Lent(Protocol):
+class DeviceLease(Protocol):
     """The run's turn on devices that it shares with other runs."""
 
     async def take(self, within_s: float | None = None) -> None:
@@ -65,7 +65,7 @@ a change of turn costs from hundreds of milliseconds to seconds."""
 class Turns:
     """The turns of functions that share devices, directly or by way of others."""
 
-    def __init__(self, takers: Sequence[Taker], lent: Lent | None = None) -> None:
+    def __init__(self, takers: Sequence[Taker], lent: DeviceLease | None = None) -> None:
         self._takers = takers
         self._lent = lent
         self._owner: Taker | None = None
@@ -144,7 +144,9 @@ class Turns:
                 change.set_result(None)
 
 
-def take_turns(pools: Iterable[ReplicaPool], lent: Callable[[Sequence[Allocation]], Lent] | None = None) -> list[Turns]:
+def take_turns(
+    pools: Iterable[ReplicaPool], lent: Callable[[Sequence[Allocation]], DeviceLease] | None = None
+) -> list[Turns]:
     """Pools that share devices, and hold memory there, take turns from now on. All devices that a chain of such pools
     joins have one owner: the learner's ranks work together, so it owns all of its devices or none. With `lent`, which
     knows the run's turn on devices that it shares with other runs, each pool takes turns, if only with these."""

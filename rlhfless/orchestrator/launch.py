@@ -32,7 +32,7 @@ from rlhfless.planning.host_memory import Needed, Room, on_this_node, room_at, r
 from rlhfless.planning.inputs import loading_bytes, planned, shared_kv_bytes, with_ranks
 from rlhfless.prepare.prepared import Prepared
 from rlhfless.records import FunctionRole, Prompt
-from rlhfless.scaling.function_kinds import kinds_of, name_of, publisher_of
+from rlhfless.scaling.function_specs import kinds_of, name_of, publisher_of
 from rlhfless.scaling.memory import CACHED_VERSIONS, stored_versions, version_bytes
 from rlhfless.scaling.placement import CPU_KIND, Device, Node, Placement
 from rlhfless.spec import RunSpec, Transport

@@ -20,11 +20,8 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
-from rlhfless.scaling.accounting import Spent, cold_starts
-from rlhfless.scaling.acquisition import Acquired, AcquisitionLags, mean_phases, started
-from rlhfless.scaling.intervals import length, union
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
-from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
+from rlhfless.scaling.accounting import Spent, StepTimes, cold_starts, length, recovery_until_s, step_times, union
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, AcquisitionLags, PriceBook, mean_phases, started
 
 log = logging.getLogger(__name__)
 

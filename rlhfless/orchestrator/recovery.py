@@ -28,7 +28,7 @@ from rlhfless.planning.host_memory import on_this_node
 from rlhfless.planning.inputs import devices_of, rank_counts
 from rlhfless.records import Decision, Work
 from rlhfless.records.checkpoints import CheckpointError
-from rlhfless.scaling.function_kinds import publisher_of
+from rlhfless.scaling.function_specs import publisher_of
 from rlhfless.scaling.learner_ranks import LEARNER_RANKS, Candidates, allocations_with, most_ranks
 from rlhfless.scaling.placement import Allocation, Node, Placement
 from rlhfless.util.tasks import gather_or_cancel, is_stopping

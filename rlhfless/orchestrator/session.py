@@ -39,7 +39,7 @@ from rlhfless.records.journal import Journal
 from rlhfless.records.ledger import JOURNAL_FILE as JOURNAL_FILE
 from rlhfless.records.ledger import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
-from rlhfless.scaling.function_kinds import name_of, place_run, publisher_of
+from rlhfless.scaling.function_specs import name_of, place_run, publisher_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import PriceBook, load_price_book

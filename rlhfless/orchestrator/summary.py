@@ -14,8 +14,7 @@ from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
-from rlhfless.scaling.intervals import length, union
-from rlhfless.scaling.step_times import Phase, StepTimes
+from rlhfless.scaling.accounting import Phase, StepTimes, length, union
 
 
 def drawn_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from rlhfless.orchestrator.ledger import StepAttempt
 from rlhfless.orchestrator.summary import own_seconds
 from rlhfless.records import FloatArray, StepRecord, Work
 from rlhfless.records.rollouts import Example
-from rlhfless.scaling.step_times import Phase
+from rlhfless.scaling.accounting import Phase
 
 
 @dataclass(kw_only=True)

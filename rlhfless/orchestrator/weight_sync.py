@@ -29,7 +29,7 @@ from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import Loaded, LoadProof
 from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, SleepTier, StartPhase, WeightVersion, Work
-from rlhfless.scaling.capabilities import TIERS
+from rlhfless.scaling.fleet_constants import TIERS
 from rlhfless.scaling.placement import Device
 from rlhfless.spec import RunSpec
 from rlhfless.util.tasks import beside, gather_or_cancel

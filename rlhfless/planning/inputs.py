@@ -16,7 +16,7 @@ from rlhfless.planning.resolve import device_problems, is_set, placed, settled, 
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionRole
-from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of
+from rlhfless.scaling.function_specs import MemoryTerms, kinds_of
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.known_models import known_config

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.functions.generation.kind import kv_tokens
 from rlhfless.functions.learner.kind import learner_phases
-from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, place_run, wanted_of
+from rlhfless.scaling.function_specs import MemoryTerms, Rewards, kinds_of, place_run, replica_requests
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.scaling.memory import (
@@ -45,7 +45,7 @@ class FunctionPlan:
     function: str
     phases: tuple[MemoryPhase, ...]
     publishes: bool = False
-    """See FunctionKind."""
+    """See FunctionSpec."""
 
     @property
     def largest(self) -> MemoryPhase:
@@ -155,7 +155,7 @@ def memory_plan(
     memory = {each.kind: _memory_bytes(each, host_bytes) for each in (sheet, of_learner)}
     windows = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards, draft)
     beside = replace(windows, sheet=of_learner)
-    engines = {wanted.function for wanted in wanted_of(spec) if wanted.site is Site.WINDOWS}
+    engines = {wanted.function for wanted in replica_requests(spec) if wanted.site is Site.PER_REPLICA}
     kinds = {
         kind.name: FunctionPlan(kind.name, kind.phases(windows if kind.name in engines else beside), kind.publishes)
         for kind in kinds_of(spec)
@@ -248,10 +248,10 @@ def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str])
     """The functions, of these, that have a replica or rank on each device, once for each replica or rank."""
     placement = _placement(spec, kind, count)
     by_device: defaultdict[Device, list[str]] = defaultdict(list)
-    for wanted in (wanted for wanted in wanted_of(spec) if wanted.function in names):
+    for wanted in (wanted for wanted in replica_requests(spec) if wanted.function in names):
         for allocation in placement.allocations[wanted.function]:
             devices = allocation.devices
-            if wanted.site is not Site.WINDOWS:
+            if wanted.site is not Site.PER_REPLICA:
                 devices = tuple(devices[rank % len(devices)] for rank in range(wanted.ranks))
             for device in devices:
                 by_device[device].append(wanted.function)

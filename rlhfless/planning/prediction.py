@@ -26,7 +26,7 @@ from rlhfless.planning.question import Question
 from rlhfless.planning.redraw_cost import Drawn, signal_of
 from rlhfless.records.ledger import added
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.intervals import Interval, length, union
+from rlhfless.scaling.accounting import Interval, length, union
 from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rlhfless.planning.prediction import Lengths
 from rlhfless.planning.question import Question
-from rlhfless.scaling.capabilities import KV_BYTES_PER_S, MOVE_S, kv_token_s
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.engine_speeds import prior_of
+from rlhfless.scaling.fleet_constants import KV_BYTES_PER_S, MOVE_S, kv_token_s
 from rlhfless.scaling.latency.roofline import RUNTIME_S
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prefill import AlikeEngines, PoolComparison, StepShape, compare

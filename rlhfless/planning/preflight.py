@@ -146,7 +146,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     # Imported here, because it imports torch: a fault found earlier should not wait for that.
     from rlhfless.prepare.machine import local_node
     from rlhfless.scaling.accelerators import UnknownAccelerator
-    from rlhfless.scaling.function_kinds import place_run
+    from rlhfless.scaling.function_specs import place_run
     from rlhfless.scaling.placement import PlacementError
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhfless.planning.memory_plan import MemoryPlan, learner_sheet, memory_plan
-from rlhfless.scaling.function_kinds import Rewards
+from rlhfless.scaling.function_specs import Rewards
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import RunSpec, ScheduleSpec

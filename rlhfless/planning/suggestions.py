@@ -14,7 +14,7 @@ from typing import Any
 from rlhfless.planning.memory_plan import MemoryPlan
 from rlhfless.planning.question import FRACTIONS, TENSOR_PARALLEL_SIZES, Question, edited, more_ranks
 from rlhfless.planning.resolve import FRACTION, TENSOR_PARALLEL, TURNS, is_set, may_take_turns, placed
-from rlhfless.scaling.function_kinds import wanted_of
+from rlhfless.scaling.function_specs import replica_requests
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
 
@@ -115,8 +115,8 @@ def _of_ranks(asked: Question) -> Iterator[Edit]:
             yield Edit(text, values)
     side = asked.count if colocated else spec.placement.learner_devices
     open_keys = {"reference.ranks": spec.reference.ranks, "scoring.reward_model_ranks": spec.scoring.reward_model_ranks}
-    for wanted in wanted_of(spec):
-        if wanted.site is Site.BESIDE and wanted.ranks_key and open_keys.get(wanted.ranks_key) != "auto":
+    for wanted in replica_requests(spec):
+        if wanted.site is Site.LEARNER_SHARED and wanted.ranks_key and open_keys.get(wanted.ranks_key) != "auto":
             yield from (_edit(wanted.ranks_key, more) for more in more_ranks(side, wanted.ranks))
 
 

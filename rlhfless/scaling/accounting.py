@@ -10,26 +10,28 @@ so that busy + idle + cold = provisioned, and the cost is the sum of holdings x 
 them. If sleep in host memory has a price, a sleeping replica is billed at that price, and holds no device. Invocations
 that overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
 
-rlhfless.scaling.step_times splits the time of a step.
+The wall time of a step is split by kind of work (`step_times`), and the seller's rounding is added by lease
+(`leased_usd`).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from enum import StrEnum
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 
-from rlhfless.records import Holding, Invocation, ReplicaState, Work, in_order
+from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work, in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.acquisition import Acquired, started
-from rlhfless.scaling.intervals import Interval, clip, length, union
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
-from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, Acquired, Billing, PriceBook, RentalTerms, started
 from rlhfless.spec import LimitsSpec
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -249,3 +251,206 @@ def reached(limits: LimitsSpec, spent: Spent) -> str:
         if limit is not None and value >= limit:
             return f"limits.{key} is {limit:g}, and the run has used {value:.4g}"
     return ""
+
+
+class Phase(StrEnum):
+    """A kind of work in a step."""
+
+    GENERATION = "generation"
+    HELD_OUT = "held_out"
+    SCORING = "scoring"
+    REFERENCE = "reference"
+    CRITIC = "critic"
+    """The critic's values and its updates."""
+    COLUMNS = "columns"
+    """Columns and updates of the user's own functions."""
+    LEARN = "learn"
+    SYNC = "sync"
+    CHECKPOINT = "checkpoint"
+
+
+PHASES: Mapping[Work, Phase] = MappingProxyType(
+    {
+        Work.GENERATE: Phase.GENERATION,
+        Work.PRECOMPUTE: Phase.GENERATION,
+        Work.HELD_OUT: Phase.HELD_OUT,
+        Work.SCORE: Phase.SCORING,
+        Work.LOGPROBS: Phase.REFERENCE,
+        Work.EVALUATE: Phase.LEARN,  # the learner's own pass over the batch, before its first update
+        Work.LEARN: Phase.LEARN,
+        Work.PUBLISH: Phase.SYNC,
+        Work.PROVE_LOADING: Phase.SYNC,
+        Work.LOAD_WEIGHTS: Phase.SYNC,
+        Work.SLEEP: Phase.SYNC,
+        Work.WAKE: Phase.SYNC,
+        Work.CHECKPOINT: Phase.CHECKPOINT,
+        Work.RESTORE: Phase.CHECKPOINT,
+    }
+)
+
+_COLUMN_PHASES: Mapping[str, Phase] = MappingProxyType(
+    {FunctionName.REFERENCE: Phase.REFERENCE, FunctionName.CRITIC: Phase.CRITIC}
+)
+
+
+def phase_of(call: Invocation) -> Phase:
+    """The phase of a call. Several functions compute a column of the batch or learn; each counts under its own name."""
+    phase = PHASES[call.work]
+    learns_apart = phase is Phase.LEARN and call.function != FunctionName.LEARNER
+    return column_phase(call.function) if phase is Phase.REFERENCE or learns_apart else phase
+
+
+def column_phase(function: str) -> Phase:
+    """The phase of a function that computes a column of the batch."""
+    return _COLUMN_PHASES.get(function, Phase.COLUMNS)
+
+
+OVERHEAD = frozenset({Work.PUBLISH, Work.PROVE_LOADING, Work.LOAD_WEIGHTS})
+"""Work that exists only because learner and engines are separate; a single process would not have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The wall time of one step, by kind of work."""
+
+    step: int
+    wall_s: float
+    phases_s: Mapping[Phase, float]
+    """Wall time in which work of this phase ran, from the end of the recovery on. Phases may overlap."""
+    outside_s: float
+    """Wall time in which no function worked; moving weights (OVERHEAD) does not count as work."""
+    recovery_s: float
+    """Wall time before the successful try; work in it is in no phase, and in no other figure but `wall_s`."""
+
+
+def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes:
+    """Splits a step's wall time by what ran within it, whichever step that work was for.
+
+    wall = recovery + outside + the time in which at least one function worked.
+    """
+    phases: dict[Phase, list[Interval]] = defaultdict(list)
+    working: list[Interval] = []
+    for call in invocations:
+        if call.start_s < step.end_s and call.end_s > step.resumed_s:
+            within = (max(call.start_s, step.resumed_s), min(call.end_s, step.end_s))
+            phases[phase_of(call)].append(within)
+            if call.work not in OVERHEAD:
+                working.append(within)
+    covered_s = length(union(working))
+    return StepTimes(
+        step=step.step,
+        wall_s=step.end_s - step.start_s,
+        phases_s={phase: length(union(phases[phase])) for phase in Phase},
+        outside_s=max(step.end_s - step.resumed_s - covered_s, 0.0),
+        recovery_s=step.resumed_s - step.start_s,
+    )
+
+
+def recovery_until_s(step: int, tried_s: float, invocations: Iterable[Invocation]) -> float:
+    """When the recovery of a step ended, with the last try begun at `tried_s`: when the first function worked in it.
+
+    Until then new replicas start and load weights. `tried_s` if no function worked.
+    """
+    works = (call.start_s for call in invocations if call.step == step and call.work not in OVERHEAD)
+    return min((start_s for start_s in works if start_s >= tried_s), default=tried_s)
+
+
+def calls_within(steps: Iterable[StepRecord], invocations: Iterable[Invocation]) -> Iterator[list[Invocation]]:
+    """For each step the calls that may overlap it, without a pass over the whole run for each step."""
+    ordered = sorted(invocations, key=attrgetter("start_s"))
+    latest_s = list(accumulate((call.end_s for call in ordered), max))
+    for step in steps:
+        last = bisect_left(ordered, step.end_s, key=attrgetter("start_s"))
+        yield ordered[bisect_right(latest_s, step.start_s) : last]
+
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same instants as sorted, disjoint, non-empty intervals."""
+    merged: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    """Sum of the lengths of disjoint intervals, in seconds."""
+    return math.fsum(end - start for start, end in disjoint)
+
+
+def clip(disjoint: list[Interval], start: float, end: float) -> list[Interval]:
+    """The part of sorted, disjoint intervals that lies within [start, end)."""
+    first = max(bisect_right(disjoint, (start, math.inf)) - 1, 0)
+    inside = disjoint[first : bisect_left(disjoint, (end, -math.inf))]
+    if inside and inside[0][1] <= start:
+        del inside[0]
+    if inside:
+        inside[0] = (max(inside[0][0], start), inside[0][1])
+        inside[-1] = (inside[-1][0], min(inside[-1][1], end))
+    return inside
+
+
+@dataclass(frozen=True, slots=True)
+class BilledLease:
+    """A *lease* of a device: from when any replica holds it until none does, and until it is no longer paid for. A
+    replica that takes the device before that time is over finds it paid, and the lease goes on."""
+
+    device: str
+    device_kind: str
+    start_s: float
+    end_s: float
+    paid_until_s: float
+    held_s: float
+    """Time in which a replica held it."""
+
+    @property
+    def unused_s(self) -> float:
+        """Time that is paid for, and in which no replica held it."""
+        return self.paid_until_s - self.start_s - self.held_s
+
+
+def billed_s(held_s: float, billing: Billing | None) -> float:
+    """The seconds that the seller bills for a machine that was kept for `held_s`."""
+    return RentalTerms.of([billing], reacquire_s=0.0).paid_until_s(0.0, held_s)
+
+
+def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[BilledLease]:
+    """The leases under the holdings, by device and time. Raises PriceError for a kind without a price."""
+    held: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    for holding in holdings:
+        if prices.occupies(holding):
+            held[holding.device_kind, holding.device].append((holding.start_s, holding.end_s))
+    return [
+        lease
+        for (kind, device), intervals in sorted(held.items())
+        for lease in _of_device(device, kind, union(intervals), prices.device(kind).billing)
+    ]
+
+
+def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
+    """The cost of the holdings with rounding by sellers: `cost_usd`, and paid time in which no replica held the device.
+
+    Equal to `cost_usd` where no kind has `billing`. Raises PriceError for a kind without a price.
+    """
+    known = list(holdings)
+    unused = (
+        lease.unused_s * prices.device(lease.device_kind).usd_per_hour / SECONDS_PER_HOUR
+        for lease in leases(known, prices)
+    )
+    return prices.cost_usd(known) + math.fsum(unused)
+
+
+def _of_device(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[BilledLease]:
+    merged: list[BilledLease] = []
+    for start_s, end_s in disjoint:
+        held_s = end_s - start_s
+        if merged and start_s <= merged[-1].paid_until_s:
+            before = merged.pop()
+            start_s, held_s = before.start_s, before.held_s + held_s
+        merged.append(BilledLease(device, kind, start_s, end_s, start_s + billed_s(end_s - start_s, billing), held_s))
+    return merged

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Decision, FunctionRole, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.leases import RentalTerms
+from rlhfless.scaling.prices import RentalTerms
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -4,25 +4,28 @@ A YAML file of the user's, by default the prices in the table of devices (`devic
 docs/prices.md is the guide. Every figure carries its source and date, because rental prices differ by a factor of three
 between sellers and change by the month.
 
-The bill of a run (`cost_usd`) is time held x price, to the second. Rounding by a seller concerns the machine, which
-outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
+The bill of a run (`cost_usd`) is time held x price, to the second. `accounting.leased_usd` adds the rounding by
+sellers, and `RentalTerms` has it for policies. `AcquisitionLags` has how long devices take to come.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from importlib.resources import files
+from statistics import fmean, median
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rlhfless.records import Holding, ReplicaState
-from rlhfless.scaling.placement import Device
+from rlhfless.records import START, Decision, Holding, ReplicaState, StartPhase
+from rlhfless.scaling.placement import Device, DeviceGroup, Node
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.files import read_values
@@ -276,3 +279,154 @@ def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
         priced = [{"kind": kind, **price} for kind, price in terms.items() if price is not None]
         return PriceBook.model_validate({"devices": priced})
     return read_values(path, PriceBook, "correct `scaling.prices`, or leave it out for the bundled price book")
+
+
+# A time that is a multiple of the granularity but for rounding is not rounded up to the next one.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class RentalTerms:
+    """How devices are rented, for policies and the simulator."""
+
+    granularity_s: float = 0.0
+    """A lease is billed in multiples of this; 0 bills the time used."""
+    minimum_s: float = 0.0
+    """Shortest lease that is billed."""
+    reacquire_s: float = 0.0
+    """Seconds from asking for a device that was given back until it is there, each time; not billed."""
+
+    @classmethod
+    def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> RentalTerms:
+        """The dearest of the terms of several kinds of devices."""
+        known = [billing for billing in billings if billing is not None]
+        granularity_s = max((billing.granularity_s for billing in known), default=0.0)
+        return cls(granularity_s, max((billing.minimum_s for billing in known), default=0.0), reacquire_s)
+
+    @property
+    def free(self) -> bool:
+        """Whether a device can be given back and taken again at no cost."""
+        return self == RentalTerms()
+
+    def paid_until_s(self, start_s: float, end_s: float) -> float:
+        """The end of the time that is paid for, of a lease that is held from `start_s` to `end_s`."""
+        return start_s + self._billed_s(end_s - start_s)
+
+    def _billed_s(self, held_s: float) -> float:
+        if held_s <= 0:
+            return 0.0
+        at_least_s = max(held_s, self.minimum_s)
+        if self.granularity_s == 0:
+            return at_least_s
+        return max(math.ceil(at_least_s / self.granularity_s - _ROUNDING) * self.granularity_s, held_s)
+
+    def another_s(self, lease_s: float) -> float:
+        """Expected seconds that one more lease of about `lease_s` is billed beyond its use."""
+        return self.granularity_s / 2 + max(self.minimum_s - lease_s, 0.0)
+
+
+ACQUIRE = "acquire"
+"""Kind of the decisions that say how long devices were waited for."""
+
+RECENT = 8
+"""Waits of a kind that an estimate is made of: it follows a cloud whose machines become rare within a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """Devices of one node that a run asked for and got."""
+
+    device_kind: str
+    devices: int
+    asked_s: float  # unix time
+    held_s: float
+    node_came: bool
+    """Their node was not in the cluster when they were asked for."""
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds from the demand until the devices were held."""
+        return self.held_s - self.asked_s
+
+    def decision(self, step: int) -> Decision:
+        """The wait as a row of the trace."""
+        inputs: dict[str, float | int | str | bool] = {
+            "device_kind": self.device_kind,
+            "devices": self.devices,
+            "lag_s": self.lag_s,
+            "node_came": self.node_came,
+        }
+        return Decision(step, self.asked_s, ACQUIRE, f"{self.devices} x {self.device_kind}", inputs)
+
+    @classmethod
+    def of(cls, decisions: Iterable[Decision]) -> list[Acquired]:
+        """The rows of a trace that are of this kind."""
+        return [
+            cls(
+                str(row.inputs["device_kind"]),
+                int(row.inputs["devices"]),
+                row.at_s,
+                row.at_s + float(row.inputs["lag_s"]),
+                bool(row.inputs["node_came"]),
+            )
+            for row in decisions
+            if row.kind == ACQUIRE
+        ]
+
+
+class AcquisitionLags:
+    """Estimates how long devices take whose node has to be brought by an autoscaler."""
+
+    def __init__(self, prices: PriceBook, earlier: Iterable[Acquired] = ()) -> None:
+        self._prices = prices
+        self._lags_s: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        for acquired in earlier:
+            self.add(acquired)
+
+    def add(self, acquired: Acquired) -> None:
+        """Learns from a wait; one for devices of a node that was present says nothing about a node that has to come."""
+        if acquired.node_came:
+            self._lags_s[acquired.device_kind].append(acquired.lag_s)
+
+    def lag_s(self, kind: str) -> float:
+        """The median of the last measured lags of a kind; before the first, `provisioning.lag_s` of the price book, or
+        0 if that has none."""
+        if measured := self._lags_s.get(kind):
+            return median(measured)
+        provisioning = self._prices.device(kind).provisioning
+        return 0.0 if provisioning is None else provisioning.lag_s
+
+
+def fitting(groups: Sequence[DeviceGroup], nodes: Sequence[Node]) -> frozenset[str]:
+    """Names of the groups that fit, one after the other, on what is free on the nodes that are there."""
+    free = Counter({(node.name, kind): node.free(kind) for node in nodes for kind in {group.kind for group in groups}})
+    fits = set()
+    for group in groups:
+        node = next((node.name for node in nodes if free[node.name, group.kind] >= len(group.devices)), None)
+        if node is not None:
+            free[node, group.kind] -= len(group.devices)
+            fits.add(group.name)
+    return frozenset(fits)
+
+
+def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], list[float]]]:
+    """By device kind: lags of devices whose node was there, and of devices whose node came."""
+    lags_s: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for one in acquired:
+        lags_s[one.device_kind][one.node_came].append(one.lag_s)
+    return lags_s
+
+
+def started(decisions: Iterable[Decision]) -> list[dict[str, float]]:
+    """The starts of engines in these rows: the seconds of each phase, by StartPhase."""
+    starts = [decision.inputs for decision in decisions if decision.kind == START]
+    return [
+        {name.removesuffix("_s"): float(value) for name, value in inputs.items() if name.endswith("_s")}
+        for inputs in starts
+    ]
+
+
+def mean_phases(starts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean seconds of each phase, in the order of StartPhase; a phase counts as 0 in a start without it."""
+    present = [str(phase) for phase in StartPhase if any(phase in start for start in starts)]
+    return {phase: fmean(start.get(phase, 0.0) for start in starts) for phase in present}

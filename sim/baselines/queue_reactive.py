@@ -18,8 +18,7 @@ from typing import Annotated, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
-from rlhfless.scaling.policies.fleet_actions import assign_to_least, note, rescue, start
-from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
+from rlhfless.scaling.policies.fleet import Contexts, PolicyContext, assign_to_least, note, rescue, start
 from rlhfless.scaling.policy import (
     Action,
     Beat,

@@ -21,8 +21,16 @@ from pydantic import Field
 
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.cost_aware.group_times import ActorTypeCache, Floats, GroupTimes, responses
-from rlhfless.scaling.policies.fleet_actions import Inputs, note, rescue, samples_by_prompt, start
-from rlhfless.scaling.policies.fleet_layout import Contexts, Layout, PolicyContext
+from rlhfless.scaling.policies.fleet import (
+    Contexts,
+    Inputs,
+    Layout,
+    PolicyContext,
+    note,
+    rescue,
+    samples_by_prompt,
+    start,
+)
 from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,

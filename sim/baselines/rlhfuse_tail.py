@@ -16,15 +16,16 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from rlhfless.scaling.policies.fleet_actions import (
+from rlhfless.scaling.policies.fleet import (
+    Contexts,
     Inputs,
+    PolicyContext,
     assign_groups,
     note,
     rescue,
     shares_to_least,
     start,
 )
-from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Lost, Move, StepBegan, StepView
 from rlhfless.spec.base import SpecModel
 

@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 
 from rlhfless.records import Holding
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.accounting import usage
-from rlhfless.scaling.intervals import Interval, length, union
-from rlhfless.scaling.leases import billed_s, leased_usd
+from rlhfless.scaling.accounting import Interval, billed_s, leased_usd, length, union, usage
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 
 

@@ -17,9 +17,8 @@ import numpy as np
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work, in_order
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.accounting import clip, cold_starts, length, union
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.latency.devices import device_of, load_devices
 from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline

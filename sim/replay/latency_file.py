@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from rlhfless.scaling.accounting import Phase, column_phase
 from rlhfless.scaling.latency.fitted import BentEngine
 from rlhfless.scaling.latency.timeline import KNOTS
-from rlhfless.scaling.step_times import Phase, column_phase
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.files import read_values

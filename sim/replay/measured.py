@@ -8,10 +8,8 @@ from statistics import fmean
 
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.accounting import cold_starts
-from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.accounting import Phase, clip, cold_starts, length, step_times, union
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.step_times import Phase, step_times
 
 STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.CRITIC, Phase.COLUMNS, Phase.LEARN, Phase.SYNC)
 """The simulated stages of a step."""

@@ -18,7 +18,7 @@ from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, WeightVersion, Work
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.capabilities import MOVE_S
+from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel

@@ -18,10 +18,9 @@ from rlhfless.records import StepRecord, Work, in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.intervals import clip, union
+from rlhfless.scaling.accounting import Phase, clip, column_phase, step_times, union
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.scaling.step_times import Phase, column_phase, step_times
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s

@@ -11,11 +11,18 @@ import math
 from rlhfless.prefixes.packing import ON_CPUS, Packing
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.capabilities import MOVE_S
+from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.latency.startup import start_s
-from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, load_price_book
+from rlhfless.scaling.prices import (
+    SECONDS_PER_HOUR,
+    Billing,
+    DevicePrice,
+    Owned,
+    PriceBook,
+    RentalTerms,
+    load_price_book,
+)
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec

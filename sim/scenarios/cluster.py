@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.scaling.capabilities import (
+from rlhfless.scaling.fleet_constants import (
     BROADCAST_BYTES_PER_S,
     LOAD_BYTES_PER_S,
     LOAD_FIXED_S,
@@ -178,7 +178,7 @@ class ClusterSpec(SpecModel):
 
 class TransportSpec(SpecModel):
     """How weights reach the actors at the beginning of a step. Defaults are the priors of
-    rlhfless/scaling/capabilities.py, which has their sources."""
+    rlhfless/scaling/fleet_constants.py, which has their sources."""
 
     kind: SimulatedTransport = "auto"
     """As `weights.transport` of a run. `auto`: the learner writes a file to its node's memory, which each other node
@@ -208,7 +208,7 @@ class TransportSpec(SpecModel):
 
 
 class DeclaredTimes(SpecModel):
-    """Starts, sleep and transport by the priors of rlhfless/scaling/capabilities.py, and by `transport`."""
+    """Starts, sleep and transport by the priors of rlhfless/scaling/fleet_constants.py, and by `transport`."""
 
     type: Literal["declared"] = "declared"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.capabilities import TurnTimes, engine_turns, state_turns
 from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.fleet_constants import TurnTimes, engine_turns, state_turns
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels
 from rlhfless.scaling.latency.attention import UnknownShape
 from rlhfless.scaling.latency.devices import DeviceSheet

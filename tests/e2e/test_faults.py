@@ -15,8 +15,7 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.records import PublishedWeights
 from rlhfless.records.traces import Comparison, compare_samples, read_trace
-from rlhfless.scaling.accounting import check_holdings
-from rlhfless.scaling.step_times import Phase, step_times
+from rlhfless.scaling.accounting import Phase, check_holdings, step_times
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

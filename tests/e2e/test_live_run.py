@@ -27,7 +27,7 @@ from rlhfless.orchestrator.step import evaluate_held_out
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings, summarise
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.weights.check import WeightCheckFailed
 

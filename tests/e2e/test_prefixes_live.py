@@ -20,8 +20,7 @@ from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.engine_speeds import PrefixMoves
-from rlhfless.scaling.policies.fleet_actions import assign_groups, start
-from rlhfless.scaling.policies.fleet_layout import Contexts
+from rlhfless.scaling.policies.fleet import Contexts, assign_groups, start
 from rlhfless.scaling.policy import Action, Beat, Event, Move, StepBegan, StepView
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.replay import replay

@@ -18,7 +18,7 @@ from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.passes import Passes
 from rlhfless.records import FunctionName, Group, Prompt, Score
-from rlhfless.scaling.function_kinds import kinds_of
+from rlhfless.scaling.function_specs import kinds_of
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import load_spec
 

@@ -11,7 +11,7 @@ from rlhfless.control.spec_paths import code_problems
 from rlhfless.fleet.user_code import targets
 from rlhfless.planning.memory_plan import memory_plan
 from rlhfless.records import FunctionName
-from rlhfless.scaling.function_kinds import kinds_of, place_run
+from rlhfless.scaling.function_specs import kinds_of, place_run
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import Node

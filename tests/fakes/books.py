@@ -17,8 +17,7 @@ from fakes.small_fleet import (
     PRICES,
 )
 from rlhfless.records import Holding, Invocation
-from rlhfless.scaling.accounting import summarise
-from rlhfless.scaling.intervals import Interval, clip, length, union
+from rlhfless.scaling.accounting import Interval, clip, length, summarise, union
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch

@@ -14,7 +14,7 @@ from rlhfless.fleet.replicas import Blueprint
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import Loaded, LoadProof
 from rlhfless.records import FunctionName, ReplicaState, SleepTier, Slept, WeightVersion
-from rlhfless.scaling.function_kinds import Bounds, declared
+from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import TimeoutsSpec
 

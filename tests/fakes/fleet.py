@@ -35,7 +35,7 @@ from rlhfless.records import (
     WeightVersion,
 )
 from rlhfless.scaling.assignment import PolicyFault
-from rlhfless.scaling.function_kinds import Bounds, declared
+from rlhfless.scaling.function_specs import Bounds, declared
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import EngineLimits, FleetView, Policy, ReplicaSlot, SlotView

@@ -24,7 +24,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter
-from rlhfless.scaling.capabilities import MOVE_S
+from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.prices import load_price_book

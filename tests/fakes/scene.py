@@ -32,7 +32,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.function_kinds import declared
+from rlhfless.scaling.function_specs import declared
 from rlhfless.scaling.policy import StepEnded
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks

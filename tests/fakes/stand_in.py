@@ -19,9 +19,8 @@ from rlhfless.functions.base import Call, DeviceBinding, Function, Reply
 from rlhfless.functions.launching import binding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import FunctionName, Holding, Invocation
-from rlhfless.scaling.function_kinds import Bounds, declared
-from rlhfless.scaling.placement import Allocation, Site, Wanted
-from rlhfless.scaling.placing import place
+from rlhfless.scaling.function_specs import Bounds, declared
+from rlhfless.scaling.placement import Allocation, ReplicaRequest, Site, place
 from rlhfless.spec import PlacementSpec, RunSpec, TimeoutsSpec
 
 LEASE_S = 20.0
@@ -90,7 +89,10 @@ async def stand_in_run(
     placement = place(
         spec,
         await cluster.nodes(None),
-        [Wanted(FunctionName.GENERATION, Site.WINDOWS, actors, per_actor), Wanted(FunctionName.SCORING, Site.CORES)],
+        [
+            ReplicaRequest(FunctionName.GENERATION, Site.PER_REPLICA, actors, per_actor),
+            ReplicaRequest(FunctionName.SCORING, Site.CPU),
+        ],
     )
     told: list[tuple[float, str]] = []
 

@@ -13,7 +13,7 @@ from fakes.watcher import Watcher
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.records import FunctionName, ReplicaState, Work
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.placement import Allocation, Device
 
 

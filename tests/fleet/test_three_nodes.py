@@ -28,7 +28,7 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import NoDevices, RunDevices
 from rlhfless.functions.base import StaleCall
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
 from rlhfless.selftest.between_nodes import MEET_S, between_nodes
 from rlhfless.spec import PlacementSpec
 

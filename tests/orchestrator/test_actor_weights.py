@@ -16,8 +16,8 @@ from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.orchestrator.weight_sync import ActorWeights
 from rlhfless.records import KV_CAPACITY, Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
-from rlhfless.scaling.acquisition import started
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
+from rlhfless.scaling.prices import started
 from rlhfless.spec import RunSpec
 from rlhfless.weights.errors import WeightCheckFailed
 

@@ -12,7 +12,7 @@ from fakes.stage import until
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding, LearnerLost
 from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import RunSpec
 

@@ -16,7 +16,7 @@ from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.orchestrator.prefill import Offers, PrefillActors
 from rlhfless.records import FunctionName, WeightVersion
 from rlhfless.scaling.engine_speeds import EngineSpeeds
-from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.function_specs import Bounds
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.prefill import PIECES, pieces
 

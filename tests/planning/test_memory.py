@@ -25,7 +25,7 @@ from rlhfless.planning.resolve import as_settled, device_problems, placed, settl
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.records import FunctionName
-from rlhfless.scaling.function_kinds import MemoryTerms
+from rlhfless.scaling.function_specs import MemoryTerms
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import (

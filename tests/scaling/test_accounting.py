@@ -14,10 +14,21 @@ from hypothesis import strategies as st
 from fakes.traced import traced
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta
-from rlhfless.scaling.accounting import LedgerError, check_holdings, cold_starts, summarise, usage
-from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.accounting import (
+    PHASES,
+    LedgerError,
+    Phase,
+    check_holdings,
+    clip,
+    cold_starts,
+    length,
+    recovery_until_s,
+    step_times,
+    summarise,
+    union,
+    usage,
+)
 from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError
-from rlhfless.scaling.step_times import PHASES, Phase, recovery_until_s, step_times
 
 S = ReplicaState
 META = TraceMeta("demo", 1, {}, {}, {})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rlhfless.scaling.acquisition import RECENT, Acquired, AcquisitionLags, by_kind, fitting
 from rlhfless.scaling.placement import CPU_KIND, Device, DeviceGroup, Node
-from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.prices import RECENT, Acquired, AcquisitionLags, PriceBook, by_kind, fitting
 
 SOURCE = {"source": "test", "as_of": "2026-11-01"}
 PRICES = PriceBook.model_validate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.scaling.function_kinds import Bounds, held
+from rlhfless.scaling.function_specs import Bounds, held
 from rlhfless.spec import RunSpec
 
 SMALL = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}

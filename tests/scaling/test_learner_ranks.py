@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName
 from rlhfless.scaling.learner_ranks import allocations_with, most_ranks
-from rlhfless.scaling.placement import Allocation, Device, Node, Wanted
+from rlhfless.scaling.placement import Allocation, Device, Node, ReplicaRequest, place
 from rlhfless.scaling.placement import Site as At
-from rlhfless.scaling.placing import place
 from rlhfless.spec import PlacementSpec
 
 
@@ -29,8 +28,8 @@ def test_the_most_ranks_whose_devices_are_there() -> None:
 def placed(ranks: int, mode: str, gpus: int) -> tuple[list[list[int]], list[int]]:
     """The devices of each allocation of one rank less, and the sizes of the learner's groups."""
     wanted = [
-        Wanted(FunctionName.GENERATION, At.WINDOWS),
-        Wanted(FunctionName.LEARNER, At.SIDE, ranks=ranks, ranks_key="learner.ranks", fewest_ranks=1),
+        ReplicaRequest(FunctionName.GENERATION, At.PER_REPLICA),
+        ReplicaRequest(FunctionName.LEARNER, At.LEARNER, ranks=ranks, ranks_key="learner.ranks", fewest_ranks=1),
     ]
     spec = PlacementSpec.model_validate({"mode": mode, **({"learner_devices": ranks} if mode != "colocated" else {})})
     placement = place(spec, [Node("n", "n", 16, 16, "h100", gpus, gpus)], wanted)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
-from rlhfless.scaling.leases import billed_s, leased_usd, leases
+from rlhfless.scaling.accounting import billed_s, leased_usd, leases
 from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook, Residency
 
 READ = date(2026, 11, 21)

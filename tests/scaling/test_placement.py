@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, ReplicaState
-from rlhfless.scaling.function_kinds import kinds_of
-from rlhfless.scaling.placement import Node, Placement, PlacementError, Site, Wanted
-from rlhfless.scaling.placing import place
+from rlhfless.scaling.function_specs import kinds_of
+from rlhfless.scaling.placement import Node, Placement, PlacementError, ReplicaRequest, Site, place
 from rlhfless.spec import PlacementSpec, RunSpec
 
 
@@ -28,10 +27,10 @@ def placed(
     spec: PlacementSpec, *nodes: Node, actors: int = 1, per_actor: int = 1, ranks: int = 1, scoring_cores: int = 1
 ) -> Placement:
     functions = [
-        Wanted(FunctionName.GENERATION, Site.WINDOWS, actors, per_actor),
-        Wanted(FunctionName.SCORING, Site.CORES, devices=scoring_cores),
-        Wanted(FunctionName.REFERENCE, Site.BESIDE),
-        Wanted(FunctionName.LEARNER, Site.SIDE, ranks=ranks, ranks_key="learner.ranks"),
+        ReplicaRequest(FunctionName.GENERATION, Site.PER_REPLICA, actors, per_actor),
+        ReplicaRequest(FunctionName.SCORING, Site.CPU, devices=scoring_cores),
+        ReplicaRequest(FunctionName.REFERENCE, Site.LEARNER_SHARED),
+        ReplicaRequest(FunctionName.LEARNER, Site.LEARNER, ranks=ranks, ranks_key="learner.ranks"),
     ]
     return place(spec, nodes, functions)
 
@@ -55,9 +54,9 @@ def test_colocated_functions_share_the_devices() -> None:
 
 def test_engines_that_prefill_have_devices_of_their_own() -> None:
     engines = [
-        Wanted(FunctionName.GENERATION, Site.WINDOWS, 2, 2),
-        Wanted(FunctionName.PREFILL, Site.WINDOWS, 1, 2),
-        Wanted(FunctionName.LEARNER, Site.SIDE),
+        ReplicaRequest(FunctionName.GENERATION, Site.PER_REPLICA, 2, 2),
+        ReplicaRequest(FunctionName.PREFILL, Site.PER_REPLICA, 1, 2),
+        ReplicaRequest(FunctionName.LEARNER, Site.LEARNER),
     ]
     apart = place(PlacementSpec(mode="disaggregated", learner_devices=2), [gpus("n", 8)], engines)
     assert names(apart, FunctionName.GENERATION) == [["gpu-0", "gpu-1"], ["gpu-2", "gpu-3"]]

@@ -13,14 +13,7 @@ from pydantic import ValidationError
 from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.scaling.accelerators import kind_of
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_devices
-from rlhfless.scaling.prices import (
-    OWN_DEVICES,
-    DevicePrice,
-    PriceBook,
-    PriceError,
-    bundled_devices,
-    load_price_book,
-)
+from rlhfless.scaling.prices import OWN_DEVICES, DevicePrice, PriceBook, PriceError, bundled_devices, load_price_book
 from rlhfless.spec.errors import InputError
 
 GOOD = """\

@@ -27,7 +27,7 @@ from fakes.small_fleet import (
     usage_of,
 )
 from rlhfless.records import Decision, FunctionName, FunctionRole, Work
-from rlhfless.scaling.accounting import summarise
+from rlhfless.scaling.accounting import Phase, summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policy import (
     Action,
@@ -43,7 +43,6 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.scaling.step_times import Phase
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.service_work import first_come_first_served
 from rlhfless.sim.setup import ServiceShape

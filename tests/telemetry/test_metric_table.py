@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter
 
 from rlhfless.algorithms.base import BUILT_IN, LossInputs, algorithm_of, common_metrics
-from rlhfless.scaling.step_times import Phase
+from rlhfless.scaling.accounting import Phase
 from rlhfless.spec import AlgorithmSpec
 from rlhfless.telemetry.metrics import METRICS, Kind, Metric, UndeclaredMetric, Unit, resolve
 

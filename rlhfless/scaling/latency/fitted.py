@@ -19,8 +19,8 @@ import numpy as np
 
 from rlhfless.records import Invocation, Work
 from rlhfless.records.traces import TracedRollout
+from rlhfless.scaling.accounting import union
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.intervals import union
 from rlhfless.scaling.latency.timeline import KNOTS, WORK, Array, BoolArray, Requests, spans
 
 KEPT = 0.8

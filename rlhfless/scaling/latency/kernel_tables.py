@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from rlhfless.spec.explain import nearest
 
 Array = npt.NDArray[np.float64]
-Wanted = tuple[tuple[str, Any], ...]
+ReplicaRequest = tuple[tuple[str, Any], ...]
 """Columns, and the value that rows must have there, or a tuple of values."""
 
 SYSTEMS: Mapping[str, str] = MappingProxyType(
@@ -146,7 +146,7 @@ class Tables:
 
 
 @lru_cache(maxsize=256)
-def _rows(path: Path, wanted: Wanted) -> dict[str, Array] | None:
+def _rows(path: Path, wanted: ReplicaRequest) -> dict[str, Array] | None:
     table = _table(path)
     for column, value in wanted:
         if column in table.column_names or column not in _NEWER_COLUMNS:

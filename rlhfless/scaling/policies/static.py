@@ -13,8 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfless.scaling.policies.fleet_actions import assign_groups, rescue, samples_by_prompt, speeds_of, start
-from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
+from rlhfless.scaling.policies.fleet import (
+    Contexts,
+    PolicyContext,
+    assign_groups,
+    rescue,
+    samples_by_prompt,
+    speeds_of,
+    start,
+)
 from rlhfless.scaling.policy import Action, Assign, Event, Generated, Lost, StepBegan, StepView
 from rlhfless.spec.policies import StaticSpec
 

@@ -4,8 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlhfless.scaling.policies.fleet_actions import assign_groups, rescue, start
-from rlhfless.scaling.policies.fleet_layout import Contexts
+from rlhfless.scaling.policies.fleet import Contexts, assign_groups, rescue, start
 from rlhfless.scaling.policy import Lost, StepBegan
 from rlhfless.spec import OwnSpec
 

@@ -14,7 +14,7 @@ from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim, 
 from rlhfless.scaling.policies.cost_aware.forecasts import RemainingLengths
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policies.cost_aware.relief import Actors, Goal, goal_of, relieve
-from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
+from rlhfless.scaling.policies.fleet import Layout, PolicyContext
 from rlhfless.scaling.policy import Move, Note, SlotView, Start
 
 DEVICE = ActorType("h100", MODEL, 10_000, 8, 0.001)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fakes.views import ABSENT, ASLEEP, UP, fleet_of, learner, replica_slot, view_of
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.policies.fleet_actions import shares_to_least
-from rlhfless.scaling.policies.fleet_layout import Layout
+from rlhfless.scaling.policies.fleet import Layout, shares_to_least
 from rlhfless.scaling.policy import (
     Assign,
     Generated,

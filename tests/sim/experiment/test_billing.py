@@ -8,8 +8,8 @@ import pytest
 
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario
-from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.scaling.prices import RentalTerms
 from rlhfless.sim.devices import Devices
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.figures import unheld_usd

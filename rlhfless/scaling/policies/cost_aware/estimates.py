@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, median
 
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policies.fleet import PolicyContext
 from rlhfless.scaling.policy import Action, Release, ReplicaSlot, Start
 
 WARM, STARTING, COLD = "warm", "starting", "cold"

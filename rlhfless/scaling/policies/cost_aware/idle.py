@@ -14,8 +14,7 @@ import numpy as np
 
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.cost_aware.estimates import Recent, StartTimes
-from rlhfless.scaling.policies.fleet_actions import Inputs, note
-from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note
 from rlhfless.scaling.policy import Action, Release, Start
 
 

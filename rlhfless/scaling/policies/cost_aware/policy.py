@@ -30,8 +30,7 @@ from rlhfless.scaling.policies.cost_aware.idle import (
 )
 from rlhfless.scaling.policies.cost_aware.plan import ROUNDING, FleetOptions, GenerationPlan, Standby, plan
 from rlhfless.scaling.policies.cost_aware.relief import PASSED_SHARE, Actors, goal_of, is_due, relieve
-from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, start
-from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
+from rlhfless.scaling.policies.fleet import Contexts, PolicyContext, assign_to_least, awake_beside, start
 from rlhfless.scaling.policy import (
     Action,
     Assign,

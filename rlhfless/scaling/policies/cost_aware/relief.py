@@ -23,8 +23,7 @@ from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim
 from rlhfless.scaling.policies.cost_aware.forecasts import EVEN, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policies.cost_aware.idle import StepForecast
-from rlhfless.scaling.policies.fleet_actions import Inputs, note, start
-from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note, start
 from rlhfless.scaling.policy import Action, Ints, Move
 
 LEFT_SHARE = 0.75

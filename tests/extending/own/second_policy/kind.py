@@ -2,9 +2,9 @@
 
 from rlhfless.functions.reference.kind import frozen_phase
 from rlhfless.records import FunctionRole
-from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms
 from rlhfless.scaling.memory import MemoryPhase, on_device
-from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.scaling.placement import ReplicaRequest, Site
 from rlhfless.spec import RunSpec
 from rlhfless.spec.extension import OwnSpec
 
@@ -25,18 +25,18 @@ class SecondPolicy:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def kind(self, name: str) -> FunctionKind:
+    def kind(self, name: str) -> FunctionSpec:
         """What the function that the spec calls `name` is."""
         ranks = self._settings.ranks
 
-        def wanted(_: RunSpec) -> Wanted:
-            return Wanted(name, Site.BESIDE, ranks=ranks, ranks_key=f"functions.{name}.ranks")
+        def wanted(_: RunSpec) -> ReplicaRequest:
+            return ReplicaRequest(name, Site.LEARNER_SHARED, ranks=ranks, ranks_key=f"functions.{name}.ranks")
 
         def phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
             # Of the policy's sizes.
             return on_device([frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind, ranks)
 
-        return FunctionKind(
+        return FunctionSpec(
             name,
             FunctionRole.COLUMN,
             "rlhfless.functions.column.deployment:ColumnFunction",

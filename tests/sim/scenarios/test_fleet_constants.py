@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from fakes.tiny_scenario import scenario
 from rlhfless.records import FunctionName, FunctionRole, Invocation, SleepTier, Work
-from rlhfless.scaling import capabilities
-from rlhfless.scaling.capabilities import TIERS, Prior, SimulatedTransport
-from rlhfless.scaling.function_kinds import declared, no_phases
+from rlhfless.scaling import fleet_constants
+from rlhfless.scaling.fleet_constants import TIERS, Prior, SimulatedTransport
+from rlhfless.scaling.function_specs import declared, no_phases
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.replay.calibrate import turns_of
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit, write_latency
@@ -50,7 +50,7 @@ def made(described: Scenario, mode: str = "colocated", *, reserved: bool = False
 
 
 def test_every_prior_says_where_it_is_from_and_when() -> None:
-    priors = [value for value in vars(capabilities).values() if isinstance(value, Prior)]
+    priors = [value for value in vars(fleet_constants).values() if isinstance(value, Prior)]
     assert len(priors) == 7
     assert all(prior.value > 0 and prior.source and prior.as_of.year >= 2025 for prior in priors)
 

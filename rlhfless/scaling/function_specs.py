@@ -19,13 +19,12 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import MemoryPhase
-from rlhfless.scaling.placement import Node, Placement, Wanted
-from rlhfless.scaling.placing import place
+from rlhfless.scaling.placement import Node, Placement, ReplicaRequest, place
 from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.extension import make
 from rlhfless.spec.imports import load_target
 
-DECLARED = tuple(
+BUILT_IN_FUNCTIONS = tuple(
     f"rlhfless.functions.{name}.kind:KIND"
     for name in ("generation", "prefill", "scoring", "reward_model", "reference", "critic", "learner")
 )
@@ -82,7 +81,7 @@ def no_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:  # noqa: ARG001
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionKind:
+class FunctionSpec:
     """The declaration of a function."""
 
     name: str
@@ -91,7 +90,7 @@ class FunctionKind:
     deployment: str
     """Import path of the Serve deployment. Its `settings_of(launch, kind, allocation)` gives a replica its settings
     (rlhfless.functions.launching)."""
-    wanted: Callable[[RunSpec], Wanted | None]
+    wanted: Callable[[RunSpec], ReplicaRequest | None]
     """Its replicas in a run; None if the run has no use for it."""
     bounds: Callable[[RunSpec], Bounds]
     phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
@@ -109,19 +108,19 @@ class FunctionKind:
 
 
 @cache
-def declared() -> Mapping[str, FunctionKind]:
+def declared() -> Mapping[str, FunctionSpec]:
     """The functions that come with the package, by name."""
-    kinds: list[FunctionKind] = [load_target(path) for path in DECLARED]
+    kinds: list[FunctionSpec] = [load_target(path) for path in BUILT_IN_FUNCTIONS]
     return MappingProxyType({kind.name: kind for kind in kinds})
 
 
-def kinds_of(spec: RunSpec) -> tuple[FunctionKind, ...]:
+def kinds_of(spec: RunSpec) -> tuple[FunctionSpec, ...]:
     """The functions of a run: those of the package that it needs, then the user's own."""
-    own: list[FunctionKind] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
+    own: list[FunctionSpec] = [make(settings, {}).kind(name) for name, settings in spec.functions.items()]
     return tuple(kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
 
 
-def wanted_of(spec: RunSpec) -> tuple[Wanted, ...]:
+def replica_requests(spec: RunSpec) -> tuple[ReplicaRequest, ...]:
     """The replicas that a run may have."""
     return tuple(wanted for kind in kinds_of(spec) if (wanted := kind.wanted(spec)) is not None)
 
@@ -140,4 +139,4 @@ def publisher_of(spec: RunSpec) -> str:
 
 def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
     """The placement of a run on a cluster of these nodes. Raises PlacementError as `place` does."""
-    return place(spec.placement, nodes, wanted_of(spec))
+    return place(spec.placement, nodes, replica_requests(spec))
