@@ -41,7 +41,7 @@ MAX_MODEL_LEN = 128
 LEARNING_RATE = 1e-4
 
 
-OUTSIDE = ("outside", "outside share", "journal", "journal share")
+OVERHEAD = ("overhead", "overhead share", "journal", "journal share")
 
 
 class Stopwatch:
@@ -104,7 +104,7 @@ def drawn_in(folder: Path, wanted: RolloutRequest) -> list[tuple[tuple[int, ...]
     return [(prompts[row.prompt_id], row.token_ids or ()) for row in rows]
 
 
-NAMES = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", *OUTSIDE)
+NAMES = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", *OVERHEAD)
 
 
 async def measured(folder: Path, rounds: int, engines: list[BareEngine], default: BareEngine) -> dict[str, list[float]]:
@@ -119,7 +119,7 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
             run.clock.interrupt()  # what came between is no part of the step
             context = run.begin(step)
             record = await train(run, context, await rollout(run, context))
-            outside_s = record.metrics["outside_s"] + time.time() - record.end_s
+            overhead_s = record.metrics["overhead_s"] + time.time() - record.end_s
             run.ledger.write(run.pools.values())  # a run does so while it draws the next step
             wall_s = time.time() - record.start_s
             learned_s = plain.step(drawn_in(folder, context.request))
@@ -132,8 +132,8 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
                 "vllm x2": two_s,
                 "vllm default": one_s,
                 "torch": learned_s,
-                "outside": outside_s,
-                "outside share": outside_s / wall_s,
+                "overhead": overhead_s,
+                "overhead share": overhead_s / wall_s,
                 "journal": journal.spent_s,
                 "journal share": journal.spent_s / wall_s,
             }

@@ -29,7 +29,7 @@ class Rollouter(Protocol):
 
 def kept_tokens(item: SampleItem) -> int:
     """Tokens of an earlier actor that a sample keeps: the last one is drawn again, which shows whether both engines
-    draw the same (rlhfless.orchestrator.in_flight_samples.Redrawn)."""
+    draw the same (rlhfless.orchestrator.in_flight_samples.Replayed)."""
     return 0 if item.prior is None else max(0, len(item.prior.token_ids) - 1)
 
 

@@ -85,7 +85,7 @@ def _phases(summary: Summary) -> Table:
     recovery from faults is in none of them."""
     made = table("seconds per step", "median", "longest")
     rows = {str(phase): [times.phases_s[phase] for times in summary.steps] for phase in Phase}
-    rows["outside functions"] = [times.outside_s for times in summary.steps]
+    rows["overhead"] = [times.overhead_s for times in summary.steps]
     rows["recovery"] = [times.recovery_s for times in summary.steps]
     rows["wall"] = [times.wall_s for times in summary.steps]
     for name, seconds in rows.items():

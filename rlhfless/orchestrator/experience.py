@@ -53,7 +53,7 @@ def with_signal(experience: Experience) -> Experience:
     return Experience(groups) if groups else experience
 
 
-async def redrawn(
+async def with_redraws(
     experience: Experience,
     request: RolloutRequest,
     order: PromptOrder,

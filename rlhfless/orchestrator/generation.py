@@ -79,7 +79,7 @@ class GenerationStage:
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         self._gate = GroupGate(request.groups, request.selection.must_include if request.selection else ())
         self._from_earlier: list[Group] | None = None
-        self.carried: tuple[int, int] = (0, 0)
+        self.resumed: tuple[int, int] = (0, 0)
         """Samples that an earlier step has begun, and their tokens."""
         self._requests: list[Replica] = []
         """The actor of each request."""
@@ -405,7 +405,7 @@ class GenerationStage:
                 del missing[rollout.key]
                 yield from self._completed(rollout.prompt_id)
         priors = [item.prior for item in missing.values() if item.prior is not None]
-        self.carried = len(priors), sum(len(prior.token_ids) for prior in priors)
+        self.resumed = len(priors), sum(len(prior.token_ids) for prior in priors)
         self._table = self._table_of(list(missing.values()))
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:

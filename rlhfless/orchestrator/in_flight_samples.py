@@ -121,7 +121,7 @@ class StageJournal:
 
 
 @dataclass(slots=True)
-class Redrawn:
+class Replayed:
     """A comparison of engines: the last token of each moved sample is drawn again by its new engine, with the same seed
     after the same tokens. Equal engines draw the same token."""
 
@@ -150,16 +150,16 @@ class Redrawn:
         if not self.tokens:
             return {}
         return {
-            "redrawn_tokens": float(self.tokens),
-            "redrawn_tokens_differ": float(self.differ),
-            "redrawn_logprob_difference_max": self.logprob_difference,
+            "replayed_tokens": float(self.tokens),
+            "replayed_tokens_differ": float(self.differ),
+            "replayed_logprob_difference_max": self.logprob_difference,
         }
 
     def decision(self, step: int, at_s: float) -> Decision:
         """The comparison as a row of the trace."""
         inputs: dict[str, float | int | str | bool] = {"tokens": self.tokens, "differ": self.differ}
         inputs["logprob_difference"] = self.logprob_difference
-        return Decision(step, at_s, "redrawn", f"{self.differ} of {self.tokens} tokens differ", inputs)
+        return Decision(step, at_s, "replayed", f"{self.differ} of {self.tokens} tokens differ", inputs)
 
 
 def _version_at(rollout: Rollout, token: int) -> str | None:
@@ -181,7 +181,7 @@ class InFlightSamples:
         """The request that each sample is on, or none."""
         self.waiting: dict[int, None] = {}
         """Samples with a slot that are on no request, in the order in which they go to the engine."""
-        self.redrawn = Redrawn()
+        self.replayed = Replayed()
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
@@ -262,7 +262,7 @@ class InFlightSamples:
         number = self._numbers[rollout.key]
         del self.request_of[number]
         if (prior := self.items[number].prior) is not None:
-            self.redrawn.add(prior, rollout)
+            self.replayed.add(prior, rollout)
         if rollout.finish_reason != FinishReason.ABORT:
             self._end(number, len(rollout.token_ids), truncated=rollout.finish_reason == FinishReason.LENGTH)
             return

@@ -78,7 +78,7 @@ class PolicyRunner:
         asked = self._steps.get(step)
         if asked is None:
             return {}
-        return {**asked.figures, **asked.table.redrawn.figures(), "policy_faults": float(self._faults)}
+        return {**asked.figures, **asked.table.replayed.figures(), "policy_faults": float(self._faults)}
 
     def begin(self, table: InFlightSamples) -> None:
         """Begin a step, and ask the policy. Raises as `ask` does."""
@@ -93,8 +93,8 @@ class PolicyRunner:
         """End a step: the policy gets the event, and is not asked about the step again."""
         self.ask(event, number)
         if (step := self._steps.get(number)) is not None:
-            if step.table.redrawn.tokens and not step.ended:
-                self._note(step.table.redrawn.decision(number, self._clock()))
+            if step.table.replayed.tokens and not step.ended:
+                self._note(step.table.replayed.decision(number, self._clock()))
             step.ended = True
 
     def ask(self, event: Event, number: int) -> None:

@@ -17,10 +17,10 @@ from rlhfless.functions.base import Call
 from rlhfless.orchestrator.experience import (
     by_token,
     log_failures,
-    redrawn,
     split,
     staleness_of,
     usable,
+    with_redraws,
     with_signal,
     without_failures,
 )
@@ -50,7 +50,7 @@ async def rollout(run: RLRun, context: StepContext) -> Experience:
         return experience
 
     redraws = run.spec.algorithm.needs.redraws
-    experience = await redrawn(await draw(request), request, run.order, redraws, draw, run.spec.scoring)
+    experience = await with_redraws(await draw(request), request, run.order, redraws, draw, run.spec.scoring)
     run.release_idle(context.step)
     return experience
 

@@ -60,11 +60,11 @@ def step_metrics(
         **own_seconds(times),
         "learn_s": seconds[Phase.LEARN],
         "sync_s": seconds[Phase.SYNC],
-        "outside_s": times.outside_s,
+        "overhead_s": times.overhead_s,
         "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens_per_s(calls),
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
-        **(carried_metrics(stage) if stage else {}),
+        **(resumed_metrics(stage) if stage else {}),
         **prompt_token_metrics(calls, experience, kept, run.spec.epochs_of),
         **draft_metrics(calls),
         "actors": float(len(run.generation.serving())),
@@ -80,14 +80,14 @@ def own_seconds(times: StepTimes) -> dict[str, float]:
     return {f"{phase}_s": seconds[phase] for phase in (Phase.CRITIC, Phase.COLUMNS) if seconds[phase]}
 
 
-def carried_metrics(stage: GenerationStage) -> dict[str, float]:
+def resumed_metrics(stage: GenerationStage) -> dict[str, float]:
     """Figures of what a step took over from earlier ones, and left to later ones; none if its schedule does neither."""
     selection = stage.request.selection
     if selection is None:
         return {}
-    samples, tokens = stage.carried
+    samples, tokens = stage.resumed
     left = len(stage.request.prompts) - selection.groups
-    return {"left_groups": float(left), "carried_samples": float(samples), "carried_tokens": float(tokens)}
+    return {"deferred_groups": float(left), "resumed_samples": float(samples), "resumed_tokens": float(tokens)}
 
 
 def draft_metrics(calls: Iterable[Invocation]) -> dict[str, float]:

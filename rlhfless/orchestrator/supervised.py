@@ -101,7 +101,7 @@ async def train(run: SupervisedRun, begun: StepAttempt, batch: PackedBatch) -> S
         "reference_s": times.phases_s[Phase.REFERENCE],
         **own_seconds(times),
         "learn_s": times.phases_s[Phase.LEARN],
-        "outside_s": times.outside_s,
+        "overhead_s": times.overhead_s,
         "recovery_s": times.recovery_s,
         "prompt_tokens_mean": float(np.mean([len(example.token_ids) for example in examples])),
         "response_tokens_mean": float(np.mean(responses)),

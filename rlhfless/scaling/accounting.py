@@ -317,7 +317,7 @@ class StepTimes:
     wall_s: float
     phases_s: Mapping[Phase, float]
     """Wall time in which work of this phase ran, from the end of the recovery on. Phases may overlap."""
-    outside_s: float
+    overhead_s: float
     """Wall time in which no function worked; moving weights (OVERHEAD) does not count as work."""
     recovery_s: float
     """Wall time before the successful try; work in it is in no phase, and in no other figure but `wall_s`."""
@@ -341,7 +341,7 @@ def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes
         step=step.step,
         wall_s=step.end_s - step.start_s,
         phases_s={phase: length(union(phases[phase])) for phase in Phase},
-        outside_s=max(step.end_s - step.resumed_s - covered_s, 0.0),
+        overhead_s=max(step.end_s - step.resumed_s - covered_s, 0.0),
         recovery_s=step.resumed_s - step.start_s,
     )
 

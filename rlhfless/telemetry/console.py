@@ -230,7 +230,7 @@ class Console:
             columns["tokens/s"] = lambda values: count(values.get("generation_tokens_per_s"))
         columns |= {
             "step s": lambda values: decimal(values.get("step_s"), 1),
-            "outside s": lambda values: decimal(values.get("outside_s"), 1),
+            "overhead s": lambda values: decimal(values.get("overhead_s"), 1),
         }
         if any(_recovered(values) for _, values in self._recent):
             columns["recovery s"] = lambda values: decimal(values.get("recovery_s"), 1)

@@ -24,7 +24,7 @@ from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit, TurnFit
-from rlhfless.sim.replay.measured import helper_cores, means_s, outside_s
+from rlhfless.sim.replay.measured import helper_cores, means_s, overhead_s
 from rlhfless.sim.replay.what_if import model_shape
 from rlhfless.spec.generation import USUAL_SEQUENCES
 
@@ -127,7 +127,7 @@ def _learning_fit(
         _lines(by_work.get(Work.LOGPROBS, ())),
         _lines([call for call in learned if call.function in columns]),
         _line([call for call in learned if call.function not in columns]) or LineFit(fixed_s=0.0),
-        median(outside_s(*step)[0] for step in steps),
+        median(overhead_s(*step)[0] for step in steps),
     )
 
 

@@ -31,7 +31,7 @@ def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
     return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: wall_s}
 
 
-def outside_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
+def overhead_s(record: StepRecord, trace: Trace) -> tuple[float, float]:
     """Seconds of a recorded step in which no function worked: the driver's own, and the seconds of cold starts."""
     worked = [(call.start_s, call.end_s) for call in trace.invocations]
     begin_s, end_s = record.resumed_s, record.end_s

@@ -23,7 +23,7 @@ from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.replay.calibrate import calibrate, device_kind
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, outside_s, shared_s
+from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, overhead_s, shared_s
 from rlhfless.sim.replay.recorded import AS_IT_WAS, AsRecorded, setup_of, steps_drawn
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens, on_kind
 from rlhfless.sim.samples import RolloutBatch
@@ -201,7 +201,7 @@ def replay(
                 latency,
                 batches[record.step],
                 cores,
-                latency.driver_s + (outside_s(record, trace)[1] if policy is None else 0.0),
+                latency.driver_s + (overhead_s(record, trace)[1] if policy is None else 0.0),
             ),
             measured_s(record, trace),
             done_again=record.resumed_s > record.start_s,
@@ -313,9 +313,9 @@ def _predicted_s(
     latency: LatencyFile,
     batch: RolloutBatch,
     cores: float | None,
-    outside_s: float,
+    overhead_s: float,
 ) -> dict[str, float]:
-    """Predicted seconds of a step by stage. `outside_s`: seconds without a working function, not simulated."""
+    """Predicted seconds of a step by stage. `overhead_s`: seconds without a working function, not simulated."""
     # Columns are predicted from their lines, below; what computes them may learn, too.
     others = [call for call in simulated.invocations if call.work is not Work.LOGPROBS or not latency.columns]
     times = step_times(record, simulated.invocations)
@@ -333,7 +333,7 @@ def _predicted_s(
         passes = [c for c in simulated.invocations if c.work is Work.LOGPROBS and c.function == name]
         tokens = fed - sum(call.cached_tokens for call in passes if call.step == record.step)
         seconds[column_phase(name)] += line.fixed_s * batch.groups + line.token_s * tokens
-    return {**seconds, WALL: times.wall_s + late_s + outside_s}
+    return {**seconds, WALL: times.wall_s + late_s + overhead_s}
 
 
 def _usd(trace: Trace, records: Sequence[StepRecord], prices: PriceBook) -> float:

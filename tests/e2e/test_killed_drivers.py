@@ -118,6 +118,6 @@ def test_a_killed_driver_loses_nothing_of_two_steps_and_draws_nothing_twice(
     assert max(step.metrics["staleness_max"] for step in trace.steps) <= bound
     if schedule == "partial":
         assert any(rollout.finish_reason == FinishReason.ABORT for rollout in before)
-        assert sum(step.metrics["carried_tokens"] for step in trace.steps) > 0
-        assert trace.steps[-1].metrics["left_groups"] == 0
+        assert sum(step.metrics["resumed_tokens"] for step in trace.steps) > 0
+        assert trace.steps[-1].metrics["deferred_groups"] == 0
     check_holdings(trace.holdings)

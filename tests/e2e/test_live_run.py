@@ -155,10 +155,10 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(
         spans = row.version_spans
         assert [span.start for span in spans] == [0] + [span.end for span in spans[:-1]]
         assert spans[-1].end == row.response_tokens == len(row.token_ids or ())
-    (redrawn,) = [decision for decision in trace.decisions if decision.step == 4 and decision.kind == "redrawn"]
+    (replayed,) = [decision for decision in trace.decisions if decision.step == 4 and decision.kind == "replayed"]
     # The last token of each is drawn anew; a sample that had one token alone has all of its tokens of the second actor.
-    assert redrawn.inputs["tokens"] >= len(moved)
-    assert redrawn.inputs["differ"] == 0
+    assert replayed.inputs["tokens"] >= len(moved)
+    assert replayed.inputs["differ"] == 0
 
 
 async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(live: Live) -> None:

@@ -119,7 +119,7 @@ def measured(
             "truncated": max(0.03 - 0.02 * done + 0.003 * noise[9], 0.0),
             "cached_prompt_tokens": 0.86,
             "step_s": took,
-            "outside_s": 0.6,
+            "overhead_s": 0.6,
             "recovery_s": 0.0,
             "generation_s": generation * step_s / 41.0,
             "scoring_s": 0.7,

@@ -15,7 +15,7 @@ from fakes.scene import Scene, weights_of
 from fakes.stage import SPEC, Reader, draw, until
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.in_flight_samples import Redrawn, RolloutRequest, Selection
+from rlhfless.orchestrator.in_flight_samples import Replayed, RolloutRequest, Selection
 from rlhfless.orchestrator.step import rollout as roll_out
 from rlhfless.orchestrator.step import train
 from rlhfless.records import FinishReason, Rollout, VersionSpan
@@ -63,7 +63,7 @@ async def test_unfinished_samples_keep_their_tokens_and_go_on_in_a_later_step(jo
     items = [*pool["a"].running.values(), *pool["b"].running.values()]
     assert [0 if item.prior is None else len(item.prior.token_ids) for item in items] == [5, 5]
     assert {item.seed for item in items} == {item.seed for item in request_of({"r": 3}, 1).items(later.prompts[0])}
-    assert stage.carried == (2, 10)
+    assert stage.resumed == (2, 10)
     for actor in (pool["a"], pool["b"]):
         actor.finish(tokens=8)
     await reader.task
@@ -130,13 +130,13 @@ def test_engines_are_compared_where_both_drew_with_the_same_weights() -> None:
     def sample(tokens: Sequence[int], *spans: VersionSpan) -> Rollout:
         return drawn("p", 0, tokens, spans=spans)
 
-    redrawn = Redrawn()
-    redrawn.add(
+    replayed = Replayed()
+    replayed.add(
         sample([1, 2], VersionSpan("v1", 0, 2)), sample([1, 9, 9], VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 3))
     )
-    assert redrawn.figures() == {}
-    redrawn.add(sample([1, 2], VersionSpan("v1", 0, 2)), sample([1, 9, 9], VersionSpan("v1", 0, 3)))
-    assert (redrawn.tokens, redrawn.differ) == (1, 1)
+    assert replayed.figures() == {}
+    replayed.add(sample([1, 2], VersionSpan("v1", 0, 2)), sample([1, 9, 9], VersionSpan("v1", 0, 3)))
+    assert (replayed.tokens, replayed.differ) == (1, 1)
 
 
 async def test_a_run_goes_on_with_what_its_steps_have_left(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_a_run_goes_on_with_what_its_steps_have_left(tmp_path: Path) -> No
         assert [group.prompt.prompt_id for group in experience.groups] == [finished]
         assert not actor.running
         record = await train(scene.run, context, experience)
-        metrics.append([record.metrics[name] for name in ("left_groups", "carried_samples", "carried_tokens")])
+        metrics.append([record.metrics[name] for name in ("deferred_groups", "resumed_samples", "resumed_tokens")])
         assert scene.run.published == weights_of(step)
     assert metrics == [[1, 0, 0], [1, 2, 10], [0, 2, 10]]
     scene.journal.forget(3)

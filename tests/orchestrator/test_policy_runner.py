@@ -127,11 +127,11 @@ async def test_moved_samples_go_on_at_the_slot_that_was_named() -> None:
     assert not scene.pool["b"].requests
     await scene.ended("a", "c")
     assert scene.runner.figures(3)["moved_samples"] == 2.0
-    assert scene.runner.figures(3)["redrawn_tokens"] == 2.0
+    assert scene.runner.figures(3)["replayed_tokens"] == 2.0
     ended = StepEnded(0.0, 1.0)
     for _ in range(2):
         scene.runner.end(ended, 3)
-    assert [note.choice for note in scene.notes if note.kind == "redrawn"] == ["0 of 2 tokens differ"]
+    assert [note.choice for note in scene.notes if note.kind == "replayed"] == ["0 of 2 tokens differ"]
     drawn = {(r.prompt_id, r.sample_index): r.actor for group in scene.reader.groups for r in group.rollouts}
     assert drawn == {("p", 0): "a", ("p", 1): "c", ("q", 0): "a", ("q", 1): "c"}
 

@@ -16,7 +16,7 @@ from fakes import scene as scenes
 from fakes.fleet import group, prompt, runner
 from fakes.stage import until
 from rlhfless.functions.base import Call
-from rlhfless.orchestrator.experience import LOGPROBS, has_signal, redrawn, usable_of, with_signal
+from rlhfless.orchestrator.experience import LOGPROBS, has_signal, usable_of, with_redraws, with_signal
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.run import AlgorithmState
 from rlhfless.orchestrator.step import rollout, train
@@ -50,7 +50,7 @@ def run_redraws(easy: set[str], names: list[str], prompts: int, redraws: int) ->
 
     request = request_for(*names[:prompts])
     order = PromptOrder([prompt(name) for name in names], 7, shuffle=True)
-    return asyncio.run(redrawn(drawn(request), request, order, redraws, draw, ScoringSpec())), rounds
+    return asyncio.run(with_redraws(drawn(request), request, order, redraws, draw, ScoringSpec())), rounds
 
 
 def test_a_step_draws_as_many_others_as_give_what_it_lacks() -> None:
@@ -117,7 +117,7 @@ def redrawn_of(
     names = list(rewards)
     order = PromptOrder([prompt(name) for name in names], 7, shuffle=False)
     request = request_for(*names[:wanted])
-    found = asyncio.run(redrawn(drawn(request), request, order, redraws, draw, settings))
+    found = asyncio.run(with_redraws(drawn(request), request, order, redraws, draw, settings))
     return found, with_signal(usable_of(found, settings))
 
 

@@ -109,7 +109,7 @@ def test_a_run_worked_by_hand() -> None:
     assert times.wall_s == 30
     worked = {phase: seconds for phase, seconds in times.phases_s.items() if seconds}
     assert worked == {Phase.GENERATION: 15, Phase.LEARN: 8, Phase.SYNC: 2}
-    assert times.outside_s == 3 + 2 + 2
+    assert times.overhead_s == 3 + 2 + 2
     assert summary.response_tokens == {0.5: 450, 0.9: 490, 0.99: 499, 1.0: 500}
 
 
@@ -130,7 +130,7 @@ def test_phases_may_overlap_and_outside_counts_instants_once() -> None:
     times = step_times(step, calls)
     assert (times.phases_s[Phase.GENERATION], times.phases_s[Phase.SCORING]) == (6, 4)
     assert times.phases_s[Phase.REFERENCE] == 0
-    assert times.outside_s == 3
+    assert times.overhead_s == 3
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_the_recovery_of_a_step_is_in_none_of_its_phases_and_all_adds_up() -> No
         Phase.GENERATION: 1,
         Phase.LEARN: 3,
     }
-    assert (times.wall_s, times.recovery_s, times.outside_s) == (40, 32, 2 + 2)
-    assert times.wall_s == times.recovery_s + times.outside_s + 1 + 3
+    assert (times.wall_s, times.recovery_s, times.overhead_s) == (40, 32, 2 + 2)
+    assert times.wall_s == times.recovery_s + times.overhead_s + 1 + 3
 
 
 def test_a_step_in_which_no_function_worked_has_recovered_when_its_last_try_began() -> None:

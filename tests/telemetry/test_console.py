@@ -77,13 +77,13 @@ def test_a_step_with_a_fault_says_what_of_its_time_was_recovery(monkeypatch: pyt
     assert "  32.7 s (30.2 s of it recovery)  $0.0123" in second
     monkeypatch.setenv("TERM", "xterm-256color")
     live = Console("live", "run demo", 20, stream=Tty())
-    live.emit(1, values(0.25) | {"outside_s": 0.5, "recovery_s": 0.0})
+    live.emit(1, values(0.25) | {"overhead_s": 0.5, "recovery_s": 0.0})
     assert "recovery" not in text_of(live._frame())
-    live.emit(2, values(0.375, step_s=32.7) | {"outside_s": 0.25, "recovery_s": 30.25})
+    live.emit(2, values(0.375, step_s=32.7) | {"overhead_s": 0.25, "recovery_s": 30.25})
     frame = [line.split() for line in text_of(live._frame(), width=100).splitlines()]
     assert "30.2  $0.0123" in text_of(live._frame())  # the heading wraps, and the figures stay whole
     live.close()
-    assert frame[2][-5:] == ["outside", "s", "recovery", "s", "cost"]
+    assert frame[2][-5:] == ["overhead", "s", "recovery", "s", "cost"]
     assert frame[3][-4:] == ["4.0", "0.5", "0.0", "$0.0123"]
     assert frame[4][-4:] == ["32.7", "0.2", "30.2", "$0.0123"]
 
@@ -139,7 +139,7 @@ def test_the_live_frame_has_progress_steps_evaluation_and_what_goes_on(
     assert lines[1].endswith("2:00 so far  12:36 left")  # 189 steps at 4 s
     assert lines[2].split() == [
         *("step", "reward", "response", "longest", "tokens/s"),
-        *("step", "s", "outside", "s", "cost"),
+        *("step", "s", "overhead", "s", "cost"),
     ]
     assert [line.split()[0] for line in lines[3:11]] == [str(step) for step in range(4, 12)]
     assert lines[10].split() == ["11", "0.110", "183", "512", "1,234", "4.0", "-", "$0.0123"]
