@@ -1,9 +1,8 @@
 """The Ray cluster: start or join it, deploy and delete one Serve application per replica.
 
-Serve picks its own victim when a deployment shrinks, so an elastic function is not one deployment with n
-replicas but n applications with one replica each (`route_prefix=None`: no HTTP), which the fleet creates and
-deletes by name. A replica asks Ray for no device: the run's holders have them (rlhfless.fleet.reservations), and the
-replica is put on their node.
+Serve picks its own victim when a deployment shrinks. An elastic function is therefore not one deployment with n
+replicas but n applications with one replica each (`route_prefix=None`: no HTTP), created and deleted by name. A replica
+asks Ray for no device: the run has reserved them (rlhfless.fleet.reservations), and it is placed on their node.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Cluster:
         cls, spec: PlacementSpec, folder: Path, kinds: Collection[str] = (), code: Path | None = None
     ) -> Cluster:
         """Start a private Ray on this machine, whose files are in `folder`, or join the one at `spec.ray_address`, with
-        the user's code if it is to travel (rlhfless.fleet.user_code). `kinds` are the device kinds that the price book
+        the user's code if it is to travel (rlhfless.fleet.each_node). `kinds` are the device kinds that the price book
         has.
 
         Raises NoCluster if there is no cluster at that address, or if it would be joined

@@ -1,32 +1,50 @@
-"""The heartbeat between the driver and all replicas, in both directions.
+"""Watches over replicas: heartbeats between the driver and all replicas, and nodes that are about to leave.
 
-A replica whose lease is not renewed gives its device back, so a driver that was killed leaves nothing behind. A replica
-that does not answer for the length of a lease, even with an open port, is given up, and calls that wait for it end.
+A replica whose lease is not renewed returns its device, so a killed driver leaves nothing behind. A replica that does
+not answer for the length of a lease, even with an open port, is given up, and calls that wait for it end.
+
+Nodes: the one signal is the drain state of Ray's GCS. `ray drain-node`, Ray's autoscaler, the preStop hook of a pod
+(rlhfless.fleet.leave_node), and the service's Ray host (for nodes that Kubernetes is about to take away) set it. Ray
+places nothing new on such a node, and stops its Ray when nothing is left there, so a run takes no devices on it. A node
+that goes before everything has moved counts as dead, which loses nothing either.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+import ray
+from ray._private.state import state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RayError
+
+from rlhfless.fleet.leave_node import drain
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, StaleCall
 
-BEATS_PER_LEASE = 4
-"""High enough that one or two lost beats do no harm."""
+log = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 4
+"""High enough that one or two lost heartbeats do no harm."""
+
+LOOK_S = 2.0
+"""How often GCS is asked for leaving nodes. The shortest notice of a cloud is 30 s, and an actor's samples migrate in a
+second."""
 
 
 class Heartbeat:
-    """Beats until it is cancelled, or until a newer attempt of the run has taken the replicas over."""
+    """Renews the leases of replicas and devices until it is cancelled, or a newer attempt of the run has them."""
 
     def __init__(
         self, pools: Sequence[ReplicaPool], devices: RunDevices, call: Call, lease_s: float, beaten: Callable[[], None]
     ) -> None:
-        """`beaten` is called after each beat."""
+        """`beaten` is called after each round."""
         self._pools = pools
         self._devices = devices
         self._call = call
@@ -36,30 +54,22 @@ class Heartbeat:
 
     async def run(self) -> None:
         """Renew all leases periodically."""
-        period_s = self._lease_s / BEATS_PER_LEASE
+        period_s = self._lease_s / HEARTBEATS_PER_LEASE
         while True:
             began_s = time.monotonic()
             replicas = [replica for pool in self._pools for replica in pool.replicas() if replica.info]
-            beats = (self._beat(replica, period_s) for replica in replicas)
-            results = await asyncio.gather(self._renew_devices(), *beats)
-            if not all(results):
-                return  # the driver's next call is refused, which says why it must stop
+            try:
+                await asyncio.gather(self._devices.renew(), *(self._renew(each, period_s) for each in replicas))
+            except StaleCall:
+                return  # the driver's next call is refused with the reason
             self._beaten()
             left_s = max(0.0, period_s - (time.monotonic() - began_s))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._devices.all_up.wait(), left_s)
             self._devices.all_up.clear()
 
-    async def _renew_devices(self) -> bool:
-        """Returns False if the devices belong to a newer attempt."""
-        try:
-            await self._devices.renew()
-        except StaleCall:
-            return False
-        return True
-
-    async def _beat(self, replica: Replica, period_s: float) -> bool:
-        """Returns False if the replica belongs to a newer attempt."""
+    async def _renew(self, replica: Replica, period_s: float) -> None:
+        """Renew a replica's lease, and give up a replica that is silent for longer. Raises StaleCall."""
         heard_s = self._heard_s.setdefault(replica.incarnation, time.monotonic())
         try:
             await replica.call("renew", self._call, timeout_s=period_s, waiting_for="a sign of life")
@@ -70,6 +80,52 @@ class Heartbeat:
                 replica.give_up(f"no sign of life for {silent_s:.0f} s (recovery.lease_s)")
         except ReplicaLost:
             pass  # given up already
-        except StaleCall:
-            return False
-        return True
+
+
+def leaving_nodes() -> frozenset[str]:
+    """Return Ray's ids of the nodes that are being drained."""
+    return frozenset(state.get_draining_nodes())
+
+
+def drain_nodes(leaving: Mapping[str, float]) -> None:
+    """Drain the nodes at these addresses, except nodes that are being drained already.
+
+    `leaving`: unix time at which each node leaves; 0 if unknown. This process has joined the cluster.
+    """
+    known = leaving_nodes()
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    for node in ray.nodes():
+        address = node["NodeManagerAddress"]
+        if node["Alive"] and address in leaving and node["NodeID"] not in known:
+            drain(client, node["NodeID"], leaving[address], "its machine is about to go")
+
+
+class LeavingWatch:
+    """Makes pools leave the nodes that are being drained, until it is cancelled."""
+
+    def __init__(self, pools: Sequence[ReplicaPool], call: Call) -> None:
+        self._pools = pools
+        self._call = call
+        self._known: frozenset[str] = frozenset()
+
+    async def run(self) -> None:
+        """Ask periodically."""
+        while True:
+            if ray.is_initialized():
+                try:
+                    await self.look()
+                except (RayError, OSError, RuntimeError) as error:  # GCS is away, or restarts
+                    log.info("leaving nodes are unknown, because the cluster does not answer: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Ask once which nodes are being drained."""
+        self.update(await asyncio.to_thread(leaving_nodes))
+
+    def update(self, nodes: Collection[str]) -> None:
+        """Make the pools leave these nodes, and no others."""
+        for node in sorted(set(nodes) - self._known):
+            log.info("node %s leaves the cluster", node)
+        self._known = frozenset(nodes)
+        for pool in self._pools:
+            pool.leave_nodes(self._known, self._call)

@@ -1,21 +1,21 @@
-"""The processes that hold devices for a run, so that Ray and a cluster autoscaler see what the run needs.
+"""Device reservations: Ray actors that hold devices for a run, so that Ray and a cluster autoscaler see its demand.
 
-A *holder* is a small Ray actor that asks Ray for whole devices of one node and says which ones it got. One that pends
-is the demand that an autoscaler sees. Replicas ask Ray for nothing: they are put on the holder's node and are told
-which devices to use.
+A `DeviceReservation` is a small Ray actor that asks Ray for whole devices of one node and reports which ones it got. A
+pending reservation is the demand that an autoscaler sees. Replicas ask Ray for nothing: they are placed on the
+reservation's node and get the ids of its devices.
 
-The run's *keeper* is the detached actor that owns its holders. It outlives the driver, so that a resumed driver finds
-the devices still held, and ends by itself when its lease does; the holders, also those that pend, end with it. The
-attempt number fences off a driver that was believed dead.
+The `ReservationManager` is a detached actor that owns the reservations of a run. It outlives the driver, so that a
+resumed driver finds its devices still reserved. It ends with its lease, and all its reservations with it. The attempt
+number fences off a driver that was believed dead.
 
-Runs that share devices (`placement.tenants`) have one keeper together. It puts a run on devices of its own while there
-are free ones, and else on the devices with the fewest runs; and it says whose turn it is there (`TurnScheduler`).
-A run whose driver has died keeps its turn until its lease ends, which is after its replicas have.
+Runs that share devices (`placement.tenants`) have one manager. It gives a run devices of its own while there are free
+ones, and otherwise the devices with the fewest runs; a `TurnScheduler` orders their turns there. A run whose driver has
+died keeps its turn until its lease ends, which is after the leases of its replicas.
 
-CPU cores: Ray counts them, and does not say which. A holder locks a file per core, so that the runs of one user on one
-machine get different cores; the kernel gives the locks back when the holder ends, however it ends.
+Ray counts CPU cores and does not say which. A reservation locks a file per core, so that the runs of one user on one
+machine get different cores; the kernel frees the locks when the process ends.
 
-Imports little: an actor that only holds something should be there at once.
+The imports are few, so that these actors start at once.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ from rlhfless.scaling.turn_scheduler import TurnScheduler
 from rlhfless.util.folders import private
 
 NAMESPACE = "rlhfless"
-"""Ray's namespace of the keepers."""
+"""Ray's namespace of the managers."""
+
+SHARED_MANAGER = "shared-devices"
+"""Name of the one manager of all runs that share devices."""
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""Ray's resource of the head node: keepers are on it, because no run survives its loss anyway."""
+"""Ray's resource of the head node. Managers are placed there: no run survives the head's loss anyway."""
 
 DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-"""The errors of a call of an actor that has died. Ray's errors for an actor that it killed for memory, or whose node
-left before it had started, are no RayActorErrors."""
+"""Errors of a call to a dead actor. An actor that Ray killed for memory, or whose node left before it had started,
+raises no RayActorError."""
 
 LOOK_S = 5.0
-"""How often a keeper looks whether its lease has ended."""
+"""How often a manager checks whether its lease has ended."""
 
 
 class StaleReservation(RuntimeError):
@@ -59,7 +62,7 @@ class StaleReservation(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a holder asks Ray for."""
+    """Devices that a reservation asks Ray for."""
 
     kind: str
     """Key of the price book."""
@@ -67,14 +70,14 @@ class Demand:
     gpu: bool
     """GPUs, or CPU cores."""
     selectors: tuple[Mapping[str, str], ...] = ()
-    """Labels of the wanted node; further ones are tried in order if it has no room."""
+    """Labels of the wanted node; the others are tried in order if it has no room."""
 
     def is_met_by(self, other: Demand) -> bool:
-        """Whether devices that were taken for the other demand meet this one, wherever they are."""
+        """Return whether devices reserved for `other` meet this demand, on whatever node they are."""
         return (self.kind, self.devices) == (other.kind, other.devices)
 
     def options(self) -> dict[str, Any]:
-        """Ray's options for the holder."""
+        """Return Ray's options for the reservation."""
         amount = {"num_cpus": 0, "num_gpus": self.devices} if self.gpu else {"num_cpus": self.devices}
         first, *others = self.selectors or ({},)
         options: dict[str, Any] = {**amount, "max_restarts": 0}
@@ -87,51 +90,50 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Devices that a holder has."""
+    """Devices that a reservation has."""
 
-    holder: str
-    """Ray's id of the holder: another one may have got other devices."""
+    reservation: str
+    """Ray's actor id: another reservation may have other devices."""
     node: str
     """Ray's id of the node."""
     address: str
     local_ids: tuple[str, ...]
-    """Numbers of cores; or entries of CUDA_VISIBLE_DEVICES, composed with the mask that was already on the node."""
+    """Core numbers, or entries of CUDA_VISIBLE_DEVICES composed with the mask that was already on the node."""
 
 
 class DeviceReservation:
-    """Holds devices by being there."""
+    """Holds devices for as long as the actor lives."""
 
     def __init__(self, demand: Demand) -> None:
         self._locks = [] if demand.gpu else lock_cores(demand.devices, os.sched_getaffinity(0), core_folder())
         self._gpu = demand.gpu
 
     def held(self) -> Held:
-        """What it holds."""
+        """Return the devices."""
+
+        def order(local_id: str) -> tuple[int, str]:
+            return (int(local_id), "") if local_id.isdecimal() else (0, local_id)
+
         context = ray.get_runtime_context()
-        ids = sorted(context.get_accelerator_ids()["GPU"], key=_in_order) if self._gpu else map(str, dict(self._locks))
-        node, holder = context.get_node_id(), context.get_actor_id()
-        return Held(str(holder), node, ray.util.get_node_ip_address(), tuple(ids))
+        ids = sorted(context.get_accelerator_ids()["GPU"], key=order) if self._gpu else map(str, dict(self._locks))
+        return Held(str(context.get_actor_id()), context.get_node_id(), ray.util.get_node_ip_address(), tuple(ids))
 
 
 def function_of(group: str) -> str:
-    """The function that a group of devices is named for (rlhfless.scaling.placement)."""
+    """Return the function that a device group is named for (rlhfless.scaling.placement)."""
     return group.rpartition("-")[0]
 
 
-def _in_order(local_id: str) -> tuple[int, str]:
-    return (int(local_id), "") if local_id.isdecimal() else (0, local_id)
-
-
 def core_folder() -> Path:
-    """The folder of this user's core locks, for the user alone. Raises NotPrivate if it belongs to another."""
+    """Return the folder of this user's core locks. Raises NotPrivate if it belongs to another user."""
     return private(Path(tempfile.gettempdir()) / f"rlhfless-cores-{os.getuid()}")
 
 
 def lock_cores(wanted: int, cores: Collection[int], folder: Path) -> list[tuple[int, int]]:
-    """Lock `wanted` of the cores, the lowest first; returns them with the open files that keep them locked.
+    """Lock `wanted` cores, the lowest first; return their numbers with the open files that keep them locked.
 
-    If other runs have locked too many, numbers above all cores take their place: nothing can be pinned to such a core,
-    so the scheduler shares the machine out.
+    If other runs have locked too many, numbers above all cores are used. Nothing can be pinned to such a core, so the
+    kernel's scheduler shares the machine out.
     """
     locked: list[tuple[int, int]] = []
     for core in chain(sorted(cores), count(max(cores, default=-1) + 1)):
@@ -149,54 +151,53 @@ def lock_cores(wanted: int, cores: Collection[int], folder: Path) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A run's driver, as its keeper knows it."""
+    """A run's driver, as the manager knows it."""
 
     run_id: str
     attempt: int
     lease_s: float
-    """How long the keeper waits for the next call before it gives back all devices of the run."""
+    """Seconds without a call after which the manager returns all devices of the run."""
     most: int = 1
-    """Most runs on a device, this one included."""
+    """Most runs per device, this run included."""
     priority: int = 0
     left_s: float = math.inf
     """Seconds until the run's step should have ended by its contract."""
 
 
 @dataclass
-class _Seat:
-    """Devices that a holder has or waits for, and the runs that use them."""
+class _DeviceGroup:
+    """A reservation, pending or not, and the runs that use it."""
 
     demand: Demand
-    holder: Any
+    reservation: Any
     groups: dict[str, str]
-    """By run: its name for them."""
+    """By run: its own name of the group."""
     most: int
     held: Held | None = None
 
-    def takes(self, tenant: Tenant, demand: Demand) -> bool:
-        """Whether the run may share these devices."""
+    def admits(self, tenant: Tenant, demand: Demand) -> bool:
         room = len(self.groups) < min(self.most, tenant.most) and tenant.run_id not in self.groups
         return room and self.held is not None and demand.is_met_by(self.demand)
 
 
 class ReservationManager:
-    """Owns the holders of a run, or of all runs that share devices. All methods are idempotent, renew the run's lease,
-    and raise StaleReservation for an older attempt of it."""
+    """Owns the reservations of a run, or of all runs that share devices. All methods are idempotent, renew the run's
+    lease, and raise StaleReservation for an older attempt of it."""
 
     def __init__(self, lease_s: float) -> None:
         self._attempts: dict[str, int] = {}
         self._ends_s: dict[str, float] = {}
-        self._seats: dict[str, _Seat] = {}
-        self._made = count()
+        self._groups: dict[str, _DeviceGroup] = {}
+        self._names = count()
         self._turns = TurnScheduler()
         self._changes = asyncio.Condition()
-        # An actor that ends by itself: Ray ends what it owns.
+        # When this actor exits by itself, Ray ends the actors that it owns.
         self._lease = Lease(LeaseTerms(first_s=lease_s, renewed_s=LOOK_S), lambda: os._exit(0))
 
     async def _admit(self, tenant: Tenant) -> None:
         newest = self._attempts.setdefault(tenant.run_id, tenant.attempt)
         if tenant.attempt < newest:
-            raise StaleReservation(f"attempt {tenant.attempt} asks, but attempt {newest} has taken over")
+            raise StaleReservation(f"attempt {tenant.attempt} calls, but attempt {newest} has replaced it")
         now_s = time.monotonic()
         self._attempts[tenant.run_id], self._ends_s[tenant.run_id] = tenant.attempt, now_s + tenant.lease_s
         for run_id, end_s in list(self._ends_s.items()):
@@ -205,9 +206,9 @@ class ReservationManager:
         self._lease.renew(max(self._ends_s.values()) - now_s)
 
     async def _drop(self, run_id: str) -> None:
-        """Drop a run that has left, or whose driver has died and its replicas with it."""
-        for name, seat in list(self._seats.items()):
-            if run_id in seat.groups:
+        """Drop a run that has left, or whose lease has ended."""
+        for name, group in list(self._groups.items()):
+            if run_id in group.groups:
                 self._leave_group(name, run_id)
         self._ends_s.pop(run_id, None)
         self._turns.leave(run_id, time.monotonic())
@@ -216,94 +217,92 @@ class ReservationManager:
     # -- devices
 
     async def hold(self, tenant: Tenant, group: str, demand: Demand, wait_s: float, room: bool) -> Held | None:
-        """The devices of the group's holder; None if it still pends after `wait_s`. A lost holder is replaced. `room`:
-        a node has the devices free; without it they are shared with other runs."""
+        """Reserve devices for a group; return None while the reservation still pends after `wait_s`. A lost reservation
+        is replaced. `room`: a node has the devices free; without it they are shared with other runs."""
         await self._admit(tenant)
-        name = self._seat_of(tenant.run_id, group)
-        if name is not None and not demand.is_met_by(self._seats[name].demand):
+        name = self._name_of(tenant.run_id, group)
+        if name is not None and not demand.is_met_by(self._groups[name].demand):
             self._leave_group(name, tenant.run_id)
             name = None
-        if name is None or self._seats[name].held is None:
-            # What pends since another run was first is shared with it, too.
-            shared = self._shared(tenant, group, demand) if name is not None or not room else None
+        if name is None or self._groups[name].held is None:
+            # A run also shares devices that became available while its own reservation was pending.
+            shared = self._join_shared(tenant, group, demand) if name is not None or not room else None
             if name is not None and shared is not None:
                 self._leave_group(name, tenant.run_id)
-            name = shared or name or self._new(tenant, group, demand)
-        seat = self._seats[name]
+            name = shared or name or self._reserve(tenant, group, demand)
+        known = self._groups[name]
         try:
-            seat.held = await asyncio.wait_for(seat.holder.held.remote(), wait_s)
+            known.held = await asyncio.wait_for(known.reservation.held.remote(), wait_s)
         except (TimeoutError, ActorUnavailableError):
             return None
         except DIED:
-            if self._seats.get(name) is seat:
+            if self._groups.get(name) is known:
                 self._end(name)
             return None
-        return seat.held
+        return known.held
 
-    def _seat_of(self, run_id: str, group: str) -> str | None:
-        return next((name for name, seat in self._seats.items() if seat.groups.get(run_id) == group), None)
+    def _name_of(self, run_id: str, group: str) -> str | None:
+        return next((name for name, known in self._groups.items() if known.groups.get(run_id) == group), None)
 
-    def _shared(self, tenant: Tenant, group: str, demand: Demand) -> str | None:
-        """Put the run on the seat with the fewest runs; None if none takes it. Among equals, on the seat that the
-        fewest use for the same function: phases of functions differ in length, and so each device gets some of all."""
+    def _join_shared(self, tenant: Tenant, group: str, demand: Demand) -> str | None:
+        """Let the run join the group with the fewest runs; return None if none admits it. Ties prefer the group with
+        the fewest replicas of the same function: phases of functions differ in length, so each device gets a mix."""
 
         def crowd(name: str) -> tuple[int, int, str]:
-            groups = self._seats[name].groups.values()
+            groups = self._groups[name].groups.values()
             return len(groups), sum(function_of(each) == function_of(group) for each in groups), name
 
-        fit = [name for name, seat in self._seats.items() if seat.takes(tenant, demand)]
-        if not fit:
-            return None
-        name = min(fit, key=crowd)
-        seat = self._seats[name]
-        seat.groups[tenant.run_id], seat.most = group, min(seat.most, tenant.most)
+        admitting = (name for name, known in self._groups.items() if known.admits(tenant, demand))
+        name = min(admitting, key=crowd, default=None)
+        if name is not None:
+            known = self._groups[name]
+            known.groups[tenant.run_id], known.most = group, min(known.most, tenant.most)
         return name
 
-    def _new(self, tenant: Tenant, group: str, demand: Demand) -> str:
+    def _reserve(self, tenant: Tenant, group: str, demand: Demand) -> str:
         make: Any = ray.remote(**demand.options())  # type: ignore[call-overload]  # Ray's types know no labels
-        name = f"{next(self._made):06d}"
-        self._seats[name] = _Seat(demand, make(DeviceReservation).remote(demand), {tenant.run_id: group}, tenant.most)
+        name = f"{next(self._names):06d}"
+        reservation = make(DeviceReservation).remote(demand)
+        self._groups[name] = _DeviceGroup(demand, reservation, {tenant.run_id: group}, tenant.most)
         return name
 
     async def held(self, tenant: Tenant, wait_s: float) -> dict[str, tuple[Demand, Held]]:
-        """What all groups of the run hold by now: holders that pend are given up."""
+        """Return what the groups of the run have now, and give up pending reservations."""
         await self._admit(tenant)
-        known = {seat.groups[tenant.run_id]: seat.demand for seat in self._seats.values()
-                 if tenant.run_id in seat.groups}  # fmt: skip
+        run_id = tenant.run_id
+        demands = {each.groups[run_id]: each.demand for each in self._groups.values() if run_id in each.groups}
         answers = await asyncio.gather(
-            *(self.hold(tenant, group, demand, wait_s, room=True) for group, demand in known.items())
+            *(self.hold(tenant, group, demand, wait_s, room=True) for group, demand in demands.items())
         )
-        held_by_group = {
-            group: (known[group], held) for group, held in zip(known, answers, strict=True) if held is not None
-        }
-        await self.release(tenant, [group for group in known if group not in held_by_group])
-        return held_by_group
+        found = {group: held for group, held in zip(demands, answers, strict=True) if held is not None}
+        await self.release(tenant, [group for group in demands if group not in found])
+        return {group: (demands[group], held) for group, held in found.items()}
 
     async def lost(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """The groups whose holder has died. A holder that does not answer in time may live."""
+        """Return the groups whose reservation has died. A reservation that does not answer in time may live."""
         await self._admit(tenant)
 
         async def is_lost(group: str) -> bool:
-            name = self._seat_of(tenant.run_id, group)
+            name = self._name_of(tenant.run_id, group)
             if name is None:
                 return True
             try:
-                await asyncio.wait_for(self._seats[name].holder.held.remote(), wait_s)
-            except (TimeoutError, ActorUnavailableError):
-                return False
+                await asyncio.wait_for(self._groups[name].reservation.held.remote(), wait_s)
             except DIED:
                 return True
+            except (TimeoutError, ActorUnavailableError):
+                pass
             return False
 
         gone = await asyncio.gather(*map(is_lost, groups))
         return [group for group, is_gone in zip(groups, gone, strict=True) if is_gone]
 
     async def release(self, tenant: Tenant, groups: Sequence[str]) -> None:
-        """Give devices back, or take demands back. Unknown groups are fine."""
+        """Return devices, or withdraw demands. Unknown groups are ignored."""
         await self._admit(tenant)
         await self.pass_on(tenant, groups)
         for group in groups:
-            if (name := self._seat_of(tenant.run_id, group)) is not None:
+            if (name := self._name_of(tenant.run_id, group)) is not None:
                 self._leave_group(name, tenant.run_id)
 
     async def leave(self, tenant: Tenant) -> None:
@@ -314,50 +313,49 @@ class ReservationManager:
             self._lease.renew()  # the next run may come at once
 
     def _leave_group(self, name: str, run_id: str) -> None:
-        seat = self._seats[name]
-        seat.groups.pop(run_id, None)
-        if not seat.groups:
+        """Remove a run from a group; the devices return to Ray with the last run."""
+        self._groups[name].groups.pop(run_id, None)
+        if not self._groups[name].groups:
             self._end(name)
 
     def _end(self, name: str) -> None:
-        ray.kill(self._seats.pop(name).holder)
+        ray.kill(self._groups.pop(name).reservation)
 
     # -- turns
 
-    def _names(self, run_id: str, groups: Sequence[str]) -> list[str]:
-        names = (self._seat_of(run_id, group) for group in groups)
+    def _names_of(self, run_id: str, groups: Sequence[str]) -> list[str]:
+        names = (self._name_of(run_id, group) for group in groups)
         return [name for name in names if name is not None]
 
     async def turn(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
-        """Wait for the run's turn on all these devices; returns an empty list when it has come. Otherwise, after
-        `wait_s`, the runs whose turn it is; the request keeps its place."""
+        """Wait for the run's turn on all these devices. Return an empty list when it has come, and otherwise, after
+        `wait_s`, the runs whose turn it is; the request keeps its place in the queue."""
         await self._admit(tenant)
         asked_s = time.monotonic()
 
         def is_mine() -> bool:
             if self._attempts[tenant.run_id] != tenant.attempt or tenant.run_id not in self._ends_s:
                 raise StaleReservation(f"attempt {tenant.attempt} waits for its turn, but has ended")
-            seats = self._names(tenant.run_id, groups)
-            now_s = time.monotonic()
-            return self._turns.ask(tenant.run_id, seats, tenant.priority, now_s, asked_s + tenant.left_s)
+            names = self._names_of(tenant.run_id, groups)
+            return self._turns.ask(tenant.run_id, names, tenant.priority, time.monotonic(), asked_s + tenant.left_s)
 
         if is_mine():
             return []
-        await self._notify_change()  # an owner may wait for word that its devices are wanted
+        await self._notify_change()  # `wanted` of an owner may wait for this request
         if await self._until(is_mine, wait_s):
             return []
-        return self._turns.owners(self._names(tenant.run_id, groups)) or ["another run"]
+        return self._turns.owners(self._names_of(tenant.run_id, groups)) or ["another run"]
 
     async def wanted(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> bool:
-        """Whether another run waits, within `wait_s`, for devices of these on which it is the run's turn."""
+        """Return whether another run waits, within `wait_s`, for devices of these on which it is the run's turn."""
         await self._admit(tenant)
         run_id = tenant.run_id
-        return await self._until(lambda: self._turns.wanted(run_id, self._names(run_id, groups)), wait_s)
+        return await self._until(lambda: self._turns.wanted(run_id, self._names_of(run_id, groups)), wait_s)
 
     async def pass_on(self, tenant: Tenant, groups: Sequence[str]) -> None:
-        """Pass the run's turn on these devices on; nothing of it is awake there."""
+        """End the run's turn on these devices; it has nothing awake there."""
         await self._admit(tenant)
-        self._turns.pass_on(tenant.run_id, self._names(tenant.run_id, groups), time.monotonic())
+        self._turns.pass_on(tenant.run_id, self._names_of(tenant.run_id, groups), time.monotonic())
         await self._notify_change()
 
     async def _until(self, happens: Callable[[], bool], wait_s: float) -> bool:
@@ -373,12 +371,8 @@ class ReservationManager:
             self._changes.notify_all()
 
 
-SHARED_MANAGER = "shared-devices"
-"""Name of the one keeper of all runs that share devices."""
-
-
 def reservation_manager(name: str, lease_s: float) -> Any:
-    """The keeper of this name, made if need be. Returns its handle at once."""
+    """Return the handle of the manager of this name, at once; start it if there is none."""
     make: Any = ray.remote(  # type: ignore[call-overload]  # Ray's types do not know every option
         name=name,
         namespace=NAMESPACE,
@@ -392,7 +386,7 @@ def reservation_manager(name: str, lease_s: float) -> Any:
 
 
 def existing_manager(name: str) -> Any | None:
-    """The keeper of this name, if it lives: an earlier driver of a run has left it, or other runs use it."""
+    """Return the manager of this name if it lives: an earlier driver started it, or other runs use it."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

@@ -51,7 +51,7 @@ SAY_AGAIN_S = 30.0
 """Between two lines of the log about the same wait."""
 
 CALL_S = 30.0
-"""Longest wait for an answer of the keeper, its own start included."""
+"""Longest wait for an answer of the reservation manager, its own start included."""
 
 Lost = Callable[[str], None]
 """Called with the reason when the devices of a replica are lost."""
@@ -90,7 +90,7 @@ class RunDevices:
         self._tenants = spec.placement.tenants
         self._priority = priority
         self.shown = shown
-        self._keeper: Any = None
+        self._manager: Any = None
         self._taken: dict[str, _Taken] = {}
         self._to_come: frozenset[str] = frozenset()
         self.all_up = asyncio.Event()
@@ -158,7 +158,7 @@ class RunDevices:
             await self._give_back(unused)
 
     async def _give_back(self, groups: Sequence[str]) -> None:
-        if self._keeper is None or self._cluster.lost:
+        if self._manager is None or self._cluster.lost:
             return
         try:
             await self.ask("release", groups)
@@ -214,10 +214,10 @@ class RunDevices:
         return [f"{each.address} {allocation.devices[0].kind} {number}" for each in held if each is not None
                 for number in each.local_ids]  # fmt: skip
 
-    def holders_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
+    def reservations_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
         """The groups of these allocations that the run holds, with their holders."""
         groups = {group.name for each in allocations for group in self._placement.groups_of(each)}
-        return {name: taken.held.holder for name, taken in self._taken.items() if name in groups and taken.held}
+        return {name: taken.held.reservation for name, taken in self._taken.items() if name in groups and taken.held}
 
     def _holds(self, group: DeviceGroup) -> bool:
         return group.name in self._taken and self._taken[group.name].held is not None
@@ -284,7 +284,7 @@ class RunDevices:
         Raises StaleCall if a newer attempt has taken over.
         """
         names = [name for name, taken in self._taken.items() if taken.held is not None]
-        if self._keeper is None or self._cluster.lost:
+        if self._manager is None or self._cluster.lost:
             return
         await self.look()
         try:
@@ -307,8 +307,8 @@ class RunDevices:
     async def adopt(self) -> None:
         """Take over the devices that an earlier driver of the run holds; `settle` gives back those without a
         replica."""
-        self._keeper = await asyncio.to_thread(existing_manager, self._keeper_name)
-        if self._keeper is None:
+        self._manager = await asyncio.to_thread(existing_manager, self._manager_name)
+        if self._manager is None:
             return
         try:
             left = await self.ask("held", SAY_S)
@@ -328,55 +328,55 @@ class RunDevices:
 
     async def settle(self) -> None:
         """Give back what an earlier driver has left and no replica uses."""
-        if self._keeper is not None:
+        if self._manager is not None:
             await self.release()
             await self._give_back([group.name for group in self._placement.groups if group.name not in self._taken])
 
     async def close(self) -> None:
         """Give everything back. A private cluster ends with all that it holds anyway."""
-        if self._keeper is None or self._cluster.private:
+        if self._manager is None or self._cluster.private:
             return
         try:
             await self.ask("leave")
         except (StaleCall, FleetError) as error:
-            log.info("the keeper of the run's devices is left to its lease: %s", error)
+            log.info("the run's reservation manager is left to its lease: %s", error)
             return
         if not self.shared:
-            await asyncio.to_thread(ray.kill, self._keeper)
+            await asyncio.to_thread(ray.kill, self._manager)
 
-    # -- calls of the keeper
+    # -- calls of the manager
 
     @property
-    def _keeper_name(self) -> str:
+    def _manager_name(self) -> str:
         return SHARED_MANAGER if self.shared else self._call.run_id
 
     @property
-    def _keeps_s(self) -> float:
+    def _lease_of_devices_s(self) -> float:
         """The lease of what is held. Longer than that of the replicas on it, and their orderly stop, so that no other
         run gets a device that a replica still uses: a driver renews its replicas' leases with every call."""
         return 2 * self._lease_s + self.timeouts.drain_s + (self.timeouts.start_s if self._any_starts else 0.0)
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Call the keeper. Raises StaleCall, or FleetError if it does not answer or is lost, with all that it held."""
+        """Call the manager. Raises StaleCall, or FleetError if it does not answer or is lost, with all that it held."""
         try:
-            if self._keeper is None:
-                self._keeper = reservation_manager(self._keeper_name, self._keeps_s)
+            if self._manager is None:
+                self._manager = reservation_manager(self._manager_name, self._lease_of_devices_s)
             run_id, attempt = self._call.run_id, self._call.attempt
-            tenant = Tenant(run_id, attempt, self._keeps_s, self._tenants, self._priority, self.left_s())
-            return await asyncio.wait_for(getattr(self._keeper, method).remote(tenant, *arguments), CALL_S)
+            tenant = Tenant(run_id, attempt, self._lease_of_devices_s, self._tenants, self._priority, self.left_s())
+            return await asyncio.wait_for(getattr(self._manager, method).remote(tenant, *arguments), CALL_S)
         except RayTaskError as error:
             if isinstance(error.cause, StaleReservation):
                 raise StaleCall(f"devices of run {self._call.run_id}: {error.cause}") from error
             raise
         except TimeoutError:
-            raise FleetError(f"the keeper of the run's devices did not answer within {CALL_S:.0f} s") from None
+            raise FleetError(f"the run's reservation manager did not answer within {CALL_S:.0f} s") from None
         except ActorUnavailableError as error:
-            raise FleetError(f"the keeper of the run's devices cannot be reached for now: {error}") from error
+            raise FleetError(f"the run's reservation manager cannot be reached for now: {error}") from error
         except DIED as error:
-            self._keeper = None
+            self._manager = None
             for name in list(self._taken):
                 self._notify_lost(name)
-            raise FleetError(f"the keeper of the run's devices was lost, and all devices with it: {error}") from error
+            raise FleetError(f"the run's reservation manager was lost, and all devices with it: {error}") from error
 
 
 def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:

@@ -1,14 +1,15 @@
-"""Functions that share devices take turns: a device's memory has one owner at a time.
+"""Turns on shared devices: the memory of a device has one owner at a time.
 
     async with pool.turn(call):
         ...   # this function's replicas are awake; all others on its devices are asleep
 
-A turn ends when another function wants one and no call of this one is under way: until then its replicas stay awake,
-so calls of one function that follow each other cost nothing. The owner falls asleep before the next one wakes: never do
-two of them hold the device's memory, whatever the functions promise, and a wake reads how much is free.
+Functions of a run: a turn ends when another function wants one and no call of the owner is under way. Until then its
+replicas stay awake, so consecutive calls of one function cost nothing. The owner falls asleep before the next function
+wakes: two of them never hold the device's memory, whatever the functions promise, and a wake reads how much is free.
 
-Where other runs may be on the same devices (`placement.tenants`), the owner's turn is the run's turn, too: it is taken
-before a function wakes, and passed on, with all functions asleep, when another run waits for it.
+Several runs (`placement.tenants`): the owner also needs the run's turn, which the reservation manager gives
+(rlhfless.fleet.reservations). It is taken before a function wakes, and passed on, with all functions asleep, when
+another run waits for it and this run's phase is over. A run that is alone on its devices never sleeps for nothing.
 
 Invariants: calls of the owner never wait for a function that wants the turn, so a turn may be taken inside a turn of
 the same function. A switch that failed or was cancelled leaves no owner, and the next one puts all others to sleep.
@@ -18,67 +19,115 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.run_devices import SAY_S, NoDevices, RunDevices
 from rlhfless.functions.base import Call
 from rlhfless.scaling.function_specs import no_phases
 from rlhfless.scaling.placement import Allocation
+from rlhfless.telemetry.progress import FOR_DEVICES
 from rlhfless.util.tasks import gather_or_cancel
+
+log = logging.getLogger(__name__)
+
+
+RETRY_S = 1.0
+"""Time between two calls to a reservation manager that cannot be reached."""
+
+MORE_S = 10.0
+"""Longest wait for one more device during a phase. It is short, because the run keeps its other devices meanwhile, and
+the owner of the awaited device may wait for those. An actor that gets no device in time starts in a later phase."""
+
+PAUSE_S = 0.05
+"""A longer pause between two calls ends a phase: calls of one phase follow each other within milliseconds, and a change
+of turn costs hundreds of milliseconds to seconds."""
+
+
+class SharedDevices:
+    """The run's turn on the devices of functions that share them with other runs."""
+
+    def __init__(self, devices: RunDevices, allocations: Sequence[Allocation]) -> None:
+        self._devices = devices
+        self._allocations = allocations
+        self._owned: dict[str, str] = {}
+        """The reservation of each group on which it is the run's turn; devices that were lost and taken again have
+        another reservation."""
+
+    async def take(self, within_s: float | None = None) -> None:
+        """Wait for the run's turn on all of them. Idempotent. Raises NoDevices after `within_s`, by default
+        `timeouts.devices_s`."""
+        held = self._held()
+        if held.items() <= self._owned.items():
+            return
+        limit_s = self._devices.timeouts.devices_s if within_s is None else within_s
+        groups, began_s = sorted(held), time.monotonic()
+        owners = await self._devices.ask("turn", groups, 0.0)
+        while owners:
+            what = f"{FOR_DEVICES}: its turn on {', '.join(groups)}, where {', '.join(owners)} works"
+            left_s = limit_s - (time.monotonic() - began_s)
+            if left_s <= 0:
+                raise NoDevices(f"{limit_s:.0f} s of {what} (timeouts.devices_s)")
+            with self._devices.shown(what):
+                owners = await self._devices.ask("turn", groups, min(left_s, SAY_S))
+        self._owned = held
+
+    async def pass_on(self) -> None:
+        """Pass the turn on; nothing of the run is awake on the devices. Idempotent. A manager that cannot be reached
+        keeps reporting that they are wanted, so the next pass succeeds."""
+        self._owned = {}
+        if held := self._held():
+            try:
+                await self._devices.ask("pass_on", sorted(held))
+            except FleetError as error:
+                log.warning("the run's turn was not passed on yet: %s", error)
+
+    async def wait_wanted(self) -> None:
+        """Wait until another run waits for one of them. Raises StaleCall."""
+        while True:
+            try:
+                if await self._devices.ask("wanted", sorted(self._held()), SAY_S):
+                    return
+            except FleetError as error:
+                log.warning("requests of other runs for these devices are unknown for now: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    def _held(self) -> dict[str, str]:
+        return self._devices.reservations_of(self._allocations)
 
 
 class Taker(Protocol):
     """A function that takes turns."""
 
     async def fall_asleep(self, call: Call) -> None:
-        """Give up the device's memory. Idempotent."""
+        """Free the device's memory. Idempotent."""
 
     async def wake_up(self, call: Call) -> None:
-        """Get it back. Idempotent."""
-
-
-class DeviceLease(Protocol):
-    """The run's turn on devices that it shares with other runs."""
-
-    async def take(self, within_s: float | None = None) -> None:
-        """Wait for it. Idempotent."""
-
-    async def pass_on(self) -> None:
-        """Pass it on; all functions on the devices are asleep. Idempotent."""
-
-    async def wait_wanted(self) -> None:
-        """Wait until another run waits for it."""
-
-
-MORE_S = 10.0
-"""Longest wait for one more device during a phase. Short, because the run keeps its other devices meanwhile, and the
-owner of the awaited one may wait for those; an actor that gets no device in time starts in a later phase."""
-
-
-PAUSE_S = 0.05
-"""A pause between two calls that is longer ends a phase: calls of one phase follow each other within milliseconds, and
-a change of turn costs from hundreds of milliseconds to seconds."""
+        """Get the device's memory back. Idempotent."""
 
 
 class Turns:
-    """The turns of functions that share devices, directly or by way of others."""
+    """The turns of functions that share devices, directly or through others."""
 
-    def __init__(self, takers: Sequence[Taker], lent: DeviceLease | None = None) -> None:
+    def __init__(self, takers: Sequence[Taker], shared: SharedDevices | None = None) -> None:
         self._takers = takers
-        self._lent = lent
+        self._shared = shared
         self._owner: Taker | None = None
         self._switching = False
         self._calls = 0
-        """The owner's calls that are under way."""
+        """Calls of the owner in progress."""
         self._entries = 0
-        """Calls since the beginning."""
+        """Calls so far."""
         self._waiting: list[asyncio.Future[None]] = []
 
     @contextlib.asynccontextmanager
     async def of(self, taker: Taker, call: Call) -> AsyncIterator[None]:
-        """Within the block `taker` owns the devices. Raises what falling asleep or waking raised."""
+        """Make `taker` the owner of the devices within the block. Raises what falling asleep or waking raised."""
         while self._owner is not taker:
             if self._switching or self._calls:
                 await self._wait_for_change()
@@ -87,24 +136,23 @@ class Turns:
         self._calls += 1
         self._entries += 1
         try:
-            if self._lent is not None:
-                await self._lent.take(MORE_S)
+            if self._shared is not None:
+                await self._shared.take(MORE_S)
             yield
         finally:
             self._calls -= 1
             self._notify_change()
 
     async def put_all_to_sleep(self, call: Call) -> None:
-        """Put the replicas of all functions to sleep: of those that an earlier driver left it is not known whether they
-        sleep."""
+        """Put the replicas of all functions to sleep, such as replicas of an earlier driver, which may be awake."""
         await gather_or_cancel(*(taker.fall_asleep(call) for taker in self._takers))
 
     async def _switch(self, taker: Taker, call: Call) -> None:
         self._owner, self._switching = None, True
         try:
             await gather_or_cancel(*(other.fall_asleep(call) for other in self._takers if other is not taker))
-            if self._lent is not None:
-                await self._lent.take()
+            if self._shared is not None:
+                await self._shared.take()
             await taker.wake_up(call)
             self._owner = taker
         finally:
@@ -113,26 +161,25 @@ class Turns:
 
     async def lend(self, call: Call) -> None:
         """Pass the run's turn on whenever another run waits for it and its phase is over. Ends with StaleCall."""
-        while self._lent is not None:
-            await self._lent.wait_wanted()
+        while self._shared is not None:
+            await self._shared.wait_wanted()
             await self._wait_phase_over()
             self._owner, self._switching = None, True
             try:
                 await self.put_all_to_sleep(call)
-                await self._lent.pass_on()
+                await self._shared.pass_on()
             finally:
                 self._switching = False
                 self._notify_change()
 
     async def _wait_phase_over(self) -> None:
-        """Wait until no call has been under way for PAUSE_S."""
+        """Wait until no call has been in progress for PAUSE_S."""
         entries = -1
         while self._switching or self._calls or entries != self._entries:
             entries = self._entries
             await (self._wait_for_change() if self._switching or self._calls else asyncio.sleep(PAUSE_S))
 
     async def _wait_for_change(self) -> None:
-        """Wait for the end of a call or a switch."""
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(change)
         await change
@@ -145,11 +192,14 @@ class Turns:
 
 
 def take_turns(
-    pools: Iterable[ReplicaPool], lent: Callable[[Sequence[Allocation]], DeviceLease] | None = None
+    pools: Iterable[ReplicaPool], shared: Callable[[Sequence[Allocation]], SharedDevices] | None = None
 ) -> list[Turns]:
-    """Pools that share devices, and hold memory there, take turns from now on. All devices that a chain of such pools
-    joins have one owner: the learner's ranks work together, so it owns all of its devices or none. With `lent`, which
-    knows the run's turn on devices that it shares with other runs, each pool takes turns, if only with these."""
+    """Let pools that share devices, and hold memory there, take turns.
+
+    All devices that a chain of such pools joins have one owner: the learner's ranks work together, so the learner owns
+    all of its devices or none. With `shared`, which makes the run's turn among runs, a pool alone on its devices takes
+    turns, too.
+    """
     left, turns = [pool for pool in pools if pool.kind.phases is not no_phases], []
     while left:
         joined = [left.pop()]
@@ -157,10 +207,10 @@ def take_turns(
             sharing = [other for other in left if _devices(pool) & _devices(other)]
             joined += sharing
             left = [other for other in left if other not in sharing]
-        if len(joined) == 1 and lent is None:
+        if len(joined) == 1 and shared is None:
             continue
         allocations = [allocation for pool in joined for allocation in pool.allocations]
-        turns.append(Turns(joined, None if lent is None else lent(allocations)))
+        turns.append(Turns(joined, None if shared is None else shared(allocations)))
         for pool in joined:
             pool.turn = partial(turns[-1].of, pool)
     return turns

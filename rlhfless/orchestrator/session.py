@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.each_node import fetch_on_nodes, hub_models, on_each_node, remove_folders
-from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
-from rlhfless.fleet.leaving import LeavingWatch
+from rlhfless.fleet.each_node import (
+    check_on_nodes,
+    fetch_on_nodes,
+    gather_modules,
+    hub_models,
+    on_each_node,
+    remove_folders,
+    targets,
+)
+from rlhfless.fleet.heartbeat import HEARTBEATS_PER_LEASE, Heartbeat, LeavingWatch
 from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
-from rlhfless.fleet.user_code import check_on_nodes, gather_modules, targets
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.host import Host
@@ -161,7 +167,7 @@ async def _fleet(
     by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
     pools = list(by_name.values())
     lease_s = spec.recovery.lease_s
-    beat = Heartbeat(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
+    beat = Heartbeat(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / HEARTBEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = _run_of(session, by_name, ledger, journal, earlier)

@@ -20,7 +20,7 @@ from rlhfless.sim.scenarios.build import ScenarioLayout
 from rlhfless.sim.scenarios.scenario import CheapestContract, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.timing import DoesNotFit, learner_devices_needed
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-from rlhfless.sim.sharing import SeatWork, share
+from rlhfless.sim.sharing import PhaseWork, share
 from rlhfless.spec import CheapestSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 
@@ -65,10 +65,10 @@ class _Alone:
         self.devices = scenario.cluster.machines[0].devices
         self._traces: dict[tuple[str, int], Trace] = {}
 
-    def phases(self, fleet: FleetShape, runs: int, seat: str | None) -> list[list[SeatWork]]:
+    def phases(self, fleet: FleetShape, runs: int, group: str | None) -> list[list[PhaseWork]]:
         """The phases of `runs` runs with different seeds. Raises DoesNotFit."""
         layout = layout_of(self.scenario, fleet)
-        return [list(_phases(self._trace(fleet, seed), layout, seat)) for seed in range(runs)]
+        return [list(_phases(self._trace(fleet, seed), layout, group)) for seed in range(runs)]
 
     def _trace(self, fleet: FleetShape, seed: int) -> Trace:
         key = repr(fleet), seed
@@ -131,7 +131,7 @@ class _Arranger:
         self,
         name: str,
         ends: Sequence[float],
-        runs: Sequence[Sequence[SeatWork]],
+        runs: Sequence[Sequence[PhaseWork]],
         parts: int = 1,
         took_s: Sequence[float] | None = None,
     ) -> Arrangement:
@@ -153,17 +153,17 @@ class _Arranger:
 _COLOCATED = ScenarioPlacementSpec(mode="colocated")
 
 
-def _phases(trace: Trace, layout: ScenarioLayout, seat: str | None) -> Iterator[SeatWork]:
-    """Two phases a step. `seat`: the one that all functions share; None: actors and learner have their own."""
+def _phases(trace: Trace, layout: ScenarioLayout, group: str | None) -> Iterator[PhaseWork]:
+    """Two phases a step. `group`: the one that all functions share; None: actors and learner have their own."""
     actor, learner = layout.actors()[0].slot_setup, layout.learner().slot_setup
     ordered = sorted(trace.invocations, key=attrgetter("step"))
     calls = {step: list(group) for step, group in groupby(ordered, key=attrgetter("step"))}
     for record in trace.steps:
         drawn_s, scored_s, after_s = _spent_s(calls[record.step], record)
-        seats = frozenset({seat or "actors"})
-        yield SeatWork(FunctionName.GENERATION, seats, drawn_s, 0.0, actor.sleep_s, actor.wake_s)
-        seats = frozenset({seat or "learner"})
-        yield SeatWork(FunctionName.LEARNER, seats, after_s, scored_s, learner.sleep_s, learner.wake_s)
+        groups = frozenset({group or "actors"})
+        yield PhaseWork(FunctionName.GENERATION, groups, drawn_s, 0.0, actor.sleep_s, actor.wake_s)
+        groups = frozenset({group or "learner"})
+        yield PhaseWork(FunctionName.LEARNER, groups, after_s, scored_s, learner.sleep_s, learner.wake_s)
 
 
 def _spent_s(calls: Sequence[Invocation], record: StepRecord) -> tuple[float, float, float]:

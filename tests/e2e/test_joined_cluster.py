@@ -116,7 +116,7 @@ import shutil, sys
 from pathlib import Path
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.fleet.ray_session import end, join
-from rlhfless.fleet.user_code import gather_modules, import_faults
+from rlhfless.fleet.each_node import gather_modules, import_faults
 from rlhfless.spec import RunSpec
 
 folder, address = Path(sys.argv[1]), sys.argv[2]

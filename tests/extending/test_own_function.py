@@ -8,7 +8,7 @@ import pytest
 
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.control.spec_paths import code_problems
-from rlhfless.fleet.user_code import targets
+from rlhfless.fleet.each_node import targets
 from rlhfless.planning.memory_plan import memory_plan
 from rlhfless.records import FunctionName
 from rlhfless.scaling.function_specs import kinds_of, place_run

@@ -144,5 +144,5 @@ async def test_a_new_driver_has_the_turn_of_the_one_before_which_is_refused(two:
     await seated(keeper, "a", "b")
     assert await keeper.turn(tenant("a"), ["generation-0"], 0) == []
     assert await keeper.turn(tenant("a", attempt=2), ["generation-0"], 0) == []
-    with pytest.raises(StaleReservation, match="attempt 2 has taken over"):
+    with pytest.raises(StaleReservation, match="attempt 2 has replaced it"):
         await keeper.pass_on(tenant("a"), ["generation-0"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless.fleet import user_code
-from rlhfless.fleet.user_code import CodeNotThere, gather_modules, import_faults, node_faults, targets
+from rlhfless.fleet import each_node as user_code
+from rlhfless.fleet.each_node import CodeNotThere, gather_modules, import_faults, node_faults, targets
 from rlhfless.spec import RunSpec
 
 

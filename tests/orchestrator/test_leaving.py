@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhfless.fleet.leaving import LeavingWatch
+from rlhfless.fleet.heartbeat import LeavingWatch
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.base_run import TrainerPools
 from rlhfless.orchestrator.driver import RunSteps

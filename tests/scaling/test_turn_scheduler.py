@@ -32,7 +32,7 @@ def test_a_run_that_asks_again_keeps_its_place() -> None:
     assert turns.owners(["0"]) == ["b"]
 
 
-def test_seats_come_together_and_are_kept_from_those_behind() -> None:
+def test_groups_come_together_and_are_kept_from_those_behind() -> None:
     turns = TurnScheduler()
     assert turns.ask("a", ["0"], 0, 0.0)
     assert not turns.ask("b", ["0", "1"], 0, 1.0)
@@ -80,12 +80,12 @@ RUNS, SEATS = st.sampled_from("abcd"), st.sets(st.sampled_from("0123"), min_size
 
 
 @given(st.lists(st.tuples(RUNS, SEATS, st.booleans()), max_size=60))
-def test_each_seat_has_one_owner_and_everyone_comes_to_it(events: list[tuple[str, set[str], bool]]) -> None:
-    """A run asks for all seats of a phase while it owns none, as the fleet does."""
+def test_each_group_has_one_owner_and_everyone_comes_to_it(events: list[tuple[str, set[str], bool]]) -> None:
+    """A run asks for all groups of a phase while it owns none, as the fleet does."""
     turns, owned, waiting = TurnScheduler(), dict[str, set[str]](), dict[str, set[str]]()
-    for now_s, (run, seats, asks) in enumerate(events):
+    for now_s, (run, groups, asks) in enumerate(events):
         if asks and run not in waiting and run not in owned:
-            waiting[run] = seats
+            waiting[run] = groups
         elif not asks:
             turns.pass_on(run, "0123", now_s)
             waiting.pop(run, None)
@@ -93,7 +93,7 @@ def test_each_seat_has_one_owner_and_everyone_comes_to_it(events: list[tuple[str
         for other, wanted in list(waiting.items()):
             if turns.ask(other, wanted, 0, now_s):
                 owned[other] = waiting.pop(other)
-        owners = [turns.owners([seat]) for seat in "0123"]
+        owners = [turns.owners([group]) for group in "0123"]
         assert all(len(each) <= 1 for each in owners)
     for now_s in range(len(events), len(events) + 8):  # whoever has a turn passes it on: nothing waits for ever
         for run in "abcd":

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from fakes.tiny_scenario import scenario
 from rlhfless.sim.experiment.shared import ONE_BY_ONE, arrangements
-from rlhfless.sim.sharing import SeatWork, share
+from rlhfless.sim.sharing import PhaseWork, share
 from rlhfless.spec.errors import InputError
 
 
-def phase(function: str, work_s: float, *seats: str, **changes: float) -> SeatWork:
-    return SeatWork(function, frozenset(seats), work_s, **changes)
+def phase(function: str, work_s: float, *groups: str, **changes: float) -> PhaseWork:
+    return PhaseWork(function, frozenset(groups), work_s, **changes)
 
 
 def test_one_run_alone_changes_functions_and_nothing_else() -> None:
@@ -44,10 +44,10 @@ def test_a_run_keeps_its_turn_while_no_other_waits() -> None:
     assert share([[drawn, drawn], [late]]).ends_s == pytest.approx((2.5, 4.5))
 
 
-def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[SeatWork]]:
+def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[PhaseWork]]:
     one = st.builds(
-        lambda function, seats, work_s, before_s, cost_s: phase(
-            function, work_s, *seats, before_s=before_s, sleep_s=cost_s, wake_s=cost_s
+        lambda function, groups, work_s, before_s, cost_s: phase(
+            function, work_s, *groups, before_s=before_s, sleep_s=cost_s, wake_s=cost_s
         ),
         st.sampled_from(["generation", "learner"]),
         st.sampled_from(where),
@@ -60,11 +60,11 @@ def phases(*where: tuple[str, ...]) -> st.SearchStrategy[list[SeatWork]]:
 
 @given(st.lists(phases(("a",), ("b",)) | phases(("a", "b")), min_size=1, max_size=5))
 @settings(max_examples=200)
-def test_no_seat_works_twice_and_no_run_is_lost(runs: list[list[SeatWork]]) -> None:
+def test_no_group_works_twice_and_no_run_is_lost(runs: list[list[PhaseWork]]) -> None:
     timeline = share(runs)
-    asked = {seat: sum(p.work_s for run in runs for p in run if seat in p.seats) for seat in ("a", "b")}
-    for seat, work_s in asked.items():
-        assert timeline.busy_s.get(seat, 0.0) == pytest.approx(work_s)
+    asked = {group: sum(p.work_s for run in runs for p in run if group in p.groups) for group in ("a", "b")}
+    for group, work_s in asked.items():
+        assert timeline.busy_s.get(group, 0.0) == pytest.approx(work_s)
         assert timeline.makespan_s >= work_s - 1e-9
     for run, end_s in zip(runs, timeline.ends_s, strict=True):
         assert end_s >= sum(p.before_s + p.work_s for p in run) - 1e-9
@@ -73,7 +73,7 @@ def test_no_seat_works_twice_and_no_run_is_lost(runs: list[list[SeatWork]]) -> N
     assert timeline.makespan_s <= one_by_one_s + changes_s + 1e-6  # each change of run costs at most this
 
 
-def test_seats_that_overlap_within_a_run_are_refused() -> None:
+def test_groups_that_overlap_within_a_run_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one phase needs \['a'\], and another \['a', 'b'\]; give both the same"):
         share([[phase("generation", 1.0, "a"), phase("learner", 1.0, "a", "b")]])
 
