@@ -21,7 +21,7 @@ from rlhfless.util.text import storable
 sys.path.append(str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)])
 
-pytest_plugins = ["fakes.prompt_inputs", "fakes.services"]
+pytest_plugins = ["fakes.prompt_inputs", "fakes.service_fixtures"]
 
 # Timings never decide a test; and what is compiled is compiled in the first example that calls it.
 settings.register_profile("untimed", deadline=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.records import Group, Prompt
 
 MakeGroup = Callable[[str, tuple[int, ...], list[list[int]]], Group]

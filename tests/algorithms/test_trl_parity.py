@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from fakes.fleet import group as group_of
+from fakes.fake_cluster import group as group_of
 from fakes.trl_trainers import trl_trainer
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import pack

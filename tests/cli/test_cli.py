@@ -14,7 +14,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from fakes.qwen import QWEN_05B
+from fakes.tiny_models import QWEN_05B
 from rlhfless.cli import main, service
 from rlhfless.planning import preflight
 from rlhfless.planning.run_plan import planned

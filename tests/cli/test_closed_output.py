@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fakes.places import SCENARIOS
+from fakes.repository import SCENARIOS
 from rlhfless.telemetry.console import Console
 
 # A console whose pipe is closed after its first line, in a process of its own.

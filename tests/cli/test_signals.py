@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fakes.places import SCENARIOS
+from fakes.repository import SCENARIOS
 from rlhfless.util import signals
 
 # What a run does with its signals: orderly work that `{work}` says, and a clean-up that `{clean_up}` says. It starts a

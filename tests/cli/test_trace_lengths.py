@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fakes.traced import traced
+from fakes.builders import traced
 from rlhfless.cli import main
 from rlhfless.cli.length_scores import score_forecasts
 from rlhfless.records import FinishReason, Rollout, Score

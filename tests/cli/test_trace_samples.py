@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.cli import main
 from rlhfless.records import Prompt, Score
 from rlhfless.records.traces import TraceMeta, TraceWriter

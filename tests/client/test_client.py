@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import rlhfless
-from fakes.standing import RUN, NoDrivers, begun_run
+from fakes.fake_service import RUN, NoDrivers, begun_run
 from rlhfless.client import calls
 from rlhfless.client.errors import Conflict, Invalid, NotFound, ServiceAway
 from rlhfless.control.service import Service

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.fake_service import RUN, NoDrivers, Pushes, until
 from rlhfless.spec import SizesSpec
 
 JSON = {"Content-Type": "application/json"}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fakes.orders import order_of
-from fakes.standing import RUN
+from fakes.fake_service import RUN, order_of
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.service_client import undelivered

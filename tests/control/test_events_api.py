@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from fakes.standing import RUN, NoDrivers, Pushes, begun_run, until
+from fakes.fake_service import RUN, NoDrivers, Pushes, begun_run, until
 
 SSE = {"Accept": "text/event-stream"}
 

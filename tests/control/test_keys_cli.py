@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fakes.standing import NoDrivers, served, there_is_ray
+from fakes.fake_service import NoDrivers, served, there_is_ray
 from rlhfless.cli.main import app
 from rlhfless.control import keys as keys_module
 from rlhfless.control.settings import ServiceSettings

@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fakes.orders import order_of
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.fake_service import RUN, NoDrivers, Pushes, order_of, until
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.service_client import undelivered

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fakes.places import ROOT
-from fakes.standing import RUN, NoDrivers, served, there_is_ray
+from fakes.fake_service import RUN, NoDrivers, served, there_is_ray
+from fakes.repository import ROOT
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.telemetry.metrics import METRICS
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.standing import RUN, NoDrivers, until
+from fakes.fake_service import RUN, NoDrivers, until
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.drivers import NOT_SHARED, Handle, JobDrivers, RayJobs
 from rlhfless.control.keys import hashed

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fakes.standing import RUN, NoDrivers, served, there_is_ray
+from fakes.fake_service import RUN, NoDrivers, served, there_is_ray
 from rlhfless.control.settings import ServiceSettings
 
 EXCLUDED = {

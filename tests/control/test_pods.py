@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from fakes.standing import NoDrivers, begun_run
+from fakes.fake_service import NoDrivers, begun_run
 from rlhfless.control.pods import PodWatch, leaving_of, pending_of, status_clause
 from rlhfless.control.service import Service
 from rlhfless.telemetry.progress import FOR_DEVICES

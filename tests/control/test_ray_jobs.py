@@ -19,8 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from fakes.places import ROOT, TESTS
-from fakes.standing import RUN, served
+from fakes.fake_service import RUN, served
+from fakes.repository import ROOT, TESTS
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.drivers import JobDrivers, RayJobs
 from rlhfless.control.ray_host import RayJobHostSupervisor
@@ -87,7 +87,7 @@ def settings_of(folder: Path, head: str) -> ServiceSettings:
 def test_a_cluster_elsewhere(head: str, tmp_path: Path) -> None:
     """The host says what the cluster has; a run's driver that is killed is followed by another one; the run ends."""
     jobs = RayJobs(head)
-    with served(settings_of(tmp_path, head), JobDrivers(jobs, "fakes.stand_in_driver")) as (client, service):
+    with served(settings_of(tmp_path, head), JobDrivers(jobs, "fakes.fake_driver")) as (client, service):
         assert client.get("/readyz").json()["waiting_for"] == [f"waiting for the Ray cluster at {head}"]
 
         async def keep() -> None:
@@ -142,7 +142,7 @@ def test_a_driver_is_started_once_and_stopped_in_order(head: str, tmp_path: Path
         http_hosts=[],
         spec={"steps": 1},
     )
-    drivers = JobDrivers(RayJobs(head), "fakes.stand_in_driver")
+    drivers = JobDrivers(RayJobs(head), "fakes.fake_driver")
     handle = drivers.start(tmp_path / "run", order)
     assert drivers.start(tmp_path / "run", order) == handle
     until(lambda: processes(f"stand_in_driver {tmp_path / 'run'}"), "the driver")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from fakes.standing import RUN, NoDrivers, Pushes, begun_run, until
+from fakes.fake_service import RUN, NoDrivers, Pushes, begun_run, until
 from rlhfless.control.run_files import allowed_in
 from rlhfless.control.settings import ServiceSettings
 

@@ -14,7 +14,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, until
+from fakes.fake_service import RUN, SAMPLE, NoDrivers, Pushes, until
 from rlhfless.cli.main import app
 from rlhfless.client import calls
 

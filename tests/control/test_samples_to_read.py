@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from fakes import filled
-from fakes.rollouts import drawn
+from fakes import filled_database as filled
+from fakes.builders import drawn
 from rlhfless.control.database.tables import RolloutRow
 from rlhfless.control.delivery import Item
 from rlhfless.control.driver.samples import MOST_OF_COLUMN, SampleReader

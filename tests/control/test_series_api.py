@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes import filled
-from fakes.standing import NoDrivers, served
+from fakes import filled_database as filled
+from fakes.fake_service import NoDrivers, served
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.util.tails import MOST_BYTES, tail

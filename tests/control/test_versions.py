@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.orders import order_of
-from fakes.standing import RUN, SAMPLE, NoDrivers, begun_run, until
+from fakes.fake_service import RUN, SAMPLE, NoDrivers, begun_run, order_of, until
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
 from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive

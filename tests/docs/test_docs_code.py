@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fakes.places import ROOT
+from fakes.repository import ROOT
 from rlhfless.sim.scenarios import Scenario
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,7 +7,7 @@ import re
 import pytest
 import typer
 
-from fakes.places import ROOT
+from fakes.repository import ROOT
 from rlhfless.cli.main import app
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.yaml"))]

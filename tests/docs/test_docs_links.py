@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.places import ROOT
+from fakes.repository import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fakes.places import ROOT
+from fakes.repository import ROOT
 
 FOLDERS = ("rlhfless", "functions", "sim", "benchmarks", "scripts", "examples", "deploy", "tests")
 CHART = ROOT / "deploy" / "helm" / "rlhfless"

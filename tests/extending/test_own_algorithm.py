@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from fakes.tiny_learner import make_batch, make_rank, save_tiny_model
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack

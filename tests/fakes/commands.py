@@ -1,15 +1,19 @@
-"""The command line, as a process."""
+"""The command line as a process: as this user, and as nobody in tests that run as root."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from fakes.live_runs import spec_values
@@ -55,3 +59,36 @@ def assert_nothing_is_left(left: list[psutil.Process], runs: Path) -> None:
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     assert not [folder for run in runs.iterdir() for folder in Path("/dev/shm").glob(f"rlhfless-{run.name}*")]
     assert not [run for run in runs.iterdir() if (run / "ray").exists()]
+
+
+USER = 65534
+
+# In a mount namespace of its own /root is laid over by one that all may enter. What is changed there goes with it.
+_SCRIPT = f"""
+set -e
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/upper /mnt/work
+mount -t overlay overlay -o lowerdir=/root,upperdir=/mnt/upper,workdir=/mnt/work /root
+chmod 755 /root
+exec setpriv --reuid={USER} --regid={USER} --clear-groups -- "$@"
+"""
+
+
+def as_other_user(*command: str) -> list[str]:
+    """The command line; the same where the tests are not run by root."""
+    if os.getuid() != 0:
+        return list(command)
+    if not _possible():
+        pytest.skip("root needs unshare, setpriv and CAP_SYS_ADMIN to start something as another user")
+    return _wrapped(command)
+
+
+def _wrapped(command: tuple[str, ...]) -> list[str]:
+    return ["unshare", "--mount", "sh", "-c", _SCRIPT, "sh", *command]
+
+
+@cache
+def _possible() -> bool:
+    if shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return False
+    return subprocess.run(_wrapped((sys.executable, "-c", "")), capture_output=True, timeout=60).returncode == 0

@@ -1,8 +1,9 @@
-"""Settings of an engine that is not started."""
+"""Engine settings and leases of functions in the test's own process."""
 
 from rlhfless.functions.generation.engine import (
     EngineSettings,
 )
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
 
@@ -18,3 +19,8 @@ SETTINGS = EngineSettings(
     engine=EngineSpec(),
     timeouts=TimeoutsSpec(start_s=30, drain_s=5),
 )
+
+
+DAY_S = 86_400
+LONG = LeaseTerms(DAY_S, DAY_S)
+"""Longer than any session of tests: a function whose lease runs out ends its process, here the one that tests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fakes.cluster import FakeCluster, pool_of
+from fakes.fake_cluster import FakeCluster, pool_of
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.live_fleet import LiveFleet

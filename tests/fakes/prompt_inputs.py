@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fakes.words import CONTEXT_TOKENS, make_tokenizer
+from fakes.tiny_tokenizers import CONTEXT_TOKENS, make_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users may speak') }}{% endif %}"

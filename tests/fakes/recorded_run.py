@@ -1,14 +1,24 @@
-"""A trace as the runtime would have written it, of a run whose latencies are known: the simulator's own."""
+"""Traces as the runtime would have written them: one with known latencies, and random runs with what holds for each."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import strategies as st
 
+from fakes.tiny_scenario import (
+    PRICES,
+)
+from fakes.views import Restless
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import (
@@ -24,11 +34,14 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter
+from rlhfless.scaling.accounting import Interval, clip, length, summarise, union
 from rlhfless.scaling.fleet_constants import MOVE_S
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.generation import Generation
 from rlhfless.sim.policies import make_policy
 from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
@@ -37,6 +50,7 @@ from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
+from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
 
 ENGINE = LinearEngine(6e-3, 1.5e-4, 2e-6, 2e-5, 1e-9)
 LEARN_S, LEARN_TOKEN_S, EVALUATE_TOKEN_S = 0.3, 1e-4, 2e-5
@@ -148,3 +162,74 @@ def _later(record: Any) -> Any:
     """At a time of this century."""
     assert isinstance(record, Holding | Invocation)
     return replace(record, start_s=EPOCH_S + record.start_s, end_s=EPOCH_S + record.end_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A fleet, what it draws, and a policy's seed."""
+
+    setup: Setup
+    batches: list[RolloutBatch]
+    seed: int
+
+    def restless(self) -> Restless:
+        return Restless(self.seed)
+
+
+def check_books(run: Run, policy: Policy) -> None:
+    """Plays a run: every sample is drawn once, and the bill is what was held."""
+    simulation, drawn = play(run.setup, run.batches, policy)
+    trace = simulation.close()
+    for batch, generation in zip(run.batches, drawn, strict=True):
+        table = generation.progress.table
+        assert table.tokens.tolist() == batch.response_tokens.tolist()
+        assert table.finished.all()
+        assert np.isfinite(table.finish_s).all()
+        assert (table.actor >= 0).all()
+    assert [step.step for step in trace.steps] == [batch.step for batch in run.batches]
+    total = summarise(trace, PRICES).total  # raises if holdings overlap
+    held_s = math.fsum(holding.device_s for holding in trace.holdings)
+    assert total.provisioned_device_s == pytest.approx(held_s, rel=1e-9)
+    assert unheld_s(trace.holdings, trace.invocations) == pytest.approx(0.0, abs=1e-6)
+    assert total.cost_usd == pytest.approx(PRICES.cost_usd(trace.holdings))
+    assert crowd(trace.holdings) <= 1.0 + 1e-9
+    drawn_tokens = sum(call.output_tokens for call in trace.invocations)
+    needed = sum(int(batch.response_tokens.sum()) for batch in run.batches)
+    crashes = any(actor.spot_mean_s < math.inf for actor in run.setup.actors)
+    assert drawn_tokens >= needed if crashes else drawn_tokens == needed
+
+
+def unheld_s(holdings: Sequence[Holding], invocations: Sequence[Invocation]) -> float:
+    """Seconds of invocations outside every holding of their incarnation."""
+    held: dict[str, list[Interval]] = defaultdict(list)
+    for holding in holdings:
+        held[holding.incarnation].append((holding.start_s, holding.end_s))
+    whole = {incarnation: union(intervals) for incarnation, intervals in held.items()}
+    return math.fsum(
+        call.duration_s
+        - length(piece for begin, end in whole.get(call.incarnation, []) for piece in clip(worked, begin, end))
+        for call in invocations
+        for worked in [[(call.start_s, call.end_s)]]
+    )
+
+
+CONTRACTS = st.one_of(
+    st.builds(WeightedSpec, time_weight=st.sampled_from([0.0, 0.5, 1.0])),
+    st.builds(CheapestSpec, deadline_s=st.sampled_from([0.5, 5.0, 500.0]), per=st.sampled_from(["step", "run"])),
+    st.builds(FastestSpec, budget_usd=st.sampled_from([1e-6, 0.01, 1.0]), per=st.sampled_from(["step", "run"])),
+)
+
+
+def play(setup: Setup, batches: Sequence[RolloutBatch], policy: Policy) -> tuple[Simulation, list[Generation]]:
+    simulation = Simulation(setup, policy, PRICES)
+    simulation.reserve(batches)
+    return simulation, [simulation.step(batch) for batch in batches]
+
+
+def crowd(holdings: Sequence[Holding]) -> float:
+    """The largest share of a device that is billed at any instant."""
+    edges: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for holding in holdings:
+        edges[holding.device] += [(holding.start_s, holding.share), (holding.end_s, -holding.share)]
+    sums = (itertools.accumulate(share for _, share in sorted(changes)) for changes in edges.values())
+    return max(total for device in sums for total in device)

@@ -14,4 +14,4 @@ from rlhfless.control.settings import ServiceSettings
 
 if __name__ == "__main__":
     settings = ServiceSettings.model_validate_json(sys.argv[1])
-    asyncio.run(serve(settings, lambda _: None, LocalDrivers("fakes.stand_in_driver")))
+    asyncio.run(serve(settings, lambda _: None, LocalDrivers("fakes.fake_driver")))

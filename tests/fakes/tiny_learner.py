@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.critic.rank import CriticRank
 from rlhfless.functions.learner.rank import LearnerRank

@@ -1,4 +1,6 @@
-"""Tiny random models, as folders and as Hugging Face models to compare with; and engines for them."""
+"""Small models of the supported families, as folders and Hugging Face models; published sizes; engines for them."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
@@ -143,3 +155,53 @@ async def loaded(engine: VllmEngine, published: PublishedWeights) -> Any:
     assert report is not None
     assert report.read_back == report.tensors
     return report.transport
+
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2_sliding": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=0),
+    "granite": GraniteConfig(**SHAPE, logits_scaling=3.0),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0, sliding_window=6),
+    "gpt2_dropout": GPT2Config(
+        vocab_size=40,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        attn_pdrop=0.5,
+        embd_pdrop=0.5,
+        resid_pdrop=0.5,
+    ),
+}
+
+
+def save(config, folder) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+QWEN_05B = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}

@@ -1,10 +1,110 @@
-"""A scenario of seconds: two devices, a small model, a handful of prompts."""
+"""Small fleets and scenarios of seconds with round figures, for simulated steps and whole runs."""
 
 from __future__ import annotations
 
+import dataclasses
+from datetime import date
 from typing import Any
 
+import numpy as np
+
+from fakes.naive_engine import LinearModel
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.records import FunctionName, Invocation, Work
+from rlhfless.scaling.accounting import Usage, summarise
+from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.scaling.policy import Policy
+from rlhfless.scaling.prices import DevicePrice, PriceBook
+from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios import Scenario
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.simulation import Simulation
+
+MODEL = LinearModel()
+PRICED = PricedModel(MODEL, 8)
+SHAPE = EngineShape(max_sequences=8, kv_blocks=60, block_tokens=4, chunk_tokens=None)
+TODAY = date(2026, 11, 21)
+PRICES = PriceBook(
+    devices=(
+        DevicePrice(kind="cpu-core", usd_per_hour=0.036, source="test", as_of=TODAY, rented_by="device"),
+        DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY, rented_by="device"),
+    )
+)
+LINKS = Links(beat_s=0.5, move_s=0.01)
+FOLDER = Transport("auto", 1e9, 0.1, 200_000_000)  # 0.3 s
+
+
+SLEEP_S, WAKE_S = 0.25, 0.5
+
+SERVING_S = 5.0 + 2.0 + 0.3
+"""A node, a cold start, the weights."""
+
+
+def slot_setup(
+    device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object
+) -> SlotSetup:
+    """One device, on the node of the same number."""
+    allocation = Allocation.of([Device(f"{kind}-{device}", kind, device)])
+    node = device if node is None else node
+    return dataclasses.replace(SlotSetup(allocation, f"node-{node}", start_s, SLEEP_S, WAKE_S), **changes)
+
+
+def actor(device: int, **changes: object) -> ActorShape:
+    return dataclasses.replace(ActorShape(slot_setup(device), SHAPE, PRICED), **changes)
+
+
+def on(shape: ActorShape | ServiceShape | LearnerShape, where: SlotSetup) -> ActorShape | ServiceShape | LearnerShape:
+    """The same work elsewhere."""
+    return dataclasses.replace(shape, slot_setup=where)
+
+
+SCORING = ServiceShape(slot_setup(0, "cpu-core", 0.0), FunctionName.SCORING, Work.SCORE, 0.004, 0.0)
+REFERENCE = ServiceShape(slot_setup(0, start_s=0.7), FunctionName.REFERENCE, Work.LOGPROBS, 0.01, 0.0)
+LEARNER = LearnerShape(slot_setup(9, start_s=1.0, node=0), 0.2, 0.0, 0.001, 0.05)
+
+
+def setup_of(*actors: ActorShape, **changes: object) -> Setup:
+    """One scoring service on a CPU core, one learner on a device of its own."""
+    plain: dict[str, object] = {
+        "services": (SCORING,),
+        "learner": LEARNER,
+        "transport": FOLDER,
+        "links": LINKS,
+        "max_staleness": 0,
+        "node_s": 5.0,
+        "max_tokens": 200,
+        "seed": 0,
+    }
+    return Setup(actors, **(plain | changes))
+
+
+def one_step(setup: Setup, policy: Policy, batch: RolloutBatch) -> tuple[Simulation, Generation]:
+    simulation = Simulation(setup, policy, PRICES)
+    return simulation, simulation.step(batch)
+
+
+def called(simulation: Simulation, work: Work) -> list[Invocation]:
+    return [call for call in simulation.ledger.invocations if call.work is work]
+
+
+def usage_of(simulation: Simulation, function: FunctionName) -> Usage:
+    return {row.name: row for row in summarise(simulation.close(), PRICES).functions}[function]
+
+
+def batch_of(groups: list[tuple[int, list[int]]], prefixes: PrefixTree | None = None) -> RolloutBatch:
+    """A batch from (prompt tokens, response lengths) per group, and what the prompts share."""
+    sizes = [len(lengths) for _, lengths in groups]
+    return RolloutBatch(
+        step=1,
+        prompt_ids=tuple(f"p{i}" for i in range(len(groups))),
+        prompt_tokens=np.array([prompt for prompt, _ in groups], dtype=np.int64),
+        group=np.repeat(np.arange(len(groups)), sizes),
+        response_tokens=np.array([length for _, lengths in groups for length in lengths], dtype=np.int64),
+        prefixes=prefixes,
+    )
+
 
 CONFIG = {
     "num_hidden_layers": 4,

@@ -7,7 +7,7 @@ import venv
 from importlib import metadata
 from pathlib import Path
 
-from fakes.pins import pinned
+from fakes.repository import pinned
 
 
 def user_environment(folder: Path) -> Path:

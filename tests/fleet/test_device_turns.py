@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fakes.cluster import CALL, FakeCluster, pool_of
+from fakes.fake_cluster import CALL, FakeCluster, pool_of
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call

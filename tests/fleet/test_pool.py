@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from fakes.cluster import CALL, FakeCluster, pool_of
-from fakes.stage import until
-from fakes.watcher import Watcher
+from fakes.fake_cluster import CALL, FakeCluster, Watcher, pool_of
+from fakes.fake_run import until
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.records import FunctionName, ReplicaState, Work

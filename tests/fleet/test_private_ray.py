@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.other_user import as_other_user
+from fakes.commands import as_other_user
 from rlhfless.fleet import private_ray
 from rlhfless.util.folders import NotPrivate
 

@@ -18,7 +18,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayNodes
 
-from fakes.stand_in import stand_in_run
+from fakes.fake_function import stand_in_run
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.each_node import on_each_node

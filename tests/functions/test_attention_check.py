@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import fakes.varlen  # noqa: F401  # registers the stand-in
+import fakes.fake_varlen  # noqa: F401  # registers the stand-in
 from rlhfless.functions import attention_kernels, policy, prefix_attention
 from rlhfless.functions.attention_check import packed_difference, padded_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen

@@ -25,8 +25,8 @@ from transformers import (
     VaultGemmaConfig,
 )
 
-from fakes.families import FAMILIES, SHAPE, save
 from fakes.tiny_learner import make_pairs, make_rank, make_supervised
+from fakes.tiny_models import FAMILIES, SHAPE, save
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.supervised import pack_examples
 from rlhfless.functions.attention_form import ignored_by_sdpa

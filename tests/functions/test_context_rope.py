@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig
 
-from fakes.families import SHAPE, save
+from fakes.tiny_models import SHAPE, save
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.policy import PolicyNetwork, load_policy, token_logprobs
 from rlhfless.spec import ModelSpec

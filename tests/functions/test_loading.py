@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fakes.leases import LONG
+from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.column.deployment import ColumnFunction
 from rlhfless.functions.column.settings import ColumnSettings

@@ -10,7 +10,7 @@ from transformers import (
     FalconH1Config,
 )
 
-from fakes.families import FAMILIES, SHAPE, save
+from fakes.tiny_models import FAMILIES, SHAPE, save
 from rlhfless.functions.policy import load_policy, token_logprobs
 from rlhfless.spec import ModelSpec
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.families import FAMILIES, save
-from fakes.rollouts import drawn
+from fakes.builders import drawn
+from fakes.tiny_models import FAMILIES, save
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-import fakes.varlen  # noqa: F401  # registers the stand-in
+import fakes.fake_varlen  # noqa: F401  # registers the stand-in
 from rlhfless.algorithms.batch import select
 from rlhfless.functions import policy as policy_module
 from rlhfless.functions.batching import fed_sequences

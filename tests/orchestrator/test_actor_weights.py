@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.cluster import CALL, FakeCluster, NoRecords, pool_of
-from fakes.stage import until
-from fakes.watcher import Watcher
+from fakes.fake_cluster import CALL, FakeCluster, NoRecords, Watcher, pool_of
+from fakes.fake_run import until
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
@@ -36,7 +35,7 @@ def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, 
 
 async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Decision] = []
-    monkeypatch.setattr("fakes.cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
+    monkeypatch.setattr("fakes.fake_cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
     _, pool, weights, _ = weights_of("a")
     info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5}, kv_capacity_tokens=4096)
     await weights.prove_loading(pool["a"], CALL)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes import scene as scenes
-from fakes.fleet import group
-from fakes.scene import OLD_LOGPROB, Scene
+from fakes import fake_run as scenes
+from fakes.fake_cluster import group
+from fakes.fake_run import OLD_LOGPROB, Scene
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.algorithms.kl import next_kl_coefficient
 from rlhfless.orchestrator.run import AlgorithmState

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes.scene import Scene, weights_of
+from fakes.fake_run import Scene, weights_of
 from rlhfless.algorithms.batch import pack
 from rlhfless.orchestrator.step import _with_targets, rollout, train
 from rlhfless.records import FunctionName

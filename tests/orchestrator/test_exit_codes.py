@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.cli import main
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.ray_session import NoCluster

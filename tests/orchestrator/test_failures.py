@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.fleet import group
+from fakes.fake_cluster import group
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.group_based import GRPO, STD_FLOOR
 from rlhfless.orchestrator.experience import LOGPROBS, added_up, readable, without_failures

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fakes.cluster import CALL, FakeCluster, pool_of
-from fakes.stage import until
+from fakes.fake_cluster import CALL, FakeCluster, pool_of
+from fakes.fake_run import until
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.orchestrator.weight_sync import ActorWeights, Feeding, LearnerLost
 from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion

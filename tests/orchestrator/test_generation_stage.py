@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fakes.fleet import FakeFleet, FakePool, runner
-from fakes.stage import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakeFleet, FakePool, runner
+from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.policy_runner import PolicyRunner

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 import pytest
 
-from fakes.fleet import group
+from fakes.fake_cluster import group
 from rlhfless.orchestrator import group_pipeline
 from rlhfless.orchestrator.group_pipeline import collect
 from rlhfless.records import FloatArray, Group, Score

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fakes.fleet import FakePool, rollout, runner
-from fakes.stage import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakePool, rollout, runner
+from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.records.journal import Journal

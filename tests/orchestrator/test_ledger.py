@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fakes.ledgers import ledger_in
+from fakes.fake_run import ledger_in
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.orchestrator.ledger import NOTHING, Ledger, held_s

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.small_fleet import actor, setup_of
+from fakes.tiny_scenario import actor, setup_of
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples

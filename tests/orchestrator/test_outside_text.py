@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fakes.fleet import FakePool, runner
-from fakes.stage import SPEC, draw, until
+from fakes.fake_cluster import FakePool, runner
+from fakes.fake_run import SPEC, draw, until
 from rlhfless.functions.scoring.deployment import score_groups
 from rlhfless.orchestrator.experience import added_up, without_failures
 from rlhfless.orchestrator.generation import GenerationStage

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fakes.fleet import FakePool, rollout, runner
-from fakes.rollouts import drawn
-from fakes.scene import Scene, weights_of
-from fakes.stage import SPEC, Reader, draw, until
+from fakes.builders import drawn
+from fakes.fake_cluster import FakePool, rollout, runner
+from fakes.fake_run import SPEC, Reader, Scene, draw, until, weights_of
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import Replayed, RolloutRequest, Selection

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from fakes.fleet import FakeFleet, FakePool
-from fakes.stage import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakeFleet, FakePool
+from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.functions.generation.messages import Ended
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.policy_runner import PolicyRunner

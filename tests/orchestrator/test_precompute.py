@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from fakes.fleet import FakePool, runner
-from fakes.stage import SPEC, Reader, draw, until
+from fakes.fake_cluster import FakePool, runner
+from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.records import ReplicaState, Work

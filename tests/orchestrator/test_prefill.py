@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.cluster import CALL, FakeCluster, pool_of
-from fakes.stage import until
+from fakes.fake_cluster import CALL, FakeCluster, pool_of
+from fakes.fake_run import until
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
 from rlhfless.orchestrator.prefill import Offers, PrefillActors

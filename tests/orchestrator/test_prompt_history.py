@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.fleet import FakePool, rollout, runner
-from fakes.rollouts import drawn
-from fakes.stage import SPEC, Reader, draw, until
-from fakes.traced import traced
+from fakes.builders import drawn, traced
+from fakes.fake_cluster import FakePool, rollout, runner
+from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.orchestrator import prompt_selection
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.prompt_selection import PromptHistory

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.orchestrator.summary import draft_metrics, prompt_token_metrics
 from rlhfless.records import Experience, FunctionName, Group, Invocation, Prompt, Work
 from rlhfless.telemetry.metrics import METRICS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fakes.ledgers import ledger_in
+from fakes.fake_run import ledger_in
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.ledger import StepClock

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import scene as scenes
-from fakes.fleet import group, prompt, runner
-from fakes.stage import until
+from fakes import fake_run as scenes
+from fakes.fake_cluster import group, prompt, runner
+from fakes.fake_run import until
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.experience import LOGPROBS, has_signal, usable_of, with_redraws, with_signal
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples, Replayed
 from rlhfless.records import FinishReason, Rollout

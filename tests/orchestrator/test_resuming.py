@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from fakes.rollouts import rollout
+from fakes.builders import rollout
 from rlhfless.orchestrator.resuming import INPUTS_FILE, NOT_RECORDED, hold_inputs, schedule_problems
 from rlhfless.prepare import inputs
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints

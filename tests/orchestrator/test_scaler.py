@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fakes.fleet import FakeActor, FakePool
+from fakes.builders import timed
+from fakes.fake_cluster import FakeActor, FakePool
+from fakes.fake_run import Reader, draw, until
 from fakes.live_fleet import Fleet
-from fakes.stage import Reader, draw, until
-from fakes.traced import rollout
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest
 from rlhfless.orchestrator.scaler import Scaler, StepDue, policy_of
@@ -170,7 +170,7 @@ def run_of(policy: Policy) -> Any:
 
 EARLIER = Trace(
     meta=TraceMeta("run", 1, {}, {"generation": {"max_tokens": 64}}, {}),
-    rollouts=tuple(rollout("a", step, index, 0.01) for step in (1, 2) for index in range(2)),
+    rollouts=tuple(timed("a", step, index, 0.01) for step in (1, 2) for index in range(2)),
     steps=(StepRecord(1, 0.0, 30.0, {}), StepRecord(2, 40.0, 60.0, {})),
 )
 

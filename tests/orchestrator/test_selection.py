@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fakes.fleet import prompt
+from fakes.fake_cluster import prompt
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
 from rlhfless.orchestrator.prompt_selection import PromptHistory, select

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.fleet import FakeFleet, FakePool
-from fakes.stage import SPEC, Reader, draw
+from fakes.fake_cluster import FakeFleet, FakePool
+from fakes.fake_run import SPEC, Reader, draw
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.policy_runner import PolicyRunner
 from rlhfless.records import Rollout, sample_seed

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fakes.fleet import group
+from fakes.fake_cluster import group
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.losses import clip_metrics, correction

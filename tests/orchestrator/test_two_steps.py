@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fakes.scene import Scene, weights_of
-from fakes.stage import until
+from fakes.fake_run import Scene, until, weights_of
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.driver import RunSteps

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.scene import weights_of
+from fakes.fake_run import weights_of
 from rlhfless.orchestrator.weight_sync import VersionGate
 from rlhfless.records import PublishedWeights
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from fakes.qwen import QWEN_05B
+from fakes.tiny_models import QWEN_05B
 from rlhfless.functions.generation.kind import KIND
 from rlhfless.functions.learner.kind import KIND as LEARNER
 from rlhfless.functions.learner.kind import learner_phases

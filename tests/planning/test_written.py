@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fakes.qwen import QWEN_05B
+from fakes.tiny_models import QWEN_05B
 from rlhfless.planning.compare import choices_of, compared
 from rlhfless.planning.inputs import question_of
 from rlhfless.planning.prediction import SHEET_FACTOR, Lengths

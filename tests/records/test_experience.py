@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.functions.scoring.deployment import samples_of
 from rlhfless.records import Experience, FinishReason, GivenSegment, Group, Prompt, Rollout, Sample, Score, Source
 

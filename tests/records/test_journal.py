@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes.rollouts import rollout
+from fakes.builders import rollout
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.records.journal import BegunGroup, Journal, JournalError, StaleAttempt
 
@@ -83,7 +83,7 @@ def test_what_was_added_outlives_a_kill(tmp_path: Path) -> None:
     program = f"""
         import os, signal
         from pathlib import Path
-        from fakes.rollouts import rollout
+        from fakes.builders import rollout
         from rlhfless.records.journal import Journal
         journal = Journal(Path({str(tmp_path / "journal.sqlite")!r}))
         journal.begin_attempt()

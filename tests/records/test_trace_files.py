@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.places import ROOT
+from fakes.repository import ROOT
 from rlhfless.records import (
     Decision,
     FinishReason,

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fakes.pins import REQUIREMENTS, pinned
+from fakes.repository import REQUIREMENTS, pinned
 
 HARMLESS = {"build_backend.py", "opencensus/__init__.py", "opencensus/common/__init__.py"}
 """The first was packed by mistake twice, and is never imported; the others have the same content in both wheels."""

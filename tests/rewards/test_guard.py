@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.rewards import Failed, Outcome
 from rlhfless.rewards.http import ForbiddenAddress, Guarded, HttpReward, forbidden, refusal
 from rlhfless.spec import HttpSpec

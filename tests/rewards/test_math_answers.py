@@ -4,7 +4,7 @@
 
 import pytest
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Done

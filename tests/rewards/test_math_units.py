@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.rewards.answers import units_of
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Done

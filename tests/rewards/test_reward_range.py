@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.algorithms.group_based import group_advantages
 from rlhfless.rewards import Failed, combined
 from rlhfless.rewards.protocol import MAX_REWARD, finite

@@ -17,7 +17,7 @@ import pytest
 from confinement_probe import MARKER
 from pydantic import ValidationError
 
-from fakes.other_user import USER, as_other_user
+from fakes.commands import USER, as_other_user
 from rlhfless.rewards.code import CodeReward
 from rlhfless.rewards.confinement import (
     CodeEnded,

@@ -13,7 +13,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import checker
 from rlhfless.rewards import http as http_reward

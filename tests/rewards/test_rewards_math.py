@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.rewards import Failed
 from rlhfless.rewards.mathematics import MathReward
 from rlhfless.rewards.protocol import Done

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import Failed, RewardError, RewardSample
 from rlhfless.rewards.protocol import Begin, Done

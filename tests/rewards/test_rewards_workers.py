@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fakes.reward_samples import samples_of
+from fakes.builders import samples_of
 from rlhfless.rewards import RewardError, Rewards, workers
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, ScoringSpec
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.functions.scoring.deployment import score_groups
 from rlhfless.records import Group, Prompt
 from rlhfless.rewards import RewardError, Rewards

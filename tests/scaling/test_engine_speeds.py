@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fakes.traced import TOKENS, rollout
+from fakes.builders import TOKENS, timed
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import Trace, TraceMeta
 from rlhfless.scaling.engine_speeds import STEPS_REPLAYED, EngineSpeeds, prior_of
@@ -25,7 +25,7 @@ def held(actor: str, kind: str) -> Holding:
 STEP = 3
 CALLS = [call("fast", STEP), call("slow", STEP)]
 # Sixteen samples side by side, all of a length: an iteration of 16 took so long.
-ROLLOUTS = [rollout(actor, STEP, i, token_s) for actor, token_s in (("fast", 0.01), ("slow", 0.04)) for i in range(16)]
+ROLLOUTS = [timed(actor, STEP, i, token_s) for actor, token_s in (("fast", 0.01), ("slow", 0.04)) for i in range(16)]
 
 
 def test_each_kind_has_its_own_speed() -> None:
@@ -74,7 +74,7 @@ def test_a_resumed_run_knows_what_its_trace_knows() -> None:
         holdings=tuple(held(actor, kind) for actor, kind in kinds.items()),
         invocations=tuple(call(actor, step) for step in steps for actor in kinds),
         rollouts=tuple(
-            rollout(row.actor, step, row.sample_index, row.finished_s / TOKENS) for step in steps for row in ROLLOUTS
+            timed(row.actor, step, row.sample_index, row.finished_s / TOKENS) for step in steps for row in ROLLOUTS
         ),
     )
     resumed.learn_trace(trace)

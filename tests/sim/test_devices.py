@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from fakes.simple_policies import Evenly, Scripted
-from fakes.small_fleet import (
+from fakes.tiny_scenario import (
     LEARNER,
     PRICES,
     REFERENCE,
@@ -24,6 +23,7 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
+from fakes.views import Evenly, Scripted
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (

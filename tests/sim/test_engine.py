@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.naive_engine import LinearModel, NaiveEngine, Sequence
-from fakes.small_fleet import batch_of
+from fakes.tiny_scenario import batch_of
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import decode_s

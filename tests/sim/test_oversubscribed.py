@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fakes.books import CONTRACTS, Run, check_books
 from fakes.naive_engine import LinearModel
-from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
+from fakes.recorded_run import CONTRACTS, Run, check_books
+from fakes.tiny_scenario import SHAPE, actor, batch_of, setup_of
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType
 from rlhfless.scaling.policy import Action, Event, Note, Policy, StepView

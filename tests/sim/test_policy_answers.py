@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fakes.naive_engine import LinearModel
-from fakes.simple_policies import Evenly, Scripted
-from fakes.small_fleet import (
+from fakes.tiny_scenario import (
     LEARNER,
     MODEL,
     PRICES,
@@ -22,6 +21,7 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
+from fakes.views import Evenly, Scripted
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.placement import Allocation, Device

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fakes.simple_policies import Evenly
-from fakes.small_fleet import (
+from fakes.tiny_scenario import (
     LEARNER,
     LINKS,
     MODEL,
@@ -23,6 +22,7 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
+from fakes.views import Evenly
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE

@@ -11,9 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fakes.simple_policies import Evenly
-from fakes.small_fleet import LEARNER, LINKS, MODEL, PRICES, actor, batch_of, called, on, setup_of, slot_setup
-from fakes.tiny_scenario import scenario
+from fakes.tiny_scenario import (
+    LEARNER,
+    LINKS,
+    MODEL,
+    PRICES,
+    actor,
+    batch_of,
+    called,
+    on,
+    scenario,
+    setup_of,
+    slot_setup,
+)
+from fakes.views import Evenly
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Work
 from rlhfless.scaling.engine_model import decode_s

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fakes.simple_policies import Evenly, Scripted
-from fakes.small_fleet import (
+from fakes.tiny_scenario import (
     FOLDER,
     LEARNER,
     LINKS,
@@ -26,6 +25,7 @@ from fakes.small_fleet import (
     slot_setup,
     usage_of,
 )
+from fakes.views import Evenly, Scripted
 from rlhfless.records import Decision, FunctionName, FunctionRole, Work
 from rlhfless.scaling.accounting import Phase, summarise
 from rlhfless.scaling.engine_model import decode_s

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.books import CONTRACTS, Run, check_books, play
-from fakes.simple_policies import Evenly, InTurns
-from fakes.small_fleet import (
+from fakes.recorded_run import CONTRACTS, Run, check_books, play
+from fakes.tiny_scenario import (
     FOLDER,
     LEARNER,
     LINKS,
@@ -25,6 +24,7 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
+from fakes.views import Evenly, InTurns
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware

@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.texts import ANY_TEXT
+from fakes.builders import ANY_TEXT
 from rlhfless.util.text import legible, storable, storable_values, tolerant
 
 

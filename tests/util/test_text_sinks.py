@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from fakes.rollouts import drawn
-from fakes.texts import ANY_TEXT
+from fakes.builders import ANY_TEXT, drawn
 from rlhfless.records import Decision, Prompt, Rollout, VersionSpan
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.standing import RUN, NoDrivers, Pushes, until
+from fakes.fake_service import RUN, NoDrivers, Pushes, until
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
 from rlhfless.scaling.prices import PriceBook, load_price_book

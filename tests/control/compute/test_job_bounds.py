@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from fakes.places import SCENARIOS
+from fakes.repository import SCENARIOS
 from rlhfless.control.compute import jobs
 from rlhfless.control.compute.runner import FORKS, LEAST_BYTES, Runner, work
 from rlhfless.control.errors import ApiError

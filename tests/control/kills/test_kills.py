@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from fakes.places import FAKES, TESTS
+from fakes.fake_driver import PROGRESS_FILE
 from fakes.postgres import Postgres, binaries
-from fakes.stand_in_driver import PROGRESS_FILE
+from fakes.repository import FAKES, TESTS
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from fakes import filled
-from fakes.standing import NoDrivers, served
+from fakes import filled_database as filled
+from fakes.fake_service import NoDrivers, served
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings
 

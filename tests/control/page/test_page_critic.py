@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from fakes import filled
+from fakes import filled_database as filled
 
 Opened = Callable[..., Page]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from fakes import filled
+from fakes import filled_database as filled
 
 RUN = f"#/runs/{filled.RUN_ID}"
 

@@ -8,7 +8,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from fakes import filled
+from fakes import filled_database as filled
 
 RUN = f"#/runs/{filled.RUN_ID}"
 

@@ -12,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Locator, Page, expect
 from sqlalchemy.orm import Session
 
-from fakes import filled
+from fakes import filled_database as filled
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control import store
 from rlhfless.control.service import Service

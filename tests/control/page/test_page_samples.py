@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from fakes import filled
+from fakes import filled_database as filled
 
 Opened = Callable[..., Page]
 VIEW = f"#/runs/{filled.RUN_ID}/samples"

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 from sqlalchemy.orm import Session
 
-from fakes import filled
+from fakes import filled_database as filled
 from rlhfless.control import store
 from rlhfless.control.database.tables import MetricsRow
 from rlhfless.control.keys import make_key

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
+from fakes.fake_service import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 from rlhfless.control import keys as keys_module
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.keys import NotSafe, make_key, require_safe

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import GenerationFunction
 from rlhfless.functions.generation.engine import Sampled, SampleRequest

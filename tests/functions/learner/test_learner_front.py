@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from fakes.leases import LONG
+from fakes.engine_settings import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from rlhfless.functions.training.adamw import MOMENTS
 
-from fakes.pretended_cuda import pretended_cuda
+from fakes.fake_cuda import pretended_cuda
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.policy import load_policy, response_logprobs
 from rlhfless.functions.sharding import local
-from rlhfless.functions.training.optimizer import ShardedAdamW
+from rlhfless.functions.training.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.spec import AdamWSpec, ModelSpec
 
 

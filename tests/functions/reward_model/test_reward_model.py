@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fakes.leases import LONG
-from fakes.rollouts import drawn
+from fakes.builders import drawn
+from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.reward_model.model import RewardModel

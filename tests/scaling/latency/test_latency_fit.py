@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes.places import ROOT
-from fakes.traced import traced
+from fakes.builders import traced
+from fakes.repository import ROOT
 from rlhfless.records import FunctionName, Invocation, Work
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine, _non_negative

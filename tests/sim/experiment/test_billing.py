@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fakes.places import SCENARIOS
+from fakes.repository import SCENARIOS
 from fakes.tiny_scenario import scenario
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.prices import RentalTerms

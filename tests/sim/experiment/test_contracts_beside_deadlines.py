@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from fakes.places import SCENARIOS
+from fakes.repository import SCENARIOS
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.scenarios import load_scenario

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from fakes.places import SCENARIOS
+from fakes.repository import SCENARIOS
 from fakes.tiny_scenario import CONFIG, scenario, values
 from rlhfless.records import Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.latency.known_models import BUILT_IN

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes.rollouts import drawn
+from fakes.builders import drawn
 from rlhfless.records import Score
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.sim.samples import RolloutBatch

@@ -42,7 +42,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmEngine]:
-    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_loop")
+    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_engine")
     engine = await VllmEngine.start(SETTINGS)
     yield engine
     await engine.stop()
@@ -138,7 +138,7 @@ async def test_a_process_that_exits_in_a_call(engine: VllmEngine) -> None:
 
 
 async def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_loop")
+    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_engine")
     monkeypatch.setenv("RLHFLESS_TEST_SLOW_START", "1")
     with pytest.raises(EngineTimeout, match=r"(?s)`start` within 3 s\n.* ends with:\n    INFO .* Free memory"):
         await VllmEngine.start(replace(SETTINGS, timeouts=TimeoutsSpec(start_s=3, drain_s=60)))
@@ -154,7 +154,7 @@ async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM's core is a process of its own on GPUs: the cause is what it printed, and not in the trace."""
-    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_loop")
+    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_engine")
     monkeypatch.setenv("RLHFLESS_TEST_FAILED_START", "1")
     log = tmp_path / "generation-0.log"
     with pytest.raises(EngineDead) as ended:
@@ -170,7 +170,7 @@ async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
 
 
 async def test_an_engine_that_dies_later_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_loop")
+    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_engine")
     engine = await VllmEngine.start(SETTINGS, tmp_path / "0.log")
     with pytest.raises(EngineDead, match=rf"exit code 3; its log is {tmp_path}/0.log"):
         await engine.load(_published("die"))
@@ -178,7 +178,7 @@ async def test_an_engine_that_dies_later_is_told_with_its_log(monkeypatch: pytes
 
 
 async def test_the_process_ends_with_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_loop")
+    monkeypatch.setattr(adapter, "_MODULE", "fakes.fake_engine")
     engine = await VllmEngine.start(SETTINGS)
     engine._writer.close()  # as when the adapter's process dies
     await _until(lambda: engine._process.poll() is not None)

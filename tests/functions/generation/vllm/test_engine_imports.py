@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fakes.engine_settings import SETTINGS
-from fakes.places import ROOT
+from fakes.repository import ROOT
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 

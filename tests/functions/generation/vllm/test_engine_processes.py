@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from fakes.places import FAKES
+from fakes.repository import FAKES
 from fakes.tiny_models import make_tiny_model, tiny_settings
 from rlhfless.functions.cuda import cuda_fault
 from rlhfless.functions.generation.engine import EngineDead
@@ -19,7 +19,7 @@ from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.spec import EngineSpec
 from rlhfless.weights.store import FolderStore
 
-FRONT = FAKES / "front.py"
+FRONT = FAKES / "engine_process.py"
 GONE_S = 60.0
 
 

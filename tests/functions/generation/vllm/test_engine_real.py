@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from fakes.places import TESTS
+from fakes.repository import TESTS
 from fakes.tiny_models import (
     CONTEXT_TOKENS,
     PROBE_TOKENS,

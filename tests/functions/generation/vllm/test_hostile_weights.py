@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fakes.places import ROOT
+from fakes.repository import ROOT
 
 BENCHMARK = ROOT / "benchmarks" / "hostile_weights.py"
 ROUNDING_NATS = 0.02

@@ -1,4 +1,4 @@
-"""A service for tests: real API, database and supervisor; its Ray and its drivers are stand-ins."""
+"""The real API, database and supervisor; Ray and the drivers are stand-ins."""
 
 from __future__ import annotations
 
@@ -146,3 +146,11 @@ def begun_run(client: httpx.Client, drivers: NoDrivers) -> tuple[str, Pushes]:
     run = client.post("/v1/runs", json=RUN).json()["id"]
     until(lambda: drivers.orders)
     return run, Pushes(client, drivers.orders[-1])
+
+
+def order_of(**changes: Any) -> dict[str, Any]:
+    order = DriverOrder(
+        run_id="run-1", attempt=1, token="secret", service_file="nowhere", service_url="http://127.0.0.1:9",
+        ray_address="auto", one_machine=False, http_hosts=[], spec=RUN,
+    )  # fmt: skip
+    return order.model_dump() | changes

@@ -1,10 +1,17 @@
-"""The pinned lists in requirements/."""
+"""Paths of this repository, and its pinned lists."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from packaging.utils import canonicalize_name
 
-from fakes.places import ROOT
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+FAKES = TESTS / "fakes"
+EXAMPLES = ROOT / "examples"
+SCENARIOS = EXAMPLES / "scenarios"
+
 
 REQUIREMENTS = ROOT / "requirements"
 

@@ -1,9 +1,9 @@
-"""A run of one prompt a step: the real loop, with stand-ins for the functions."""
+"""The real step loop with stand-ins for the functions, one prompt a step; and a generation stage over the fake pool."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fakes.fleet import FakePool, prompt, runner
-from fakes.ledgers import ledger_in
-from fakes.stage import until
+from fakes.fake_cluster import FakePool, prompt, runner
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call
+from rlhfless.orchestrator.generation import GenerationStage
+from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
+from rlhfless.orchestrator.ledger import Ledger
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.orchestrator.run import RLRun
 from rlhfless.orchestrator.step import rollout
@@ -32,8 +33,10 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.journal import Journal
+from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.function_specs import declared
 from rlhfless.scaling.policy import StepEnded
+from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
@@ -179,3 +182,46 @@ class Scene:
         await until(lambda: bool(self.actors["a"].running))
         self.actors["a"].finish(tokens=3 + step)
         return context, await drawing
+
+
+SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
+
+
+def draw(names: Sequence[str], samples: int = 2) -> RolloutRequest:
+    return RolloutRequest(
+        Call("run", 1, 3),
+        tuple(prompt(name) for name in names),
+        samples,
+        sampling_of(SPEC),
+        Work.GENERATE,
+        seed=11,
+        seed_step=3,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the stage work until `condition` holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+class Reader:
+    """Reads a stage's groups in the background."""
+
+    def __init__(self, stage: GenerationStage) -> None:
+        self.groups: list[Group] = []
+        self.task = asyncio.create_task(self._read(stage))
+
+    async def _read(self, stage: GenerationStage) -> None:
+        async for group in stage.groups():
+            self.groups.append(group)
+
+    @property
+    def names(self) -> list[str]:
+        return [group.prompt.prompt_id for group in self.groups]
+
+
+def ledger_in(folder: Path) -> Ledger:
+    prices = load_price_book(None)
+    return Ledger(TraceWriter(folder, TraceMeta("run", 1, prices.snapshot(), {}, {}), False), prices)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fakes.standing import NoDrivers, served, there_is_ray
+from fakes.fake_service import NoDrivers, served, there_is_ray
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings
 

@@ -1,9 +1,22 @@
-"""A policy whose tokenizer reads bytes and writes ChatML, as many of the field's do."""
+"""Small tokenizers: one token per word, and one that reads bytes and writes ChatML."""
 
 from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>", *(f"w{i}" for i in range(59))]
+
+
+CONTEXT_TOKENS = 32
+
+
+def make_tokenizer(**special):
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"} | special
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT_TOKENS, **special)
+
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<think>", "</think>")
