@@ -1,8 +1,8 @@
 """The output head on GPUs: logprobs and entropy in one pass over each block of logits, in Triton.
 
-The plain head (rlhfless.functions.head) reads and writes each logit some 20 times, in float32; here its product is read
-once in the forward pass, and overwritten by its gradient in the backward pass. The plain head is the oracle: a policy
-that is loaded compares both on its device, and `TRITON_INTERPRET=1` runs these kernels on CPUs.
+The plain head (rlhfless.functions.lm_head) reads and writes each logit some 20 times, in float32; here its product is
+read once in the forward pass, and overwritten by its gradient in the backward pass. A policy that is loaded compares
+both on its device. `TRITON_INTERPRET=1` runs these kernels on CPUs.
 
 The softmax is the one-pass recurrence of Milakov and Gimelshein (arXiv 1805.02867).
 """
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
-from rlhfless.functions.head import Entropy, HeadPass, OutputHead, head_logprobs, in_format, rows_of
+from rlhfless.functions.lm_head import Entropy, HeadPass, OutputHead, head_logprobs, in_format, rows_of
 
 BLOCK = 4096
 """Logits of a row that a program holds at a time."""
@@ -91,7 +91,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 class _FusedHead(torch.autograd.Function):
-    """As rlhfless.functions.head._ChunkedHead. A single block of products stays for the backward pass."""
+    """As rlhfless.functions.lm_head._ChunkedHead. A single block of products stays for the backward pass."""
 
     @staticmethod
     def forward(
@@ -141,7 +141,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor, several: bool) -> torch.Tensor:
-    """Sums of several parts are float32 at least, see rlhfless.functions.head."""
+    """Sums of several parts are float32 at least, see rlhfless.functions.lm_head."""
     if total is not None:
         return total.add_(part)
     return part.to(torch.promote_types(part.dtype, torch.float32)) if several else part
@@ -160,7 +160,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], products: torch.Tensor, *given: 
 def fused_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[torch.Tensor, ...]:
-    """As rlhfless.functions.head.head_logprobs, in float32."""
+    """As rlhfless.functions.lm_head.head_logprobs, in float32."""
     return HeadPass(head, temperature, entropy, torch.is_grad_enabled()).apply(_FusedHead, hidden, targets)
 
 

@@ -7,7 +7,7 @@ each is padded on the right: under causal attention nothing looks to the right, 
 kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
 once (rlhfless.functions.prefix_attention); on GPUs with FlashAttention it always is.
 The last token of a sequence predicts nothing and is not fed. The output head runs only where a response token is
-predicted (rlhfless.functions.head).
+predicted (rlhfless.functions.lm_head).
 
 Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
 to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
@@ -46,7 +46,7 @@ from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.compiled_layers import compile_layers
 from rlhfless.functions.context_rope import choose_frequencies
-from rlhfless.functions.head import Entropy, OutputHead, head_logprobs, output_head
+from rlhfless.functions.lm_head import Entropy, OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
 from rlhfless.prefixes.packing import (

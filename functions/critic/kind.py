@@ -32,7 +32,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 KIND = FunctionSpec(
     FunctionName.CRITIC,
     FunctionRole.UPDATES,
-    "rlhfless.functions.critic.deployment:CriticFunction",
+    "rlhfless.functions.critic.controller:CriticFunction",
     _wanted,
     lambda _: Bounds(1, "the critic keeps a part of the run's state"),
     _phases,

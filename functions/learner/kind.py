@@ -66,7 +66,7 @@ def learner_phases(terms: MemoryTerms, tokens: int) -> tuple[MemoryPhase, ...]:
 KIND = FunctionSpec(
     FunctionName.LEARNER,
     FunctionRole.UPDATES,
-    "rlhfless.functions.learner.deployment:LearnerFunction",
+    "rlhfless.functions.learner.controller:LearnerFunction",
     _wanted,
     lambda _: Bounds(1, "the learner keeps the run's state"),
     _phases,

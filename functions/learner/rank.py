@@ -11,12 +11,11 @@ import torch
 from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.learner.probing import Probing
+from rlhfless.functions.learner.exact_forward import Probing
 from rlhfless.functions.policy import PolicyNetwork, response_logprobs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
-from rlhfless.functions.training.policy import load_trained_policy
 from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
-from rlhfless.functions.training.rank import TrainingRank
+from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, WeightSample
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec

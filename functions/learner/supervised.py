@@ -11,11 +11,10 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
-from rlhfless.functions.critic.network import load_critic, values_of
+from rlhfless.functions.critic.rank import load_critic, values_of
 from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_outputs
 from rlhfless.functions.ranks.shares import of_all_ranks, share_outputs
-from rlhfless.functions.training.policy import load_trained_policy
-from rlhfless.functions.training.rank import TrainingRank
+from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, DPOSpec, LearnerSpec, ModelSpec, RunType

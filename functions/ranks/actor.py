@@ -25,7 +25,7 @@ from rlhfless.records import SleepTier, Slept
 if TYPE_CHECKING:
     import torch
 
-    from rlhfless.functions.parking import Parking
+    from rlhfless.functions.host_offload import Parking
 
 
 class Asleep(RuntimeError):
@@ -104,7 +104,7 @@ class RankActor(Generic[S]):
 
     def sleep(self) -> Slept:
         """Move the tensors that the rank keeps on its device to the host's memory. Idempotent."""
-        from rlhfless.functions.parking import Parking, held_bytes
+        from rlhfless.functions.host_offload import Parking, held_bytes
         from rlhfless.functions.sharding import default_device
 
         device = default_device()

@@ -44,7 +44,7 @@ def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPha
 KIND = FunctionSpec(
     FunctionName.REFERENCE,
     FunctionRole.COLUMN,
-    "rlhfless.functions.column.deployment:ColumnFunction",
+    "rlhfless.functions.per_token:ColumnFunction",
     _wanted,
     lambda spec: held(spec, "hold_reference"),
     _phases,

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.column.settings import ColumnSettings
-from rlhfless.functions.parking import kept_by
+from rlhfless.functions.host_offload import kept_by
+from rlhfless.functions.per_token import ColumnSettings
 from rlhfless.functions.policy import load_policy, logprob_outputs
 from rlhfless.functions.ranks.shares import by_group
 from rlhfless.records import FloatArray

@@ -29,7 +29,7 @@ def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
 KIND = FunctionSpec(
     FunctionName.REWARD_MODEL,
     FunctionRole.SCORES,
-    "rlhfless.functions.reward_model.deployment:RewardModelFunction",
+    "rlhfless.functions.reward_model.controller:RewardModelFunction",
     _wanted,
     lambda spec: held(spec, "hold_scoring"),
     _phases,

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedModel
 
 from rlhfless.functions.sharding import class_of
-from rlhfless.functions.training.model_files import write_model_files
+from rlhfless.functions.training.publishing import write_model_files
 from rlhfless.records.checkpoints import NOTES_FILE, STATE_FOLDER, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_file

@@ -18,7 +18,7 @@ Deliberately not here: what the loss is, which a subclass says (`_loss`), and re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,16 +28,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from rlhfless.algorithms.base import LossOutputs, combine_metrics
+from rlhfless.algorithms.base import MAXIMUM_SUFFIX, LossOutputs, combine_metrics
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
-from rlhfless.functions.head import at_least_float32
-from rlhfless.functions.policy import PolicyNetwork
+from rlhfless.functions.lm_head import at_least_float32
+from rlhfless.functions.policy import PolicyNetwork, load_policy
 from rlhfless.functions.ranks.shares import share_of
 from rlhfless.functions.sharding import is_alone, join, set_gradient_reduction
-from rlhfless.functions.training.average import WeightAverage
 from rlhfless.functions.training.checkpoint import (
     Savers,
     export_state,
@@ -45,13 +45,13 @@ from rlhfless.functions.training.checkpoint import (
     save_checkpoint,
     try_files,
 )
-from rlhfless.functions.training.metrics import over_ranks, over_updates
+from rlhfless.functions.training.ema import WeightAverage
 from rlhfless.functions.training.optimizer import ShardedAdamW
 from rlhfless.functions.training.publishing import Substitute, published_stream
 from rlhfless.functions.training.saving import Background
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
-from rlhfless.spec import AdamWSpec, ModelSpec, TrainingSpec
+from rlhfless.spec import AdamWSpec, LearnerSpec, ModelSpec, TrainingSpec
 
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
@@ -247,3 +247,57 @@ def default_threads(world_size: int) -> int:
     usable = len(os.sched_getaffinity(0))
     pinned = usable < (os.cpu_count() or usable)
     return usable if pinned else max(1, usable // world_size)
+
+
+def over_ranks(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Each rank's share `[]` of an optimiser step's metrics, combined over the process group. Collective."""
+    sums = [name for name in metrics if not name.endswith(MAXIMUM_SUFFIX)]
+    maxima = [name for name in metrics if name.endswith(MAXIMUM_SUFFIX)]
+    combined: dict[str, float] = {}
+    for names, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        if not names:
+            continue
+        values = torch.stack([metrics[name] for name in names])
+        dist.all_reduce(values, op=operation)
+        combined |= dict(zip(names, values.tolist(), strict=True))
+    return combined
+
+
+def over_updates(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """From (response tokens, metrics) of each optimiser step: means weighted by tokens, maxima of `*_max`."""
+    if not parts:
+        return {}
+    total = sum(tokens for tokens, _ in parts)
+    return {
+        name: max(metrics[name] for _, metrics in parts)
+        if name.endswith(MAXIMUM_SUFFIX)
+        else sum(metrics[name] * tokens for tokens, metrics in parts) / max(total, 1)
+        for name in parts[0][1]
+    }
+
+
+def load_trained_policy(
+    model: ModelSpec, learner: LearnerSpec, device: torch.device, mesh: DeviceMesh
+) -> PolicyNetwork:
+    """The learner's policy. See load_trained."""
+    exact = learner.head_dtype == "float32"
+    head = {"exact_head": exact, "logits_elements": learner.logits_elements}
+    return load_trained(model, learner, device, mesh, compiled=learner.compile, **head)
+
+
+def load_trained(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **head: Any
+) -> PolicyNetwork:
+    """Load a model, split over `mesh`, with its master weights in float32. `head`: what load_policy takes for its
+    output, and `compiled`. Raises as load_policy does. *Collective.*"""
+    return load_policy(
+        model,
+        parameter_dtype="float32",
+        compute_dtype=training.dtype,
+        device=device,
+        gradient_checkpointing=training.recomputes,
+        mesh=mesh,
+        offload=training.offload,
+        share_prefixes=training.share_prefixes,
+        **head,
+    )

@@ -96,7 +96,7 @@ def checkpoint_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     """Check that a checkpoint could be written: try its small files in a temporary folder, and compare its size with
     free space."""
     # Here: it imports transformers, which takes long, and a fault found earlier should not wait for that.
-    from rlhfless.functions.training.model_files import try_model_files
+    from rlhfless.functions.training.publishing import try_model_files
 
     config = read_config(spec.model)
     architecture = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)

@@ -102,7 +102,7 @@ class FunctionSpec:
     """Whether the weights that it learns are the ones that the engines load; one function with the role UPDATES does,
     and is updated after the others."""
     worker: str = ""
-    """Import path of the class that computes the column (rlhfless.functions.column.settings)."""
+    """Import path of the class that computes the column (rlhfless.functions.per_token)."""
     settings: Any = None
     """The section of the spec, of a function of the user's own."""
 

@@ -56,7 +56,7 @@ CPU_KV_GIB = 1.0
 
 LOGITS_COPIES = 5
 """Blocks of logits that are alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and
-the gradients of two of them (rlhfless/functions/head.py)."""
+the gradients of two of them (rlhfless/functions/lm_head.py)."""
 
 SAMPLER_COPIES = 3
 """Blocks `[sequences, V]` in float32 of vLLM's sampler: logits, log-probabilities, probabilities."""
@@ -279,7 +279,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
 
     One rank alone has b P gathered in all of them, and its last moment costs r h V + 4 R: a copy of R's gradients.
     publish holds no gradients, and the probe's exact weights: 4 (R + G + h V). restore holds no gradients.
-    Checked against the learner's own code (rlhfless.functions.rehearsal) in tests/prepare.
+    Checked against the learner's own code (rlhfless.functions.memory_dry_run) in tests/prepare.
     """
     states = () if how.offload else learner_states_bytes(shape, how.ranks, averaged=how.averaged)
     resting = tuple(part for part in states if part.name != "gradients")

@@ -20,8 +20,8 @@ from rlhfless.functions.attention_check import head_width, padded_difference
 from rlhfless.functions.attention_check import packed_difference as kernel_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.compiled_layers import compile_layers, restore_layers
+from rlhfless.functions.host_offload import Parking, held_bytes
 from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.functions.parking import Parking, held_bytes
 from rlhfless.functions.policy import CHECK_TOLERANCE
 from rlhfless.functions.training.checkpoint import drain
 from rlhfless.prefixes.packing import ALWAYS, NEVER
@@ -210,7 +210,7 @@ def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> 
     """Bytes that a step of the learner holds at most, by a rehearsal that computes nothing."""
     from transformers import AutoConfig
 
-    from rlhfless.functions.rehearsal import peak_bytes
+    from rlhfless.functions.memory_dry_run import peak_bytes
 
     return peak_bytes(AutoConfig.from_pretrained(model), learner, 1, rows, tokens)["total"]
 

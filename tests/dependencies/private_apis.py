@@ -17,7 +17,7 @@ SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", 
 QUANTISED, SCHEDULER = f"{VLLM}/quantised_layers.py", f"{VLLM}/scheduler.py"
 PASSES = f"{VLLM}/passes.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
-LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/rehearsal.py", "functions/loopback.py"
+LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
 ATTENTION, FORM = "functions/prefix_attention.py", "functions/attention_form.py"
 CHECK = "functions/attention_check.py"
 PUBLISHING, KERNELS = "functions/training/publishing.py", "functions/attention_kernels.py"
@@ -305,7 +305,7 @@ TRANSFORMERS_NAMES = (
                 takes=("local_tensor", "ref")),
     PrivateName("transformers.core_model_loading.revert_weight_conversion", (LOADING, PUBLISHING),
                 "names and layout of a checkpoint", takes=("model", "state_dict")),
-    PrivateName("transformers.dynamic_module_utils.custom_object_save", ("functions/training/model_files.py",),
+    PrivateName("transformers.dynamic_module_utils.custom_object_save", ("functions/training/publishing.py",),
                 "a model's own code goes into its checkpoints", takes=("obj", "folder", "config")),
     PrivateName("transformers.integrations.sdpa_attention.repeat_kv", (ATTENTION,), "KV heads",
                 takes=("hidden_states", "n_rep")),
@@ -314,9 +314,9 @@ TRANSFORMERS_NAMES = (
                 takes=("module", "query", "key", "value", "attention_mask")),
     PrivateName("transformers.masking_utils.sdpa_mask", (ATTENTION, FORM), "its mask"),
     PrivateName("torch.nn.Module", (FORM,), "a module with its own numbers", has=("_parameters",)),
-    PrivateName("transformers.PreTrainedConfig", ("functions/training/model_files.py", FORM),
+    PrivateName("transformers.PreTrainedConfig", ("functions/training/publishing.py", FORM),
                 "whether its code is its own; the attention of a model", has=("_auto_class", "_attn_implementation")),
-    PrivateName("transformers.PreTrainedModel", (FORM,), "tell a model that has eager attention alone",
+    PrivateName("transformers.PreTrainedModel", ("rlhfless/scaling/latency/attention.py",), "tell a model without fused attention",
                 has=("_supports_sdpa",)),
     PrivateName("transformers.PreTrainedModel", ("functions/sharding.py",), "the layers of a model",
                 has=("_no_split_modules",)),

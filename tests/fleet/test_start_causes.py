@@ -19,7 +19,7 @@ initial health check failing. See controller logs for details. Error:
   File "/lib/ray/serve/_private/replica.py", line 1928, in initialize
     raise RuntimeError(traceback.format_exc()) from None
 RuntimeError: Traceback (most recent call last):
-  File "/lib/rlhfless/functions/learner/deployment.py", line 19, in __init__
+  File "/lib/rlhfless/functions/learner/controller.py", line 19, in __init__
     await self._all("start", address)
 ray.exceptions.RayTaskError(InputError): \x1b[36mray::RankActor.start()\x1b[39m (pid=2, ip=127.0.0.1)
   File "/lib/rlhfless/functions/policy.py", line 12, in load_policy

@@ -16,7 +16,7 @@ from fakes.engine_settings import LONG
 from fakes.ranks import PATIENCE_S, Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
-from rlhfless.functions.column.settings import ColumnSettings
+from rlhfless.functions.per_token import ColumnSettings
 from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.functions.sharding import join_frozen

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhfless.functions import policy
-from rlhfless.functions.head import OutputHead
+from rlhfless.functions.lm_head import OutputHead
 
 pytest.importorskip("triton", reason="Triton, which torch's CPU wheels do not bring, is not installed")
 

@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
-from rlhfless.functions.column.deployment import ColumnFunction
-from rlhfless.functions.column.settings import ColumnSettings
 from rlhfless.functions.loading import is_finite
+from rlhfless.functions.per_token import ColumnFunction, ColumnSettings
 from rlhfless.functions.policy import load_policy
 from rlhfless.functions.reference.kind import KIND
 from rlhfless.spec import ModelSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from rlhfless.algorithms.batch import select
-from rlhfless.functions import head
+from rlhfless.functions import lm_head
 from rlhfless.functions.batching import micro_batches
 from rlhfless.functions.policy import load_policy, response_logprobs, token_logprobs
 from rlhfless.spec import ModelSpec
@@ -71,7 +71,7 @@ def test_chunks_of_logits_change_neither_value_nor_gradient(policy, batch, monke
         return result.detach(), [parameter.grad.clone() for parameter in policy.model.parameters()]
 
     whole, whole_gradient = value_and_gradient()
-    monkeypatch.setattr(head, "LOGITS_CHUNK_ELEMENTS", 40 * 50)  # 50 rows
+    monkeypatch.setattr(lm_head, "LOGITS_CHUNK_ELEMENTS", 40 * 50)  # 50 rows
     chunked, chunked_gradient = value_and_gradient()
     torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=0)
     torch.testing.assert_close(chunked_gradient, whole_gradient, atol=1e-4, rtol=1e-5)

@@ -179,7 +179,7 @@ CASES = [
 @pytest.mark.parametrize(("ranks", "learner", "layers"), CASES)
 def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: LearnerSpec, layers: int) -> None:
     """A few layers of a large model, two micro-batches, on devices that are not there."""
-    from rlhfless.functions.rehearsal import peak_bytes
+    from rlhfless.functions.memory_dry_run import peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": layers}
     held = peak_bytes(Qwen2Config(**sizes), learner, ranks, rows=4, width=1024)
@@ -198,15 +198,15 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_scores_of_eager_attention_are_counted(form: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four sequences of 512 tokens and 28 heads: more than all weights of a layer of 7B."""
-    from rlhfless.functions import rehearsal
+    from rlhfless.functions import memory_dry_run
 
-    monkeypatch.setattr(rehearsal, "load_fused", lambda load: load("eager"))
+    monkeypatch.setattr(memory_dry_run, "load_fused", lambda load: load("eager"))
     sizes = QWEN_7B | {"num_hidden_layers": 2}
     learner = LearnerSpec(dtype="bfloat16", gradient_checkpointing=checkpointing, micro_batch_tokens=2048)
     run = spec(learner={"dtype": "bfloat16", "gradient_checkpointing": checkpointing, "micro_batch_tokens": 2048})
     eager = dataclasses.replace(shape(sizes), attention_form=form)
     learn = learner_phases(MemoryTerms(run, eager, device_of("h100"), 512), 2048)[0]
-    held = rehearsal.peak_bytes(Qwen2Config(**sizes), learner, 1, rows=4, width=512)["total"]
+    held = memory_dry_run.peak_bytes(Qwen2Config(**sizes), learner, 1, rows=4, width=512)["total"]
     assert held <= learn.size_bytes <= 1.2 * held
     assert ("decided at load" in learn.parts[-1].name) == (form == "unknown")
 
@@ -220,7 +220,7 @@ def test_scores_of_eager_attention_are_counted(form: Any, checkpointing: bool, m
     ],
 )
 def test_the_critics_own_code_holds_what_the_plan_says(ranks: int, critic: CriticSpec, layers: int) -> None:
-    from rlhfless.functions.rehearsal import critic_peak_bytes
+    from rlhfless.functions.memory_dry_run import critic_peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": layers}
     held = critic_peak_bytes(Qwen2Config(**sizes), critic, ranks, rows=4, width=1024)
@@ -273,7 +273,7 @@ def test_a_critic_has_the_most_ranks_that_fit_and_the_frozen_models_those_of_a_n
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(4, "bfloat16"), (8, "float32")])
 def test_the_references_own_code_holds_what_the_plan_says(ranks: int, dtype: Any) -> None:
-    from rlhfless.functions.rehearsal import frozen_peak_bytes
+    from rlhfless.functions.memory_dry_run import frozen_peak_bytes
 
     sizes = QWEN_7B | {"num_hidden_layers": 2}
     held = frozen_peak_bytes(Qwen2Config(**sizes), dtype, ranks, rows=4, width=1024)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfless.functions.learner.actor import StoreHome
+from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights import buckets
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.buckets import BucketReader, BucketStore

@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlhfless.functions.learner.actor import StoreHome
+from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.spec import Transport
 from rlhfless.weights import device_hash, digest
 from rlhfless.weights.address import StoreAddress

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless.functions.learner.actor import StoreHome
+from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights.address import StoreAddress, StoreNotShared
 
 

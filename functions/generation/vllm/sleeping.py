@@ -15,7 +15,7 @@ import torch
 from vllm.platforms import current_platform
 
 from rlhfless.functions.generation.vllm.quantised_layers import Int8LinearMethod
-from rlhfless.functions.parking import empty, give_back_free_memory, held_bytes, require_free, storages_of
+from rlhfless.functions.host_offload import empty, give_back_free_memory, held_bytes, require_free, storages_of
 
 PACKED = "cpu_linear"
 

@@ -26,7 +26,7 @@ from rlhfless.functions.generation.engine import (
     SampleRequest,
 )
 from rlhfless.functions.generation.response_text import closing_ids, response_text
-from rlhfless.functions.parking import Parking, held_bytes
+from rlhfless.functions.host_offload import Parking, held_bytes
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.weights.check import check_consumed
 from rlhfless.weights.digest import Digest

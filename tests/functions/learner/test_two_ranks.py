@@ -20,8 +20,8 @@ from fakes.tiny_learner import make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import sharding
+from rlhfless.functions.host_offload import Parking
 from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.functions.parking import Parking
 from rlhfless.functions.training import checkpoint
 from rlhfless.records.checkpoints import CheckpointError
 

@@ -19,7 +19,7 @@ from transformers import (
 from fakes.builders import drawn
 from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
-from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
+from rlhfless.functions.reward_model.controller import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.records import FinishReason, Group, Prompt
 from rlhfless.rewards import Failed, RewardError, RewardSample

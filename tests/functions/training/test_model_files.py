@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fakes.model_folders import edit_json
-from rlhfless.functions.training import model_files
-from rlhfless.functions.training.model_files import try_model_files, write_model_files
+from rlhfless.functions.training import publishing
+from rlhfless.functions.training.publishing import try_model_files, write_model_files
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.spec import ModelSpec
 
@@ -172,7 +172,7 @@ def test_the_trial_finds_a_file_that_cannot_be_copied(folder: Path, monkeypatch:
             raise PermissionError(13, "Permission denied", str(source))
         copy(source, target)
 
-    monkeypatch.setattr(model_files.shutil, "copyfile", guarded)
+    monkeypatch.setattr(publishing.shutil, "copyfile", guarded)
     with pytest.raises(CheckpointError, match=r"could not have tokenizer_config.json, from .*Permission denied"):
         tried(folder)
 
@@ -198,7 +198,7 @@ def test_a_learner_tries_the_files_when_it_starts(learner: Any, folder: Path, mo
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model_files.shutil, "copyfile", full)
+    monkeypatch.setattr(publishing.shutil, "copyfile", full)
     try:
         with pytest.raises(CheckpointError, match=r"no checkpoint of this run could be written .*No space left"):
             learner(str(folder)).__enter__()

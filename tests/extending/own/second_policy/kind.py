@@ -39,7 +39,7 @@ class SecondPolicy:
         return FunctionSpec(
             name,
             FunctionRole.COLUMN,
-            "rlhfless.functions.column.deployment:ColumnFunction",
+            "rlhfless.functions.per_token:ColumnFunction",
             wanted,
             lambda _: Bounds(),
             phases,

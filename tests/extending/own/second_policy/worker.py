@@ -1,6 +1,6 @@
 """One rank of the second policy; its process alone imports torch."""
 
-from rlhfless.functions.column.settings import ColumnSettings
+from rlhfless.functions.per_token import ColumnSettings
 from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.spec import ModelSpec
 

@@ -13,7 +13,7 @@ import torch
 from fakes.tiny_models import PROBE_TOKENS, SHAPES, TinyModel, loaded, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.functions.learner.actor import StoreHome
+from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights import broadcast
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.errors import WeightFileError

@@ -12,7 +12,7 @@ import torch
 
 from fakes.tiny_models import SHAPES, TinyModel, loaded, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
-from rlhfless.functions.learner.actor import StoreHome
+from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.records import PublishedWeights
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.buckets import BucketStore

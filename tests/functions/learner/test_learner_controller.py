@@ -14,12 +14,10 @@ from fakes.engine_settings import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
-from rlhfless.functions.learner import deployment
-from rlhfless.functions.learner.actor import LearnerSettings, StoreHome
-from rlhfless.functions.learner.deployment import LearnerFunction
+from rlhfless.functions.learner.controller import LearnerFunction, LearnerSettings, StoreHome
 from rlhfless.functions.out_of_memory import OutOfMemory
-from rlhfless.functions.ranks import group
-from rlhfless.functions.ranks.group import RankGroup
+from rlhfless.functions.ranks import controller
+from rlhfless.functions.ranks.controller import RankGroup
 from rlhfless.records import Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import AdamWSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec
 
@@ -72,7 +70,7 @@ class Front(LearnerFunction):
 async def front_of(
     monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0, store: str = "nowhere"
 ) -> Front:
-    monkeypatch.setattr(deployment.ray, "put", lambda batch: batch)
+    monkeypatch.setattr(controller.ray, "put", lambda batch: batch)
     settings = LearnerSettings(
         run_type="rlhf",
         dpo=DPOSpec(),
@@ -222,8 +220,8 @@ async def test_a_failing_rank_ends_all_and_is_named(
     monkeypatch: pytest.MonkeyPatch, outcomes: list[BaseException | None], error: type[Exception], said: str
 ) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(group.ray, "kill", killed.append)
-    monkeypatch.setattr(group, "GRACE_S", 0.05)
+    monkeypatch.setattr(controller.ray, "kill", killed.append)
+    monkeypatch.setattr(controller, "GRACE_S", 0.05)
     ranks = [outcome(given) for given in outcomes]
     with pytest.raises(error, match=said):
         await RankGroup(ranks, 0.1, "learner").all("learn")
@@ -231,7 +229,7 @@ async def test_a_failing_rank_ends_all_and_is_named(
 
 
 async def test_what_all_ranks_refuse_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group.ray, "kill", lambda _: pytest.fail("no rank may be ended"))
+    monkeypatch.setattr(controller.ray, "kill", lambda _: pytest.fail("no rank may be ended"))
     ranks = [outcome(raised(ValueError("no advantages"))) for _ in range(2)]
     with pytest.raises(ValueError, match="no advantages"):
         await RankGroup(ranks, 1, "learner").all("learn")

@@ -12,7 +12,7 @@ import ray
 from rlhfless.functions.base import Call, CallUsage, RankedSettings, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.front import RankedFunction
+from rlhfless.functions.ranks.controller import RankedFunction
 from rlhfless.functions.scoring.deployment import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, RewardSample, combined

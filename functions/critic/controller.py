@@ -11,9 +11,7 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
-from rlhfless.functions.training.actor import TrainingActor
-from rlhfless.functions.training.deployment import TrainedFunction
-from rlhfless.functions.training.settings import TrainedSettings
+from rlhfless.functions.training.controller import TrainedFunction, TrainedSettings, TrainingActor
 from rlhfless.records import FloatArray
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation

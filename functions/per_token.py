@@ -1,27 +1,71 @@
-"""A function that computes a column of the batch from complete groups, such as reference logprobs: its ranks and their
-front."""
+"""A function that computes a per-token output of complete groups, such as reference logprobs: its controller, its
+ranks, their settings, and the class that a rank works with.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, CallUsage, Reply
-from rlhfless.functions.column.settings import ColumnSettings, ColumnWorker
+from rlhfless.functions.base import Call, CallUsage, RankedSettings, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.front import RankedFunction
+from rlhfless.functions.ranks.controller import RankedFunction
 from rlhfless.records import FloatArray
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
+from rlhfless.spec import DType, ModelSpec
 from rlhfless.spec.imports import add_import_paths, import_paths, load_target
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rlhfless.algorithms.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSettings(RankedSettings):
+    """The settings of a replica."""
+
+    function: str
+    worker: str
+    """Import path of a ColumnWorker."""
+    model: ModelSpec
+    """The policy's."""
+    dtype: DType
+    micro_batch_tokens: int
+    share_prefixes: bool
+    temperature: float
+    logits_elements: int | None = None
+    """See OutputHead.chunk_elements."""
+    own: Any = None
+    """The settings of a function of the user's own: its section of the spec."""
+    import_paths: tuple[str, ...] = ()
+    """Folders from which to import the worker: the driver's own `sys.path`."""
+
+
+class ColumnWorker(Protocol):
+    """One rank of a function that computes a column."""
+
+    def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None) -> None:
+        """Load the model; with a mesh, this rank's part of it. *Collective* then."""
+        ...
+
+    def kept_on_device(self) -> Iterable[torch.Tensor]:
+        """All tensors that this rank keeps on its device between two calls: they leave it while the function sleeps."""
+        ...
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        """The column `[tokens]` of the whole batch, 0 on tokens that the model did not draw; and the prompt tokens that
+        this rank did not compute, because a sequence with the same prefix had computed them. *Collective*."""
+        ...
+
 
 PHASE = "logprobs"
 """The phase of the memory plan."""

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlhfless.algorithms.base import ActorCritic, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.attention_form import load_fused
-from rlhfless.functions.critic.network import NEW_VALUES
-from rlhfless.functions.critic.rank import CriticRank
+from rlhfless.functions.critic.rank import NEW_VALUES, CriticRank
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
 from rlhfless.functions.policy import (

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhfless.functions import head
-from rlhfless.functions.head import Entropy, OutputHead, head_logprobs
+from rlhfless.functions import lm_head
+from rlhfless.functions.lm_head import Entropy, OutputHead, head_logprobs
 
 POSITIONS, HIDDEN, VOCABULARY = 400, 16, 30
 
@@ -32,7 +32,7 @@ def found(dtype: torch.dtype, *, bias: bool = False, entropy_gradient: bool = Fa
 @pytest.mark.parametrize(("bias", "entropy"), [(False, False), (True, False), (True, True)])
 def test_in_float64_chunks_are_all_at_once_to_1e12(monkeypatch: pytest.MonkeyPatch, bias: bool, entropy: bool) -> None:
     whole = list(found(torch.float64, bias=bias, entropy_gradient=entropy))
-    monkeypatch.setattr(head, "LOGITS_CHUNK_ELEMENTS", 7 * VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGITS_CHUNK_ELEMENTS", 7 * VOCABULARY)
     for mine, expected in zip(found(torch.float64, bias=bias, entropy_gradient=entropy), whole, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
 
@@ -41,7 +41,7 @@ def test_in_bfloat16_a_sum_over_chunks_is_as_exact_as_one_product(monkeypatch: p
     """The last of 400 chunks count as much as the first: bfloat16 has 8 bits."""
     *_, exact = found(torch.float64)
     *_, at_once = found(torch.bfloat16)
-    monkeypatch.setattr(head, "LOGITS_CHUNK_ELEMENTS", VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGITS_CHUNK_ELEMENTS", VOCABULARY)
     *_, in_chunks = found(torch.bfloat16)
     errors = [float((each.double() - exact).norm() / exact.norm()) for each in (at_once, in_chunks)]
     assert errors[1] < 1.5 * errors[0], errors

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhfless.functions.head import output_head
+from rlhfless.functions.lm_head import output_head
 from rlhfless.functions.loading import build_blank
 from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of

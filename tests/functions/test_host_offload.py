@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions import parking as parking_module
-from rlhfless.functions.parking import GIB, Parking, held_bytes, require_free
+from rlhfless.functions import host_offload as parking_module
+from rlhfless.functions.host_offload import GIB, Parking, held_bytes, require_free
 from rlhfless.functions.ranks.actor import Asleep, RankActor
 from rlhfless.weights.store import FolderStore
 
