@@ -184,7 +184,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             value = json.loads(value)
         except ValueError as error:
             hint = "write it as a list of function schemas, or rename the column"
-            raise DataFault("`tools` is no JSON", f"{error}: {shown(row['tools'])}", hint) from error
+            raise DataFault("`tools` is not JSON", f"{error}: {shown(row['tools'])}", hint) from error
     value = [value] if isinstance(value, Mapping) else value
     named = isinstance(value, Sequence) and all(isinstance(tool, Mapping) and _tool_name(tool) for tool in value)
     if named:
@@ -253,7 +253,7 @@ def _thought(field: str, where: str, given: Mapping[str, Any], in_parts: str) ->
     for key, value in found.items():
         if not isinstance(value, str):
             hint = "write the thought as one text"
-            raise DataFault(f"`{key}` is no text", f"{where} of `{field}` has {shown(value)}", hint)
+            raise DataFault(f"`{key}` is not text", f"{where} of `{field}` has {shown(value)}", hint)
     if len(set(found.values())) > 1:
         hint = "keep one of them"
         raise DataFault("a message has several thoughts", f"{where} of `{field}` has {', '.join(found)}", hint)
@@ -266,7 +266,7 @@ def _texts(field: str, where: str, content: Any) -> tuple[tuple[str, ...], str]:
         return (content,), ""
     if not isinstance(content, Sequence):
         hint = "write the content as a text; for a structure, as its JSON"
-        raise DataFault(f"`{field}` has a content that is no text", f"{where} has {shown(content)}", hint)
+        raise DataFault(f"`{field}` has a content that is not text", f"{where} has {shown(content)}", hint)
     texts, thoughts = [], []
     for number, part in enumerate(content, 1):
         given = {"type": "text", "text": part} if isinstance(part, str) else part
@@ -278,7 +278,7 @@ def _texts(field: str, where: str, content: Any) -> tuple[tuple[str, ...], str]:
         else:
             named = f"of type `{kind}`" if isinstance(kind, str) else shown(part)
             hint = "only parts with text can be rendered: {type: text, text: ...}; remove the row, or the part"
-            raise DataFault(f"`{field}` has a content part that is no text", f"{where}, part {number}: {named}", hint)
+            raise DataFault(f"`{field}` has a content part that is not text", f"{where}, part {number}: {named}", hint)
     return tuple(texts) or ("",), "\n".join(thoughts)
 
 

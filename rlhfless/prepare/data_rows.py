@@ -143,7 +143,7 @@ def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
 def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
     if importlib.util.find_spec("datasets") is None:
         hint = "install it with `pip install 'rlhfless[data]'`, or name a file"
-        raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", hint)
+        raise _error(field, f"{path!r} is not a file here, and hub data sets need the package `datasets`", hint)
     import datasets
 
     name, _, configuration = (path, "", "") if is_path(path) else path.partition(":")

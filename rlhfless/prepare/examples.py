@@ -124,7 +124,7 @@ def _pair(row: Row, data: PreferencesSpec) -> Row:
             raise DataFault(f"{names} do not begin with `{data.prompt_field}`", f"got {shown(prompt)}", hint)
     elif isinstance(prompt, str) and not any(_says(message, prompt) for message in chosen[:shared]):
         hint = f"set {data.section}.prompt_field to a field that the rows do not have, or correct the conversations"
-        raise DataFault(f"`{data.prompt_field}` is no message that {names} share", f"got {shown(prompt)}", hint)
+        raise DataFault(f"`{data.prompt_field}` is not a message that {names} share", f"got {shown(prompt)}", hint)
     tails = {data.chosen_field: chosen[shared:], data.rejected_field: rejected[shared:]}
     if not all(tail and role_of(tail[0]) == ASSISTANT for tail in tails.values()):
         hint = "both must share all messages before an answer of the assistant"
@@ -250,11 +250,11 @@ class _Rows:
         elif isinstance(value, list | Mapping):
             messages = conversation(value if isinstance(value, list) else [value], field)
         else:
-            raise DataFault(f"`{field}` is no response", f"got {shown(value)}", hint)
+            raise DataFault(f"`{field}` is not a response", f"got {shown(value)}", hint)
         ends = {messages[0].role, messages[-1].role}
         last = messages[-1]
         if ends != {ASSISTANT} or not (last.text.strip() or last.calls or last.thought.strip()):
-            raise DataFault(f"`{field}` is no response", f"got {shown(value)}", hint)
+            raise DataFault(f"`{field}` is not a response", f"got {shown(value)}", hint)
         return messages
 
     def _check(self, row: Row, learned: Learned, faults: Faults) -> None:

@@ -221,7 +221,7 @@ def _told(old: RunInput, new: RunInput) -> str:
     files = ", ".join(_told_file(name, old.files.get(name), new.files.get(name)) for name in different[:8])
     more = f" and {len(different) - 8} more files" if len(different) > 8 else ""
     rows = f": {_told_rows(_split(old.rows), _split(new.rows))}" if old.rows and new.rows else ""
-    return f"{new.path!r} is not what the run began with: {files}{more}{rows}"
+    return f"{new.path!r} is not what the run started with: {files}{more}{rows}"
 
 
 def _told_file(name: str, old: str | None, new: str | None) -> str:

@@ -75,8 +75,8 @@ def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
     for name, actors in (("min_actors", bounds.min_actors), ("max_actors", bounds.most_actors)):
         if actors > devices:
             yield (
-                f"scaling.generation.{name}: {actors} actors share {devices} core(s); more actors than cores draw no "
-                "faster, and each has a model and a KV cache of its own"
+                f"scaling.generation.{name}: {actors} actors share {devices} core(s); more actors than cores generate "
+                "no faster, and each has a model and a KV cache of its own"
             )
     if spec.scoring.workers > max(devices, 2):
         yield f"scoring.workers: {spec.scoring.workers} workers share {devices} core(s); set it to at most a core each"

@@ -178,7 +178,7 @@ def _loaded(load: Callable[[], T], field: str, thing: str) -> T:
     except Exception as error:  # transformers raises many kinds of error, including network errors
         hint = "check the name, the files and, for a hub name, the network and your login"
         if "trust_remote_code" in str(error):
-            hint = "it needs code of its own: set model.trust_remote_code: true if you trust its author"
+            hint = "it needs its own code: set model.trust_remote_code: true if you trust its author"
         raise _error(field, f"cannot read {thing}: {class_and_line(error)}", hint) from error
 
 
@@ -230,7 +230,7 @@ def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or spec.trust_remote_code
     wrong_head = heads.endswith(("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"))
     if config.is_encoder_decoder or wrong_head or not known:
-        what = f"{spec.path!r} is no causal language model ({heads})"
+        what = f"{spec.path!r} is not a causal language model ({heads})"
         return [Problem("model.path", what, "name a decoder-only model, whose architecture ends in ForCausalLM")]
     return []
 

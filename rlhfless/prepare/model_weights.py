@@ -81,7 +81,7 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
     problems = misfits.problems(field, files.holder)
     if whole:
         names = counted("tensor", map(repr, whole))
-        what = f"{files.holder(whole)} has {names} in whole numbers, where the model has floating point"
+        what = f"{files.holder(whole)} has {names} as integers, where the model has floating point"
         problems.append(Problem(field, what, RESTORE))
     return problems
 
@@ -198,7 +198,7 @@ def _weight_map(index: Path, field: str) -> dict[str, str]:
         what = "its `weight_map` names no files of its folder"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-    raise InputError("model", [Problem(field, f"{index.name} is no index of weight files: {what}", RESTORE)])
+    raise InputError("model", [Problem(field, f"{index.name} is not an index of weight files: {what}", RESTORE)])
 
 
 def _index_problems(
@@ -252,7 +252,7 @@ def _of_safetensors(file: Path) -> dict[str, StoredTensor]:
         wanted = _size_by_header(file)
         if wanted is not None and size < wanted:
             raise _Unreadable(f"is cut short: it has {size:,} of {wanted:,} bytes") from error
-        raise _Unreadable(f"is no safetensors file: {error}") from error
+        raise _Unreadable(f"is not a safetensors file: {error}") from error
 
 
 def _size_by_header(file: Path) -> int | None:

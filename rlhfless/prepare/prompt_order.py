@@ -51,7 +51,7 @@ class PromptOrder:
     def prompt(self, prompt_id: str) -> Prompt:
         """Return the prompt with an id. Raises InputError if the data lacks it."""
         if prompt_id not in self._by_id:
-            what = f"the run has begun to draw responses to prompt {prompt_id!r}, which the data no longer has"
+            what = f"the run has started to generate responses to prompt {prompt_id!r}, which the data no longer has"
             raise InputError("prompts", [Problem("prompts", what, "put it back, or start a new run")])
         return self._by_id[prompt_id]
 

@@ -167,7 +167,7 @@ def _load(
     total = len(given) + len(broken)
     faults, notes = Faults(field, total), Faults(field, total)
     for row, what in broken:
-        faults.add("a line is no row", row, what, "correct the line, or remove it")
+        faults.add("a line is not a row", row, what, "correct the line, or remove it")
     rows, texts = list[Row](), list[str]()
     for row in given:
         try:

@@ -216,7 +216,7 @@ def export_model(location: str, folder: Path) -> CheckpointNotes:
     if not is_url(location) and (of_run := Path(location) / CHECKPOINTS_FOLDER).is_dir():
         newest = Checkpoints(of_run, keep_last=1).newest()
         if newest is None:
-            raise CheckpointError(f"{of_run} holds no checkpoint that is whole")
+            raise CheckpointError(f"{of_run} holds no complete checkpoint")
         location = newest.location
     notes = read_notes(location)
     if folder.exists():
@@ -256,4 +256,4 @@ def read_notes(location: str | Path) -> CheckpointNotes:
         content.pop("prompts", None)  # older checkpoints had what the trace says of them
         return CheckpointNotes(**content | {"parts": tuple(content.get("parts", ()))})
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{location} is no checkpoint of a run: {NOTES_FILE}: {error}") from error
+        raise CheckpointError(f"{location} is not a checkpoint of a run: {NOTES_FILE}: {error}") from error

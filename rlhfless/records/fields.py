@@ -69,7 +69,7 @@ def _below(value: Any, parts: list[str], path: str) -> Any:
     if isinstance(value, list | tuple):
         index = int(parts[0]) if parts[0].removeprefix("-").isdecimal() else None
         if index is None or not -len(value) <= index < len(value):
-            what = f"`{path}` is a list of {len(value)}, and `{parts[0]}` is no index of it"
+            what = f"`{path}` is a list of {len(value)}, and `{parts[0]}` is not an index of it"
             raise MissingField(what, f"write `{path}.0` for its first item. ")
         return _below(value[index], parts[1:], f"{path}.{parts[0]}")
     kind = "null" if value is None else f"a {'text' if isinstance(value, str) else type(value).__name__}"

@@ -181,7 +181,7 @@ class Journal:
         (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
         if newest != self.attempt:
             raise StaleAttempt(
-                f"attempt {newest} of this run has begun, so attempt {self.attempt} (this process) may not go on; "
+                f"attempt {newest} of this run has started, so attempt {self.attempt} (this process) may not continue; "
                 f"the journal is {self._path}"
             )
 

@@ -189,7 +189,7 @@ def _validator(text: str) -> Validator:
     try:
         return schema_validator(json.loads(text))
     except (ValueError, RecursionError) as error:
-        what = f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
+        what = f"is not JSON: {error}" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
         raise Unscorable(f"{quote(text)} {what}") from error
 
 

@@ -101,7 +101,7 @@ def _solution_fault(prompt: Prompt, spec: CodeSpec) -> str:
     value = value[0] if isinstance(value, list) and value else value
     program = program_of(value) if isinstance(value, str) else None
     if program is None:
-        return f"the column `{spec.solution_field}` holds {described(value)}, which is no program"
+        return f"the column `{spec.solution_field}` holds {described(value)}, which is not a program"
     sources = sources_of(program, prompt.columns, spec, prompt.text)
     for number, test in enumerate(tests_of(prompt.columns, spec)[: spec.max_tests], 1):
         if not passes(sources, test, spec):

@@ -124,7 +124,7 @@ def _function_of(value: Any, where: str) -> str:
     if value is None or value == "":
         return ""
     if not isinstance(value, str) or not _FUNCTION.fullmatch(value.strip()):
-        raise Unscorable(f"{where} holds {quote(str(value))}, which is no function's name")
+        raise Unscorable(f"{where} holds {quote(str(value))}, which is not a function name")
     return value.strip()
 
 
@@ -365,7 +365,7 @@ def _unpacked(text: str) -> str:
             elif opcode.name not in ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"):
                 raise Unscorable(f"the packed tests are a pickle of more than a text ({opcode.name}), which is not run")
     except ValueError as error:
-        raise Unscorable(f"the packed tests are no valid pickle: {error}") from error
+        raise Unscorable(f"the packed tests are not a valid pickle: {error}") from error
     if len(texts) != 1:
         raise Unscorable("the packed tests are a pickle of more than a text, which is not run")
     return texts[0]

@@ -313,7 +313,7 @@ class Output:
                 if not was_full:
                     self._say(line.decode("utf-8", "replace").rstrip("\n"))
                     if self._left_bytes <= 0:
-                        self._say(f"has printed more than {PRINTED_KIB} KiB; what it prints after this is left out")
+                        self._say(f"has printed more than {PRINTED_KIB} KiB; further output is dropped")
 
     def _say(self, text: str) -> None:
         print(f"[reward {self._reward()}] {legible(text)}", file=sys.stderr, flush=True)

@@ -150,12 +150,12 @@ def test_an_answer_without_a_thought_follows_the_thought_that_the_template_ends(
         ("chatml", said(None), {}, ["without content"]),
         ("chatml", said("a", refusal="I will not"), {}, ["`refusal` of message 2", "'I will not'"]),
         ("chatml", said("a", reasoning_details=[{"text": "hm"}]), {}, ["`reasoning_details`", "'hm'"]),
-        ("chatml", said("a", reasoning_content=["hm"]), {}, ["`reasoning_content` is no text"]),
+        ("chatml", said("a", reasoning_content=["hm"]), {}, ["`reasoning_content` is not text"]),
         ("chatml", said([{"type": "tool_use", "name": "f"}]), {}, ["of type `tool_use`"]),
         ("qwen3", said("x <think>a</think> y"), {}, ["'x '"]),
         ("deepseek_r1", said("x <think>a</think> y"), {}, ["'x '"]),
-        ("chatml", said(" "), {}, ["`response` is no response"]),
-        ("chatml", user("a"), {}, ["`response` is no response", "the assistant begins and ends"]),
+        ("chatml", said(" "), {}, ["`response` is not a response"]),
+        ("chatml", user("a"), {}, ["`response` is not a response", "the assistant begins and ends"]),
     ],
 )
 def test_a_response_that_would_be_learned_in_part_is_refused(
@@ -332,8 +332,8 @@ def test_pairs_that_part_before_the_last_answer(tmp_path: Path) -> None:
         ({"prompt": [user("z")], "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["do not begin with"]),
         ({"chosen": [user("a"), _GOOD], "rejected": [user("b"), _BAD]}, ["differ before the assistant answers"]),
         ({"chosen": [user("a"), _GOOD], "rejected": [user("a"), _GOOD]}, ["both responses are the same"]),
-        ({"chosen": [user("a"), _GOOD, user("c")], "rejected": [user("a"), _BAD]}, ["`chosen` is no response"]),
-        ({"prompt": "a", "chosen": [user("a"), _GOOD], "rejected": "bad"}, ["`chosen` is no response"]),
+        ({"chosen": [user("a"), _GOOD, user("c")], "rejected": [user("a"), _BAD]}, ["`chosen` is not a response"]),
+        ({"prompt": "a", "chosen": [user("a"), _GOOD], "rejected": "bad"}, ["`chosen` is not a response"]),
         ({"prompt": "a", "chosen": [said("b", reasoning_content="hm")], "rejected": "bad"}, ["'hm'"]),
     ],
 )

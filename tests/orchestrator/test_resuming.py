@@ -165,7 +165,7 @@ def helper(place: Path) -> None:
         (tokenizer, "model", ["tokenizer.json is gone"]),
         (template, "model", ["chat_template.jinja is new"]),
         (weights, "model", ["model.safetensors had "]),
-        (reward, "code", ["rewards.0.target: 'own_reward:score' is not what the run began with: own_reward.py had "]),
+        (reward, "code", ["rewards.0.target: 'own_reward:score' is not what the run started with: own_reward.py had "]),
         (helper, "code", ["rewards.0.target", "own_helpers.py had "]),
     ],
 )

@@ -50,7 +50,7 @@ BAD = {
     "no response": ("sft", WHOLE | {"response": "a", "prompt": "b"}, {"prompt": "b"}, {}, "no response in `response`"),
     "equal answers": ("dpo", PAIR, PAIR | {"rejected": "It is 46"}, {}, "both responses are the same"),
     "equal answers of a reward model": ("reward_model", PAIR, PAIR | {"rejected": "It is 46"}, {}, "are the same"),
-    "a broken line": ("rlhf", PROMPT, '{"prompt": "cut o', {}, "a line is no row: not JSON"),
+    "a broken line": ("rlhf", PROMPT, '{"prompt": "cut o', {}, "a line is not a row: not JSON"),
     "too long": ("rlhf", PROMPT, PROMPT | {"prompt": [{"role": "user", "content": "a " * 900}]}, {}, "more than 799"),
 }
 

@@ -122,8 +122,8 @@ def test_a_chat_is_rendered_and_learned_up_to_the_end_of_its_turn(
     ("run_type", "row", "said"),
     [
         ("sft", {"prompt": "a", "respons": "b"}, ["in 1 of 2 rows, first at rows.jsonl:2", "`respons`"]),
-        ("sft", {"prompt": "a", "response": 7}, ["`response` is no response", "rows.jsonl:2: got 7", "a string"]),
-        ("sft", {"prompt": "a", "response": " "}, ["`response` is no response"]),
+        ("sft", {"prompt": "a", "response": 7}, ["`response` is not a response", "rows.jsonl:2: got 7", "a string"]),
+        ("sft", {"prompt": "a", "response": " "}, ["`response` is not a response"]),
         ("sft", {"prompt": "a", "response": "b " * 12}, ["more than 12 tokens", "14 tokens", "max_context_tokens"]),
         (
             "dpo",

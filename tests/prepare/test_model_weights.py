@@ -161,7 +161,7 @@ def test_large_files_are_not_read_for_nan(llama, monkeypatch):
 
 def test_whole_numbers_where_the_model_has_floating_point(llama):
     edit(llama, lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
-    assert f"has tensor '{UP}' in whole numbers, where the model has floating point" in faults(llama)
+    assert f"has tensor '{UP}' as integers, where the model has floating point" in faults(llama)
 
 
 def test_a_reward_model_without_its_score(tmp_path):
@@ -186,13 +186,13 @@ def test_a_file_that_is_cut_short(llama):
     (llama / SINGLE).write_bytes(content[:500])  # within the header
     assert "is cut short: it has 500 of " in faults(llama)
     (llama / SINGLE).write_bytes(b"")
-    assert "is no safetensors file" in faults(llama)
+    assert "is not a safetensors file" in faults(llama)
 
 
 def test_a_file_with_more_than_its_tensors(llama):
     with (llama / SINGLE).open("ab") as stream:
         stream.write(b"more")
-    assert "is no safetensors file" in faults(llama)
+    assert "is not a safetensors file" in faults(llama)
 
 
 def test_tensors_that_overlap_in_their_file(llama):
@@ -202,12 +202,12 @@ def test_tensors_that_overlap_in_their_file(llama):
     header[UP]["data_offsets"] = header["lm_head.weight"]["data_offsets"]
     text = json.dumps(header).encode()
     (llama / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    assert "is no safetensors file" in faults(llama)
+    assert "is not a safetensors file" in faults(llama)
 
 
 def test_a_page_in_place_of_a_file(llama):
     (llama / SINGLE).write_text("<html>404 Not Found</html>")
-    assert "is no safetensors file" in faults(llama)
+    assert "is not a safetensors file" in faults(llama)
 
 
 def test_a_name_that_no_loader_looks_for(llama):
@@ -257,10 +257,10 @@ def test_odd_tensors_are_told_with_their_shard(sharded):
 
 def test_an_index_that_cannot_be_read(sharded):
     (sharded / INDEX).write_text("{")
-    assert "model.safetensors.index.json is no index of weight files: JSONDecodeError" in faults(sharded)
+    assert "model.safetensors.index.json is not an index of weight files: JSONDecodeError" in faults(sharded)
     for weight_map in ("{}", '{"a": "../other/model.safetensors"}', f'{{"a": "{sharded}/../x.safetensors"}}'):
         (sharded / INDEX).write_text(f'{{"weight_map": {weight_map}}}')
-        assert "is no index of weight files" in faults(sharded)
+        assert "is not an index of weight files" in faults(sharded)
 
 
 def test_files_are_read_although_the_config_is_wrong(llama):

@@ -273,7 +273,7 @@ def test_a_file_that_the_system_refuses_to_read_is_named(fault):
 def test_hub_data_sets_need_datasets(fault, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     message = fault("openai/gsm8k:main")
-    assert "'openai/gsm8k:main' is no file here" in message
+    assert "'openai/gsm8k:main' is not a file here" in message
     assert "pip install 'rlhfless[data]'" in message
 
 

@@ -98,10 +98,10 @@ def test_half_a_checkpoint_and_one_of_another_version_are_no_checkpoints(tmp_pat
         Checkpoints(tmp_path, 1).newest()
     for content in ("[]", json.dumps({"version": 2, "step": 2}), "[" * 100_000):
         file.write_text(content)
-        with pytest.raises(CheckpointError, match=r"step-000001 is no checkpoint of a run: run\.json"):
+        with pytest.raises(CheckpointError, match=r"step-000001 is not a checkpoint of a run: run\.json"):
             Checkpoints(tmp_path, 1).newest()
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"step-000001 is no checkpoint of a run: run\.json"):
+    with pytest.raises(CheckpointError, match=r"step-000001 is not a checkpoint of a run: run\.json"):
         Checkpoints(tmp_path, 1).newest()
 
 
@@ -148,7 +148,7 @@ def test_a_model_is_exported_without_the_learners_state(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / name).rglob("*")] == ["model.safetensors"]
     with pytest.raises(CheckpointError, match="newest is there already"):
         export_model(str(run), tmp_path / "newest")
-    with pytest.raises(CheckpointError, match="is no checkpoint of a run"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a run"):
         export_model(str(tmp_path), tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "newest", "run"]
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_makes_older_steps_needless(journal: Journal) -> None:
 def test_an_older_attempt_is_shut_out(journal: Journal, tmp_path: Path) -> None:
     newer = Journal(tmp_path / "journal.sqlite")
     assert newer.begin_attempt() == 2
-    with pytest.raises(StaleAttempt, match="attempt 2 of this run has begun, so attempt 1"):
+    with pytest.raises(StaleAttempt, match="attempt 2 of this run has started, so attempt 1"):
         journal.add(1, [rollout()])
     with pytest.raises(StaleAttempt):
         journal.forget(1)

@@ -65,7 +65,7 @@ def test_the_function_s_name_comes_from_the_test_then_from_the_row():
     assert read([functional], metadata='{"func_name": "f"}')[0].function == "f"
     assert read([functional], entry_point="h", metadata='{"func_name": "f"}')[0].function == "h"
     assert "no `fn_name`, and no column `entry_point` or `metadata`" in fault([functional], metadata="{}")
-    assert "which is no function's name" in fault([functional], entry_point="two words")
+    assert "which is not a function name" in fault([functional], entry_point="two words")
 
 
 FUNCTION = "def check(candidate):\n    assert candidate(1) == 2"

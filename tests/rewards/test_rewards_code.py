@@ -162,7 +162,7 @@ def test_objects_of_the_program_can_be_compared():
             "def f(x):\n    return x",
             "b.jsonl:4: the program in the column `code` fails test 2, \"CodeTest(source='assert f(1)",
         ),
-        (None, "the column `code` holds null, which is no program"),
+        (None, "the column `code` holds null, which is not a program"),
     ],
 )
 def test_a_row_s_own_solution_is_tried_before_the_run(solution, fault):

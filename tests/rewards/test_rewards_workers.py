@@ -181,7 +181,7 @@ async def test_what_a_reward_prints_is_named_and_has_an_end(module, scored, capf
     lines = printed.splitlines()
     assert lines[:2] == ["[reward mine] a line of stdout", "[reward mine] a line of stderr"]
     assert lines[2] == "[reward mine] y"
-    assert lines[-1] == "[reward mine] has printed more than 256 KiB; what it prints after this is left out"
+    assert lines[-1] == "[reward mine] has printed more than 256 KiB; further output is dropped"
 
 
 async def test_the_limit_of_what_is_printed_holds_over_all_processes_of_a_worker(module, capfd, monkeypatch):
