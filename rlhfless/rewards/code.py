@@ -217,13 +217,8 @@ def programs_of(program: str, function: str, stub: str) -> tuple[str, ...]:
     if head is None:
         return (f"{stub}\n{program}", program)
     start = f"{stub.rstrip()}\n"
-    indentation = _indentation(start)
+    last = start.rstrip().rpartition("\n")[2]
+    own = last[: len(last) - len(last.lstrip())]
+    indentation = own + "    " if last.endswith(":") else own or "    "
     # In the second the first line alone has lost its indentation.
     return (start + textwrap.indent(program, indentation), start + indentation + program.lstrip(), program)
-
-
-def _indentation(stub: str) -> str:
-    """Return the indentation that follows a stub."""
-    last = next((line for line in reversed(stub.split("\n")) if line.strip()), "")
-    own = last[: len(last) - len(last.lstrip())]
-    return own + "    " if last.rstrip().endswith(":") else own or "    "

@@ -106,7 +106,8 @@ class _Reader:
         for function in self.functions:
             _require_fixtures(function, _required(function), function.decorator_list, fixtures)
         for node in self.classes:
-            for method in _tests_of_class(node) if node.name not in self._cases else ():
+            tests = [each for each in _methods(node) if each.name.startswith("test") and not _skipped(each)]
+            for method in tests if node.name not in self._cases else ():
                 decorators = [*method.decorator_list, *node.decorator_list]
                 _require_fixtures(method, _required(method)[1:], decorators, fixtures)
         self.imports = list(self._imports())
@@ -297,10 +298,6 @@ def _run_methods(node: ast.ClassDef) -> list[_Function]:
     """Return the methods of a test class that pytest or unittest call."""
     names = ("test", "setUp", "setup", "tearDown", "teardown", "asyncSetUp", "asyncTearDown", "runTest")
     return [method for method in _methods(node) if method.name.startswith(names) and not _skipped(method)]
-
-
-def _tests_of_class(node: ast.ClassDef) -> list[_Function]:
-    return [method for method in _methods(node) if method.name.startswith("test") and not _skipped(method)]
 
 
 def _skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:

@@ -11,7 +11,7 @@ import binascii
 import pickletools
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -90,15 +90,19 @@ def tests_of(columns: Mapping[str, Any], spec: CodeSpec) -> tuple[Test, ...]:
 def entry_point(columns: Mapping[str, Any], spec: CodeSpec) -> str:
     """Return the name of the function under test from the row's columns; empty if absent. Raises Unscorable."""
     for field in _names(spec.entry_point_field):
-        try:
-            value = field_value(columns, field)
-        except MissingField as error:
-            if "entry_point_field" in spec.model_fields_set:
-                raise Unscorable(f"there is no column `{field}` (entry_point_field): {error.what}") from error
-            continue
-        if name := _function_of(value, f"the column `{field}`"):
+        if name := _function_of(_column(columns, field, spec, "entry_point_field"), f"the column `{field}`"):
             return name
     return ""
+
+
+def _column(columns: Mapping[str, Any], field: str, spec: CodeSpec, key: str) -> Any:
+    """Return a column; None if it is missing. Raises Unscorable if it is missing and the spec sets `key`."""
+    try:
+        return field_value(columns, field)
+    except MissingField as error:
+        if key in spec.model_fields_set:
+            raise Unscorable(f"there is no column `{field}` ({key}): {error.what}") from error
+        return None
 
 
 def _is_blank(value: Any) -> bool:
@@ -160,12 +164,12 @@ class _Reader:
             try:
                 decoded = parsed_json(text)
             except ValueError as error:
-                if not _is_python(text):
+                if not _parses(ast.parse, text):
                     raise Unscorable(f"it is neither JSON ({error}) nor Python") from error
             else:
                 yield from self.tests(decoded)
                 return
-        if text.lstrip()[:1] in ("[", "{", "(") and _is_literal(text):
+        if text.lstrip()[:1] in ("[", "{", "(") and _parses(ast.literal_eval, text.strip()):
             raise Unscorable("it is a value of Python as text; write it as JSON")
         yield self._of_code(text)
 
@@ -180,25 +184,14 @@ class _Reader:
             raise Unscorable(
                 f"the test needs the function under test (`candidate`), and no column {fields} has it; {hint}"
             )
-        if function and "prompt_field" in self._spec.model_fields_set:
-            self._require(self._spec.prompt_field, "prompt_field")
+        if function:
+            _column(self._columns, self._spec.prompt_field, self._spec, "prompt_field")
         return CodeTest(source, function)
-
-    def _require(self, field: str, key: str) -> None:
-        try:
-            field_value(self._columns, field)
-        except MissingField as error:
-            raise Unscorable(f"there is no column `{field}` ({key}): {error.what}") from error
 
     def _setup(self) -> str:
         parts: list[str] = []
         for field in _names(self._spec.setup_field):
-            try:
-                value = field_value(self._columns, field)
-            except MissingField as error:
-                if "setup_field" in self._spec.model_fields_set:
-                    raise Unscorable(f"there is no column `{field}` (setup_field): {error.what}") from error
-                continue
+            value = _column(self._columns, field, self._spec, "setup_field")
             lines = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
             if (value is not None and not lines and not isinstance(value, list | tuple)) or not all(
                 isinstance(line, str) for line in lines
@@ -325,18 +318,10 @@ def _argument(value: Any) -> Any:
     return value
 
 
-def _is_literal(text: str) -> bool:
+def _parses(parse: Callable[[str], Any], text: str) -> bool:
     try:
-        ast.literal_eval(text.strip())
+        parse(text)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return False
-    return True
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
 

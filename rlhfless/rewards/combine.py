@@ -57,7 +57,12 @@ class Rewards:
         self._scoring = scoring
         self._workers = Workers(isolated, scoring.workers) if isolated else None
         self._weights = {spec.label: spec.weight for spec in own}
-        self._rewards = [(spec, self._reward(spec, isolated)) for spec in own]
+        self._rewards: list[tuple[RewardSpec, Reward]] = []
+        for spec in own:
+            if self._workers is not None and isinstance(spec, VerifierSpec):
+                self._rewards.append((spec, partial(self._workers.score, isolated.index(spec))))
+            elif not isinstance(spec, VerifierSpec):
+                self._rewards.append((spec, _local(spec, scoring.http_hosts)))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -92,12 +97,6 @@ class Rewards:
         for place, index in enumerate(own):
             column[index] = outcomes.get(place, late) if late else outcomes[place]
         return column
-
-    def _reward(self, spec: LocalSpec | VerifierSpec, isolated: Sequence[VerifierSpec]) -> Reward:
-        if not isinstance(spec, VerifierSpec):
-            return _local(spec, self._scoring.http_hosts)
-        assert self._workers is not None
-        return partial(self._workers.score, isolated.index(spec))
 
 
 def combined(

@@ -145,7 +145,8 @@ def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()
             process = subprocess.Popen(
                 command if program else [*_PYTHON, _REAPER, *command],
                 cwd=path,
-                env=_environment(path),
+                # No variable of the parent: the policy's code may see no token.
+                env={"PATH": os.defpath, "HOME": path, "TMPDIR": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -230,11 +231,6 @@ def _file(content: bytes) -> IO[bytes]:
     file.write(content)
     file.seek(0)
     return file
-
-
-def _environment(folder: str) -> dict[str, str]:
-    """The process's environment, without the parent's variables: policy code may see no token."""
-    return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
 def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, most: int, orderly: bool) -> CodeEnded:

@@ -83,7 +83,12 @@ class HttpReward:
 
     async def _ask(self, client: httpx.AsyncClient, batch: Sequence[RewardSample]) -> list[Outcome]:
         try:
-            body = {"samples": [_sent(sample) for sample in batch]}
+            body = {
+                "samples": [
+                    {name: getattr(sample, name) for name in ARGUMENTS} | {"columns": as_json(sample.columns)}
+                    for sample in batch
+                ]
+            }
         except Unsendable as error:
             return self._all_failed(batch, f"the samples cannot be written as JSON: {error}", 1)
         cause, pause_s = "", 0.0
@@ -132,12 +137,10 @@ class HttpReward:
         if not isinstance(scores, list) or len(scores) != len(batch):
             what = f'answered {quote(reply.text)}; {{"scores": [...]}} with {len(batch)} numbers is needed'
             return self._all_failed(batch, what, 1)
-        return [self._outcome(score) for score in scores]
-
-    def _outcome(self, score: Any) -> Outcome:
-        if (value := finite(score)) is not None:
-            return value
-        return Failed(f"{self._spec.url} answered {quote(repr(score))}, not a finite number")
+        return [
+            Failed(f"{self._spec.url} answered {quote(repr(score))}, not a finite number") if value is None else value
+            for score, value in zip(scores, map(finite, scores), strict=True)
+        ]
 
     def _all_failed(self, batch: Sequence[RewardSample], cause: str, attempts: int) -> list[Outcome]:
         times = "" if attempts == 1 else f" ({attempts} attempts)"
@@ -181,10 +184,6 @@ def as_json(value: Any, path: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [as_json(item, f"{path}.{index}") for index, item in enumerate(value)]
     raise Unsendable(f"the column `{path}` holds {described(value)}")
-
-
-def _sent(sample: RewardSample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in ARGUMENTS} | {"columns": as_json(sample.columns)}
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -101,7 +101,11 @@ class MathReward:
         """Report a wrong column: most expected answers are long texts that cannot be read."""
         if problems := answer_faults(self._spec, prompts):
             return problems
-        faults = [(prompt, unread) for prompt, unread in self._unread(prompts) if self._is_long(prompt)]
+        faults = [
+            (prompt, unread)
+            for prompt, unread in self._unread(prompts)
+            if len(_written(answer_of(prompt.columns, self._spec))) > _MOST_REPEATED
+        ]
         if len(faults) <= len(prompts) / 2:
             return []
         what = f"the expected answers in `{self._spec.answer_field}` are long texts that cannot be read as mathematics"
@@ -114,9 +118,6 @@ class MathReward:
             return []
         what = f"the expected answers in `{self._spec.answer_field}` cannot be read as mathematics"
         return [listed(what, faults, len(prompts), "there, a response is right only if it writes the same text")]
-
-    def _is_long(self, prompt: Prompt) -> bool:
-        return len(_written(answer_of(prompt.columns, self._spec))) > _MOST_REPEATED
 
     def _unread(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
         """Return prompts whose expected answers are not read as mathematics, with the cause."""

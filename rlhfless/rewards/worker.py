@@ -30,7 +30,9 @@ def main() -> None:
         verifiers = _make(channel, processes.receive(channel))
         while verifiers is not None:
             task: Task = processes.receive(channel)
-            _serve(channel, verifiers[task.reward], task)
+            for event in verifiers[task.reward].run(task.samples):
+                processes.send(channel, event)
+            processes.send(channel, End())
     # Threads of the user's code must not keep the process alive.
     os._exit(0)
 
@@ -45,12 +47,6 @@ def _make(channel: socket.socket, specs: Sequence[VerifierSpec]) -> list[Verifie
         return None
     processes.send(channel, Ready(tuple(each.whole for each in verifiers)))
     return verifiers
-
-
-def _serve(channel: socket.socket, reward: Verifier, task: Task) -> None:
-    for event in reward.run(task.samples):
-        processes.send(channel, event)
-    processes.send(channel, End())
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ class Workers:
         if not samples:
             return
         async with self._worker() as worker:
-            whole = await _whole(worker, reward)
+            with suppress(RewardError):  # its tasks will report it
+                await worker.ensure()
+            whole = bool(worker.whole) and worker.whole[reward]
         size = len(samples) if whole else CHUNK
         parts = [tuple(range(len(samples)))[first : first + size] for first in range(0, len(samples), max(1, size))]
         await gather_or_cancel(*(self._score_part(reward, samples, part, report) for part in parts))
@@ -164,7 +166,8 @@ class _Worker:
         self.kill()
         try:
             async with asyncio.timeout(START_S):
-                await self._launch()
+                self._reader, self._writer = await asyncio.open_connection(sock=self._spawn())
+                self._send(self._specs)
                 answer = await self._receive()
         except TimeoutError:
             self.kill()
@@ -219,11 +222,6 @@ class _Worker:
         with suppress(subprocess.TimeoutExpired):
             process.wait(REAP_S)
 
-    async def _launch(self) -> None:
-        connection = self._spawn()
-        self._reader, self._writer = await asyncio.open_connection(sock=connection)
-        self._send(self._specs)
-
     def _spawn(self) -> socket.socket:
         """Start the process; return the parent's end of its connection."""
         ours, theirs = socket.socketpair()
@@ -262,13 +260,6 @@ class _Worker:
         if code is None:
             return "it closed its connection"
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-async def _whole(worker: _Worker, reward: int) -> bool:
-    """Whether the reward needs all samples in one task; False if the worker does not start, which its tasks report."""
-    with suppress(RewardError):
-        await worker.ensure()
-    return bool(worker.whole) and worker.whole[reward]
 
 
 KIB = 1024
