@@ -328,7 +328,7 @@ def test_pairs_that_part_before_the_last_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "parts"),
     [
-        ({"prompt": "z", "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["no message that", "got 'z'"]),
+        ({"prompt": "z", "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["not a message", "got 'z'"]),
         ({"prompt": [user("z")], "chosen": [user("a"), _GOOD], "rejected": [user("a"), _BAD]}, ["do not begin with"]),
         ({"chosen": [user("a"), _GOOD], "rejected": [user("b"), _BAD]}, ["differ before the assistant answers"]),
         ({"chosen": [user("a"), _GOOD], "rejected": [user("a"), _GOOD]}, ["both responses are the same"]),

@@ -52,7 +52,7 @@ def test_a_field_is_found_by_its_dotted_name(name, value):
         ("ground_truth", "there is no field `ground_truth`", "did you mean `reward_model.ground_truth`?"),
         ("a.c.x", "`a.c` has no field `x` (the fields are d)", ""),
         ("answers.2", "`answers` is a list of 2, and `2` is not an index of it", "write `answers.0`"),
-        ("answers.first", "`answers` is a list of 2, and `first` is no index", ""),
+        ("answers.first", "`answers` is a list of 2, and `first` is not an index", ""),
         ("none.x", "`none` is null, which has no field `x`", ""),
         ("text.answer", "`text` is a text, which has no field `answer`", ""),
         ("prompt.", "`prompt` is a text, which has no field ``", ""),

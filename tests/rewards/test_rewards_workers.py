@@ -175,7 +175,7 @@ async def test_what_a_reward_prints_is_named_and_has_an_end(module, scored, capf
     assert score.parts == {"mine": 1.0}
     printed = ""
     async with asyncio.timeout(60):
-        while "left out" not in printed:
+        while "dropped" not in printed:
             printed += capfd.readouterr().err
             await asyncio.sleep(0.02)
     lines = printed.splitlines()
@@ -192,7 +192,7 @@ async def test_the_limit_of_what_is_printed_holds_over_all_processes_of_a_worker
     rewards.close()
     printed = ""
     async with asyncio.timeout(60):
-        while "left out" not in printed:
+        while "dropped" not in printed:
             printed += capfd.readouterr().err
             await asyncio.sleep(0.02)
     assert printed.count("yyy" * 200) == 2
