@@ -61,7 +61,7 @@ def command(model: Path, output: Path, seed: int, steps: int, smoke: bool) -> li
         "logging.record_tokens": "true",
         "checkpoint.every_steps": 5,
         "steps": steps,
-        "recovery": '{"lease_s": 20, "beat_s": 10, "per_step": 10}',
+        "recovery": '{"lease_s": 20, "heartbeat_s": 10, "per_step": 10}',
         "timeouts.drain_s": 5,
     }
     return demo_command(model, output, [f"{key}={value}" for key, value in settings.items()], smoke)

@@ -5,7 +5,7 @@
 
 A fleet on spot machines, each with 256 slots and KV for about as many sequences of mean length, so that engines
 preempt; one actor in eight is a straggler; interrupted actors start again. The policy moves samples from the fullest
-to the emptiest actor at every beat. Lengths are lognormal with a drift. The figure counts whole steps (generation,
+to the emptiest actor at every heartbeat. Lengths are lognormal with a drift. The figure counts whole steps (generation,
 scoring, learning, the bill), after one step that compiles and warms up.
 
 Then steps of 8,192 responses on 64 actors under policies that people use, with all that they decide: the price of a
@@ -29,7 +29,7 @@ from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policies.contract import RunContract
-from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Assign, Event, Heartbeat, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.policies import make_policy
@@ -37,7 +37,7 @@ from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Se
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
-BEAT_S = 5.0
+HEARTBEAT_S = 5.0
 SPOT_MEAN_S = 1800.0
 MAX_TOKENS = 8192
 PLANNED_PROMPTS, PLANNED_ACTORS, PLANNED_STEPS = 1024, 64, 20
@@ -102,7 +102,7 @@ def fleet(actors: int) -> Setup:
     scoring = ServiceShape(slot_setup("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
     learner = LearnerShape(slot_setup("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
     transport = Transport("auto", 50e9, 0.2, 14_000_000_000)
-    links = Links(BEAT_S, 0.01)
+    links = Links(HEARTBEAT_S, 0.01)
     return Setup(generation, (scoring,), learner, transport, links, 0, node_s=120.0, max_tokens=MAX_TOKENS, seed=0)
 
 
@@ -123,7 +123,7 @@ class Timed:
         began_s = time.process_time()
         actions = self._policy.decide(at_s, event, view)
         took_s = time.process_time() - began_s
-        if isinstance(event, Beat):
+        if isinstance(event, Heartbeat):
             self.looks_s += took_s
         else:
             self.plans_s += took_s
@@ -174,7 +174,7 @@ def main() -> None:
     print(f"{machine()}, one core used")
     print(f"{responses / spent_s:,.0f} responses/s: {responses} in {spent_s:.3f} s, {arguments.actors} actors")
     print(f"{responses / stepped_s:,.0f} responses/s without the bill")
-    print(f"{preempted} preemptions, {policy.moved} moves, {lost} interruptions, beat {BEAT_S} s")
+    print(f"{preempted} preemptions, {policy.moved} moves, {lost} interruptions, heartbeat {HEARTBEAT_S} s")
     print(f"simulated {trace.steps[-1].end_s / 3600:.2f} h, {summary.cost_usd:.2f} USD")
     print(f"{PLANNED_PROMPTS * 8} responses a step, {PLANNED_ACTORS} actors, planning included:")
     for name in filter(None, arguments.policies.split(",")):

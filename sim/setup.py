@@ -58,14 +58,14 @@ class Transport:
 class Links:
     """The times of messages and moves between actors."""
 
-    beat_s: float
-    """Seconds between two beats of a step."""
+    heartbeat_s: float
+    """Seconds between two heartbeats of a step."""
     move_s: float
     """Seconds until a sample is at another actor, by its tokens."""
 
     def __post_init__(self) -> None:
-        if not self.beat_s > 0:
-            raise ValueError(f"beat_s is {self.beat_s}; it must be above 0")
+        if not self.heartbeat_s > 0:
+            raise ValueError(f"heartbeat_s is {self.heartbeat_s}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ learner when all services have finished the step. Only the policy starts generat
 Functions that share a device take turns there by themselves: a turn ends when the function has no work of its phase
 left, and another one has.
 
-The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. Where steps
+The policy is asked at every event of `rlhfless.scaling.policy`; heartbeats come while samples are drawn. Where steps
 overlap the events of a step's services and learner come while the next step is drawn; their views show their own step.
 """
 
@@ -22,9 +22,9 @@ from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Beat,
     Event,
     Generated,
+    Heartbeat,
     Idle,
     Lost,
     Move,
@@ -52,8 +52,8 @@ that starts and releases replicas in a loop)."""
 
 
 LOOKS, LOOK_S = 32, 0.001
-"""A run notices at once that a step has as many groups as it learns from; the simulator, so often between two beats,
-but no more often than an engine ends an iteration."""
+"""A run notices at once that a step has as many groups as it learns from; the simulator, so often between two
+heartbeats, but no more often than an engine ends an iteration."""
 
 
 class Simulation:
@@ -75,7 +75,7 @@ class Simulation:
         self._shared: SharedEngines | None = None
         """The engines of a run that draws several steps at once: one that takes in weights in the midst of a draw."""
         self._begun = self._learned = 0
-        self._beat_s = 0.0
+        self._heartbeat_s = 0.0
         self._drawn_s = -math.inf
         """The time up to which the current step has been drawn."""
         self._queries_without_progress = 0
@@ -147,14 +147,14 @@ class Simulation:
         self.fleet.drawing = True
         self.fleet.wake_actors(self.now_s)
         self.fleet.sync(self.now_s)
-        self._beat_s = self.now_s + self.setup.links.beat_s
+        self._heartbeat_s = self.now_s + self.setup.links.heartbeat_s
         self._drawn_s = -math.inf
         return under_way
 
     def _advance(self) -> None:
         """Advances to the next event."""
         drawn = self._drawn
-        until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._beat_s if drawn else math.inf))
+        until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._heartbeat_s if drawn else math.inf))
         if math.isinf(until_s):
             raise SimulationError(self.fleet.stuck() or "nothing works, and nothing is due")
         if not (drawn and self._draw(drawn, until_s)):
@@ -162,9 +162,9 @@ class Simulation:
             if self.fleet.agenda.next_s <= until_s:
                 self._handle_next()
             elif drawn:
-                self._beat_s = until_s + self.setup.links.beat_s
+                self._heartbeat_s = until_s + self.setup.links.heartbeat_s
                 for step in drawn:
-                    self._query([Beat()], step)
+                    self._query([Heartbeat()], step)
         self._start_needed()
 
     def _draw(self, drawn: Sequence[StepUnderWay], until_s: float) -> bool:

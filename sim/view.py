@@ -52,7 +52,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         replica_slots,
         load_s,
         links.move_s,
-        links.beat_s,
+        links.heartbeat_s,
         setup.max_tokens,
         kept_usd_per_s(setup.slot_setups, prices, kept),
         setup.terms,

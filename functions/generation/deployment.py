@@ -2,7 +2,7 @@
 
 No traffic without a completed weight load: `generate` is refused unless the engine serves the version that the
 request asks for, and a load counts only when its checks have passed (rlhfless.weights.check). Finished groups are
-streamed, with a progress beat in between; single tokens never cross a process boundary.
+streamed, with a progress heartbeat in between; single tokens never cross a process boundary.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class GenerationFunction(Function):
         return None if report is None else report.transport
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
-        """Draw the samples of a request; yields finished groups, progress beats, and the end.
+        """Draw the samples of a request; yields finished groups, progress heartbeats, and the end.
 
         Raises WrongVersion, or TimeoutError after `request.timeout_s`.
         """

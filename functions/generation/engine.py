@@ -319,7 +319,7 @@ class Engine(Protocol):
         [tokens - 1]. Raises EngineBusy if it has unfinished requests and cannot do this beside them."""
         ...
 
-    def require_beat(self, limit_s: float) -> None:
+    def require_heartbeat(self, limit_s: float) -> None:
         """Raises EngineDead if the engine has work and has given no sign of life for `limit_s`: it hangs."""
         ...
 

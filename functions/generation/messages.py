@@ -55,7 +55,7 @@ class GenerateRequest:
     """Label of the weight version that must be loaded: no traffic without it."""
     actor: str
     progress_interval_s: float
-    beat_s: float
+    heartbeat_s: float
     """An engine that is silent for longer than this is taken to hang."""
     timeout_s: float
     or_newer: bool = False

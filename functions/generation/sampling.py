@@ -66,20 +66,20 @@ class RequestRun:
         self._tasks = [asyncio.create_task(self._sample(item)) for item in request.items]
 
     async def events(self) -> AsyncIterator[GenerationEvent]:
-        """Finished groups as they end, a beat each interval, and a StreamEnd.
+        """Finished groups as they end, a heartbeat each interval, and a StreamEnd.
 
         Raises what a sample raised, or TimeoutError naming how many samples were still running.
         """
         deadline = self._start_s + self._request.timeout_s
-        beat_s = time.time() + self._request.progress_interval_s
+        heartbeat_s = time.time() + self._request.progress_interval_s
         while self._missing:
             try:
-                first = await asyncio.wait_for(self._queue.get(), max(0.0, beat_s - time.time()))
+                first = await asyncio.wait_for(self._queue.get(), max(0.0, heartbeat_s - time.time()))
             except TimeoutError:
                 if time.time() > deadline:
                     raise TimeoutError(self._overdue()) from None
-                self._engine.require_beat(self._request.beat_s)
-                beat_s = time.time() + self._request.progress_interval_s
+                self._engine.require_heartbeat(self._request.heartbeat_s)
+                heartbeat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
                 continue
             if groups := tuple(self._add(self._with_waiting(first))):

@@ -45,8 +45,9 @@ SERVE_S = 60.0
 """Longest wait for the Serve controller that another driver is starting: a small process, up in a few seconds."""
 
 CONCURRENT_CALLS = 1024
-"""Calls one replica may have in flight: streams, beats, aborts and probes must never queue behind each other (Serve's
-own default is 5). Samples that continue here after their actor was lost come in a stream for each of its requests."""
+"""Calls one replica may have in flight: streams, heartbeats, aborts and probes must never queue behind each other
+(Serve's own default is 5). Samples that continue here after their actor was lost come in a stream for each of its
+requests."""
 
 
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationStatus.DEPLOYING)

@@ -38,7 +38,7 @@ LOOK_S = 2.0
 second."""
 
 
-class Heartbeat:
+class LeaseRenewal:
     """Renews the leases of replicas and devices until it is cancelled, or a newer attempt of the run has them."""
 
     def __init__(

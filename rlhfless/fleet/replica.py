@@ -293,8 +293,8 @@ class Replica:
     ) -> AsyncIterator[Any]:
         """Call a streaming method; yields its events up to the last, a StreamEnd, which goes into the ledger.
 
-        Raises ReplicaLost, also if no event comes for `timeout_s` (a working replica sends beats), or what the method
-        raised.
+        Raises ReplicaLost, also if no event comes for `timeout_s` (a working replica sends heartbeats), or what the
+        method raised.
         """
         events = getattr(self._up.options(stream=True), method).remote(call, *arguments)
         with self._faults(method):
@@ -302,7 +302,7 @@ class Replica:
                 try:
                     event = await self._answer(anext(events), timeout_s)
                 except TimeoutError:
-                    self.give_up(f"no beat came from {method} for {timeout_s:.0f} s")
+                    self.give_up(f"no heartbeat came from {method} for {timeout_s:.0f} s")
                     raise ReplicaLost(self._given_up.result()) from None
                 except StopAsyncIteration:
                     raise self._lost(f"{method}: its stream broke off") from None

@@ -36,7 +36,7 @@ from rlhfless.orchestrator.prefill import PrefillActors
 from rlhfless.orchestrator.prompt_selection import PromptHistory
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
+from rlhfless.scaling.policy import UNASSIGNED, Event, Generated, Heartbeat, Lost, Serving
 from rlhfless.scaling.prefill import pieces
 from rlhfless.scaling.selection import GroupGate
 from rlhfless.spec import RunSpec
@@ -109,7 +109,7 @@ class GenerationStage:
 
     @property
     def progress(self) -> dict[SampleKey, int]:
-        """Tokens so far of the running samples, by the last beats."""
+        """Tokens so far of the running samples, by the last heartbeats."""
         return self._table.progress
 
     async def groups(self) -> AsyncIterator[Group]:
@@ -249,7 +249,7 @@ class GenerationStage:
             version=served,
             actor=actor.name,
             progress_interval_s=self._spec.generation.progress_interval_s,
-            beat_s=self._spec.recovery.beat_s,
+            heartbeat_s=self._spec.recovery.heartbeat_s,
             timeout_s=self._spec.timeouts.generate_s,
             or_newer=self._spec.schedule.in_flight,
             earlier=self._history.responses({self._table.items[sample].prompt_id for sample in numbers}),
@@ -297,7 +297,7 @@ class GenerationStage:
         try:
             await self._prepare(actor, number, request)
             events = actor.stream(
-                self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.beat_s
+                self.request.work, "generate", self.request.call, request, timeout_s=self._spec.recovery.heartbeat_s
             )
             async for event in events:
                 self._events.put_nowait(_Message(number, event))
@@ -330,17 +330,17 @@ class GenerationStage:
                 for rollouts in groups:
                     yield from self._completed(rollouts[0].prompt_id)
             case Progress(tokens=tokens, ended=ended):
-                self._table.apply_beat(event.request, tokens, ended)
-                self._beat()
+                self._table.apply_heartbeat(event.request, tokens, ended)
+                self._heartbeat()
             case ReplicaLost() as lost:
                 self._lose(event.request, lost)
 
-    def _beat(self) -> None:
-        """Ask the policy, at most once per interval: each actor beats on its own."""
+    def _heartbeat(self) -> None:
+        """Ask the policy, at most once per interval: each actor heartbeats on its own."""
         now_s = self._clock()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s
-            self._ask(Beat())
+            self._ask(Heartbeat())
 
     def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
         """Keep ended samples, and make aborted ones wait for another actor."""

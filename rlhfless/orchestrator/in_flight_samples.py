@@ -243,8 +243,8 @@ class InFlightSamples:
 
     # -- messages of the actors
 
-    def apply_beat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
-        """Apply a beat of a request. It may come late, so it never lowers a count."""
+    def apply_heartbeat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
+        """Apply a heartbeat of a request. It may come late, so it never lowers a count."""
         for key, count in tokens.items():
             number = self._numbers[key]
             if self.is_on(request, key) and not self._finished[number]:

@@ -192,7 +192,7 @@ class LiveFleet:
             replica_slots=tuple(replica_slot for pool in self._pools for replica_slot in self._replica_slots(pool)),
             load_s=self._ledger.mean_load_s() or max(map(self._starts.expected_load_s, self._kinds()), default=0.0),
             move_s=MOVE_S.value,
-            beat_s=self._spec.generation.progress_interval_s,
+            heartbeat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
             kept_usd_per_s=sum(map(self._kept_usd_per_s, [*self._pools, *self._prefill])),
             terms=self._terms(),

@@ -21,7 +21,7 @@ from rlhfless.fleet.each_node import (
     remove_folders,
     targets,
 )
-from rlhfless.fleet.heartbeat import HEARTBEATS_PER_LEASE, Heartbeat, LeavingWatch
+from rlhfless.fleet.heartbeat import HEARTBEATS_PER_LEASE, LeaseRenewal, LeavingWatch
 from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.turns import Turns
@@ -167,8 +167,8 @@ async def _fleet(
     by_name, turns = pools_of(launch, call, cluster, ledger, placement, devices)
     pools = list(by_name.values())
     lease_s = spec.recovery.lease_s
-    beat = Heartbeat(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / HEARTBEATS_PER_LEASE))
-    watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
+    renewal = LeaseRenewal(pools, devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / HEARTBEATS_PER_LEASE))
+    watches = [asyncio.create_task(watch.run()) for watch in (renewal, LeavingWatch(pools, call))]
     watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = _run_of(session, by_name, ledger, journal, earlier)
     run.learner_size = size_of(run, session.prepared.max_model_len, nodes, placement, devices)

@@ -30,7 +30,7 @@ from rlhfless.scaling.accounting import Interval, length, union
 from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
-from rlhfless.sim.experiment.compare import NO_BEATS_S, compare
+from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare
 from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
@@ -160,8 +160,8 @@ def predicted(
 ) -> Predicted:
     """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured;
     `quick`: at the expected lengths and with one seed, so that the band is that of the data sheets alone; and without
-    beats, which take five times the rest: what the policy decides between the events of a step saved 0 to 0.1 % of the
-    steps of a 7B model on three kinds of devices, and up to 10 % of those of a 235B model with long responses.
+    heartbeats, which take five times the rest: what the policy decides between the events of a step saved 0 to 0.1 % of
+    the steps of a 7B model on three kinds of devices, and up to 10 % of those of a 235B model with long responses.
 
     Raises InputError if the simulator cannot run it.
     """
@@ -173,8 +173,8 @@ def predicted(
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         size = (STEPS_QUICK, 1) if quick else (STEPS, SEEDS)
-        if quick and not isinstance(asked.spec.schedule, PartialSpec):  # whose steps end at a beat
-            measured["beat_s"] = NO_BEATS_S
+        if quick and not isinstance(asked.spec.schedule, PartialSpec):  # whose steps end at a heartbeat
+            measured["heartbeat_s"] = NO_HEARTBEATS_S
         drafts = _drafts(asked.spec, lengths) if latency is None else {}  # which a fit has already
         measured["engine"] = _engine(asked, rollouts) | drafts | measured.get("engine", {})
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
@@ -316,7 +316,7 @@ def _scenario(
         "contract": spec.scaling.contract.model_dump(mode="json"),
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
-    values |= {key: measured[key] for key in ("fleet", "beat_s") if key in measured}
+    values |= {key: measured[key] for key in ("fleet", "heartbeat_s") if key in measured}
     if spec.learner.share_prefixes and "mfu" not in measured.get("learner", {}):  # which a measured time has already
         values["prefixes"] = {"levels": []}
     if spec.needs_reference:

@@ -82,8 +82,8 @@ class FleetView:
     """Seconds to load the weights of a version into one actor."""
     move_s: float
     """Seconds until a sample is at another actor by its tokens; its KV is computed again there."""
-    beat_s: float
-    """Seconds between two beats of a step."""
+    heartbeat_s: float
+    """Seconds between two heartbeats of a step."""
     max_tokens: int
     """Tokens of the longest possible response."""
     kept_usd_per_s: float = 0.0
@@ -124,7 +124,7 @@ class StepView:
     prompt_tokens: Ints  # [groups]
     group: Ints  # [samples], ascending
     tokens: Ints
-    """`[samples]`: tokens drawn so far, by the last beat; the whole response once it is finished."""
+    """`[samples]`: tokens drawn so far, by the last heartbeat; the whole response once it is finished."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: ended by max_tokens, not by itself
     home: Ints  # [samples]: slot, or UNASSIGNED
@@ -167,7 +167,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """Time has passed; `tokens` and `finished` are up to date."""
 
 
@@ -192,7 +192,7 @@ class StepEnded:
     end_s: float
 
 
-Event = StepBegan | Serving | Lost | Beat | Generated | Idle | StepEnded
+Event = StepBegan | Serving | Lost | Heartbeat | Generated | Idle | StepEnded
 
 
 # -- actions

@@ -283,7 +283,7 @@ class RecoverySpec(SpecModel):
     """A replica that gets no message from the run for this long gives its device back; a replica that does not answer
     the run for this long is replaced."""
 
-    beat_s: Duration = 60.0
+    heartbeat_s: Duration = 60.0
     """A generation engine that has work and is silent for this long is replaced. One iteration must take less."""
 
     per_step: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 3

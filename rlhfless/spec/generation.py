@@ -19,7 +19,7 @@ MOST_STOPS = 256
 """The engine compares each token with all of them."""
 
 
-ENGINE_METHODS = ("start", "sample", "abort", "progress", "load", "logprobs", "require_beat", "kill", "stop")
+ENGINE_METHODS = ("start", "sample", "abort", "progress", "load", "logprobs", "require_heartbeat", "kill", "stop")
 
 
 def _engine(name: str) -> str:

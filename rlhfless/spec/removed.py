@@ -44,6 +44,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Use `scaling.prefill.kv_connector` with prefill actors; without these leave it out: each actor computes "
             "its shared prefixes, and samples that migrate recompute their KV"
         ),
+        "recovery.heartbeat_s": "Use its new name, `recovery.heartbeat_s`",
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (
@@ -59,6 +60,7 @@ REMOVED_FROM_SCENARIOS: Mapping[str, str] = MappingProxyType(
     | {
         "policies.*.placement.learner_elsewhere": REMOVED["placement.learner_elsewhere"],
         "learner.min_devices": "Leave it out: a simulated learner keeps its devices",
+        "heartbeat_s": "Use its new name, `heartbeat_s`",
     }
 )
 

@@ -21,8 +21,8 @@ from pydantic import Field
 from rlhfless.scaling.policies.fleet import Contexts, PolicyContext, assign_to_least, note, rescue, start
 from rlhfless.scaling.policy import (
     Action,
-    Beat,
     Event,
+    Heartbeat,
     Idle,
     Lost,
     Move,
@@ -247,7 +247,7 @@ class QueueReactive:
                 return self._begin(now)
             case Serving(slot):
                 return _take_share(now, slot, len(self._actors(now)))
-            case Beat() | StepEnded() | Idle():
+            case Heartbeat() | StepEnded() | Idle():
                 return self._scale(now, now.left)
             case Lost(slot, samples):
                 return rescue(now, slot, samples)

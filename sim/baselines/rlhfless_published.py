@@ -35,9 +35,9 @@ from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
     Assign,
-    Beat,
     Event,
     Generated,
+    Heartbeat,
     Idle,
     Ints,
     Lost,
@@ -94,7 +94,7 @@ class RLHFlessPublished:
             case StepBegan():
                 self._step, self._began_s = view.step, at_s
                 return self._begin(now)
-            case Beat() if view.step == self._step:  # its groups are those of the newest step
+            case Heartbeat() if view.step == self._step:  # its groups are those of the newest step
                 return self._look(now)
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)

@@ -26,7 +26,7 @@ from rlhfless.scaling.policies.fleet import (
     shares_to_least,
     start,
 )
-from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Lost, Move, StepBegan, StepView
+from rlhfless.scaling.policy import Action, EngineLimits, Event, Heartbeat, Lost, Move, StepBegan, StepView
 from rlhfless.spec.base import SpecModel
 
 KNEE = 2.0
@@ -59,7 +59,7 @@ class RLHFuseTail:
             case StepBegan():
                 self._gathered = False
                 return [*start(now, actors), *assign_groups(now, actors)]
-            case Beat() if not self._gathered and now.left <= self._tail_share * view.finished.size:
+            case Heartbeat() if not self._gathered and now.left <= self._tail_share * view.finished.size:
                 self._gathered = True
                 return self._gather(now)
             case Lost(slot, samples):

@@ -34,9 +34,9 @@ from rlhfless.spec import ContractSpec, PartialSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 
-NO_BEATS_S = 3600.0
-"""Interval between beats for static fleets, longer than their steps: a static policy does nothing at a beat, and
-without beats its simulation takes a third of the time."""
+NO_HEARTBEATS_S = 3600.0
+"""Interval between heartbeats for static fleets, longer than their steps: a static policy does nothing at a heartbeat,
+and without heartbeats its simulation takes a third of the time."""
 
 Results = dict[str, tuple[RunResult, ...]]
 """By label; one per seed."""
@@ -119,9 +119,9 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[Exp
         contracts = _contracts(scenario, entry, results, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
-            # Steps of `partial` end at a beat.
-            beat_s = scenario.beat_s if isinstance(scenario.schedule, PartialSpec) else NO_BEATS_S
-            unwatched = scenario.model_copy(update={"beat_s": beat_s})
+            # Steps of `partial` end at a heartbeat.
+            heartbeat_s = scenario.heartbeat_s if isinstance(scenario.schedule, PartialSpec) else NO_HEARTBEATS_S
+            unwatched = scenario.model_copy(update={"heartbeat_s": heartbeat_s})
             tasks += [ExperimentTask(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
             tasks += [

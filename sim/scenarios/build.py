@@ -206,7 +206,7 @@ def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bo
             layout.services(),
             layout.learner(),
             layout.transport(fixed=reserved),
-            Links(scenario.beat_s, MOVE_S.value),
+            Links(scenario.heartbeat_s, MOVE_S.value),
             scenario.steps_ahead,
             scenario.cluster.provisioning_s,
             scenario.max_tokens,

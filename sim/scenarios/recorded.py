@@ -33,7 +33,7 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
         "samples_per_prompt": first.samples // first.groups,
         "max_tokens": generation.get("max_tokens", longest),
         "steps": len(drawn),
-        "beat_s": generation.get("progress_interval_s"),
+        "heartbeat_s": generation.get("progress_interval_s"),
         "engine": {
             "max_sequences": engine.get("max_sequences"),
             "max_batch_tokens": engine.get("max_batch_tokens"),

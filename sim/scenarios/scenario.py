@@ -172,8 +172,8 @@ class Scenario(SpecModel):
     reference: ReferenceTimingSpec | None = None
     critic: CriticTimingSpec | None = None
 
-    beat_s: Positive = 0.5
-    """Seconds between two beats of a step in progress, as in the live fleet."""
+    heartbeat_s: Positive = 0.5
+    """Seconds between two heartbeats of a step in progress, as in the live fleet."""
 
     contract: ScenarioContract = WeightedContract()
     """The contract of all policies that take one."""

@@ -55,7 +55,7 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     whole: Whole, assets: Path, tmp_path: Path
 ) -> None:
     """Against a run with one actor; this one has two, which come and go."""
-    recovery = {"lease_s": 12, "beat_s": 6}
+    recovery = {"lease_s": 12, "heartbeat_s": 6}
     recovered, digest = asyncio.run(
         saboteur.drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery), sabotage)
     )

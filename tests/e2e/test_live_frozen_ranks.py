@@ -82,7 +82,7 @@ def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypa
         algorithm={"kl": {"coefficient": 0.01}},
         reference={"ranks": 2},
         scoring={"reward_model_ranks": 2},
-        recovery={"lease_s": LEASE_S, "beat_s": 6},
+        recovery={"lease_s": LEASE_S, "heartbeat_s": 6},
         scaling={
             "generation": {"min_actors": 1, "max_actors": 1},
             "hold_scoring": "always",

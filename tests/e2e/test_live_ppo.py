@@ -115,7 +115,7 @@ def kill_the_critic_at_random(step: int) -> saboteur.Sabotage:
 def test_a_run_that_loses_its_critic_and_is_resumed_ends_with_the_same_bits(
     assets: Path, uninterrupted: Session, tmp_path: Path
 ) -> None:
-    start = fault_opening(assets, tmp_path, actors=1, recovery={"lease_s": 12, "beat_s": 6}, **ppo(assets))
+    start = fault_opening(assets, tmp_path, actors=1, recovery={"lease_s": 12, "heartbeat_s": 6}, **ppo(assets))
     with pytest.raises(RunPaused):
         asyncio.run(saboteur.drive(dataclasses.replace(start, host=PausesAfter(3)), kill_the_critic_at_random(2)))
     recovered, _ = asyncio.run(saboteur.drive(start, kill_the_critic_at_random(4)))

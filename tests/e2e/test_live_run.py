@@ -114,7 +114,7 @@ async def test_generation_without_the_asked_version_is_refused(live: Live) -> No
         version="live-1/1/7/other",
         actor=actor.name,
         progress_interval_s=1,
-        beat_s=30,
+        heartbeat_s=30,
         timeout_s=30,
     )
     with pytest.raises(WrongVersion, match="was asked for live-1/1/7/other and serves live-1/1/"):

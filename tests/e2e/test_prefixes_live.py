@@ -21,7 +21,7 @@ from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.engine_speeds import PrefixMoves
 from rlhfless.scaling.policies.fleet import Contexts, assign_groups, start
-from rlhfless.scaling.policy import Action, Beat, Event, Move, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Event, Heartbeat, Move, StepBegan, StepView
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.replay import replay
 from rlhfless.sim.workloads.runtime import read_runtime
@@ -36,8 +36,8 @@ STEPS, MOVED = 5, 3
 
 
 class TailMover:
-    """Begins each step with the first actor alone, and gives half of what it draws to the second one at a beat; in the
-    last steps it does not."""
+    """Begins each step with the first actor alone, and gives half of what it draws to the second one at a heartbeat; in
+    the last steps it does not."""
 
     def __init__(self) -> None:
         self._contexts, self._moved = Contexts(), True
@@ -49,7 +49,13 @@ class TailMover:
             self._moved = False
             return [*start(now, [slot for slot in (first, second) if now.absent(slot)]), *assign_groups(now, [first])]
         drawn = np.flatnonzero((view.home == first) & ~view.finished & (view.tokens > 0))
-        if isinstance(event, Beat) and view.step <= MOVED and not self._moved and now.awake(second) and drawn.size > 1:
+        if (
+            isinstance(event, Heartbeat)
+            and view.step <= MOVED
+            and not self._moved
+            and now.awake(second)
+            and drawn.size > 1
+        ):
             self._moved = True
             return [Move(first, second, drawn[::2])]
         return []

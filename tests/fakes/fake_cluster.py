@@ -257,8 +257,8 @@ class FakeActor:
             done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in mine)
             queue.put_nowait(GroupsFinished("x", (done,)))
 
-    def beat(self, tokens: dict[SampleKey, int], ended: dict[SampleKey, Ended] | None = None) -> None:
-        """A beat of every request."""
+    def heartbeat(self, tokens: dict[SampleKey, int], ended: dict[SampleKey, Ended] | None = None) -> None:
+        """A heartbeat of every request."""
         for queue in self.queues:
             mine = {key: count for key, count in tokens.items() if self.queue_of[key] is queue}
             over = {key: end for key, end in (ended or {}).items() if self.queue_of[key] is queue}

@@ -32,7 +32,7 @@ PRICES = PriceBook(
         DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY, rented_by="device"),
     )
 )
-LINKS = Links(beat_s=0.5, move_s=0.01)
+LINKS = Links(heartbeat_s=0.5, move_s=0.01)
 FOLDER = Transport("auto", 1e9, 0.1, 200_000_000)  # 0.3 s
 
 

@@ -14,11 +14,11 @@ from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
     Assign,
-    Beat,
     EngineLimits,
     Event,
     FleetView,
     Generated,
+    Heartbeat,
     Idle,
     Lost,
     Move,
@@ -60,7 +60,7 @@ def learner(*devices: int, node: str = "node-0") -> ReplicaSlot:
 
 
 def fleet_of(*replica_slots: ReplicaSlot, **changes: object) -> FleetView:
-    plain = FleetView(replica_slots, load_s=1.0, move_s=0.01, beat_s=0.5, max_tokens=100)
+    plain = FleetView(replica_slots, load_s=1.0, move_s=0.01, heartbeat_s=0.5, max_tokens=100)
     return dataclasses.replace(plain, **changes)
 
 
@@ -170,7 +170,7 @@ class Restless:
         if isinstance(event, Idle):
             there = view.slots[event.slot].state is ReplicaState.SERVING and event.slot != learner_of(view)
             return (Release(event.slot),) if there and self.random.integers(2) else ()
-        return self.fidget(view) if isinstance(event, Beat) else ()
+        return self.fidget(view) if isinstance(event, Heartbeat) else ()
 
     def fidget(self, view: StepView) -> Sequence[Action]:
         """Something that makes no sense, and is allowed."""

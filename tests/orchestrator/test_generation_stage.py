@@ -71,7 +71,7 @@ async def test_the_driver_hears_once_that_the_engines_are_at_work() -> None:
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running))
     assert heard == []
-    pool["a"].beat({("p", 0): 4})
+    pool["a"].heartbeat({("p", 0): 4})
     await until(lambda: heard == ["at work"])
     pool["a"].finish()
     await reader.task

@@ -69,7 +69,7 @@ async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp
     assert [replica_slot.start_s for replica_slot in view.replica_slots] == [25.0, 25.0, 4.0, START_S]
     assert [replica_slot.usd_per_s for replica_slot in view.replica_slots] == [0.01, 0.01, 0.005, 0.0]
     assert view.kept_usd_per_s == 0.005  # the learner's share of its core
-    assert (view.load_s, view.max_tokens, view.beat_s) == (0.5, 64, 0.5)
+    assert (view.load_s, view.max_tokens, view.heartbeat_s) == (0.5, 64, 0.5)
     assert [replica_slot.devices for replica_slot in view.replica_slots] == [
         ("cpu-0",),
         ("cpu-1",),
@@ -104,7 +104,7 @@ async def test_slots_show_their_replicas_and_how_much_each_has(tmp_path: Path) -
     seen.give(np.array([3]), 1)
     for number in range(3):
         seen.on[number] = 0
-    seen.apply_beat(0, {("p", 0): 4}, {})
+    seen.apply_heartbeat(0, {("p", 0): 4}, {})
     slots = scene.fleet.slots(seen)
     assert [slot.state for slot in slots] == [ReplicaState.SERVING, None, ReplicaState.SERVING, ReplicaState.SERVING]
     assert [(slot.running, slot.waiting) for slot in slots[:2]] == [(1, 2), (0, 1)]

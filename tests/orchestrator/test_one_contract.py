@@ -23,10 +23,10 @@ from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
     Assign,
-    Beat,
     EngineLimits,
     Event,
     FleetView,
+    Heartbeat,
     Lost,
     Move,
     Release,
@@ -123,7 +123,7 @@ class Live:
         """These samples have ended by now."""
         for number in samples.tolist():
             self.table.on[number] = 0
-            self.table.apply_beat(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
+            self.table.apply_heartbeat(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
             del self.table.on[number]
 
 
@@ -163,7 +163,7 @@ class Simulated:
     def ask(self, answer: Sequence[Action]) -> SimulationError | None:
         self.policy.answer = answer
         try:
-            self.simulation._query([Beat()], self.step)
+            self.simulation._query([Heartbeat()], self.step)
         except SimulationError as fault:
             return fault
         return None
@@ -268,7 +268,7 @@ def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | N
     """What each side says to the answer."""
     slot = turn.lost
     if slot not in simulated.simulation.fleet.replicas or len(live.fleet.up) == 1:
-        return simulated.ask(turn.answer), live.ask(Beat(), turn.answer)
+        return simulated.ask(turn.answer), live.ask(Heartbeat(), turn.answer)
     live.fleet.up.discard(slot)
     lost = live.table.lose(slot)
     answer = [Assign(min(live.fleet.up), lost), *turn.answer] if turn.sensible else turn.answer
@@ -298,7 +298,7 @@ def test_what_is_refused(answer: list[Action], reason: str) -> None:
     live, simulated = Live(), Simulated([100] * SAMPLES, [Start(0), Start(1), *first])
     live.ask(StepBegan(), first)
     live.fleet.start = lambda slot, at_s, step: None  # type: ignore[method-assign] # for a later step
-    for refused in (simulated.ask(answer), live.ask(Beat(), answer)):
+    for refused in (simulated.ask(answer), live.ask(Heartbeat(), answer)):
         assert refused is not None
         assert reason in str(refused)
 
@@ -311,5 +311,5 @@ def test_an_ended_sample_stays_out_of_a_move_and_nothing_is_refused() -> None:
         simulated.wait()
     mirror(live, simulated)
     answer = [Move(0, 1, ints([0, 1]))]
-    assert simulated.ask(answer) is live.ask(Beat(), answer) is None
+    assert simulated.ask(answer) is live.ask(Heartbeat(), answer) is None
     assert live.table.slot_of[:3].tolist() == simulated.home[:3].tolist() == [UNASSIGNED, 1, 0]

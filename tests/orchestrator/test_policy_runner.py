@@ -17,9 +17,9 @@ from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Beat,
     Event,
     Generated,
+    Heartbeat,
     Lost,
     Move,
     Note,
@@ -116,11 +116,11 @@ async def test_an_actor_that_never_came_gives_back_what_waited_for_it() -> None:
 
 
 async def test_moved_samples_go_on_at_the_slot_that_was_named() -> None:
-    policy = Scripted(StepBegan=[Assign(0, ints(0, 1, 2, 3))], Beat=[Move(0, 2, ints(1, 3))])
+    policy = Scripted(StepBegan=[Assign(0, ints(0, 1, 2, 3))], Heartbeat=[Move(0, 2, ints(1, 3))])
     scene = Scene(FakePool("a", "b", "c"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running))
     scene.now_s = 1.0
-    scene.pool["a"].beat(dict.fromkeys(scene.pool["a"].running, 5))
+    scene.pool["a"].heartbeat(dict.fromkeys(scene.pool["a"].running, 5))
     await until(lambda: len(scene.pool["c"].running) == 2)
     assert set(scene.pool["c"].running) == {("p", 1), ("q", 1)}
     assert all(len(item.prior.token_ids) == 5 for item in scene.pool["c"].running.values() if item.prior)
@@ -141,17 +141,17 @@ async def test_a_beat_shows_tokens_and_lengths_and_is_asked_once_an_interval() -
     scene = Scene(FakePool("a", "b"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
     scene.now_s = 0.6
-    scene.pool["a"].beat({("p", 0): 12}, {("p", 1): Ended(30, truncated=True)})
-    scene.pool["b"].beat({("q", 0): 7, ("q", 1): 8})
+    scene.pool["a"].heartbeat({("p", 0): 12}, {("p", 1): Ended(30, truncated=True)})
+    scene.pool["b"].heartbeat({("q", 0): 7, ("q", 1): 8})
     await until(lambda: scene.stage.progress == {("p", 0): 12, ("q", 0): 7, ("q", 1): 8})
-    assert policy.kinds == [StepBegan, Beat]
+    assert policy.kinds == [StepBegan, Heartbeat]
     tokens, finished, truncated, home = policy.views[1]
     assert tokens.tolist() == [12, 30, 0, 0]
     assert finished.tolist() == truncated.tolist() == [False, True, False, False]
     assert home.tolist() == [0, -1, 1, 1]
     scene.now_s = 1.2
-    scene.pool["b"].beat({("q", 0): 9})
-    await until(lambda: policy.kinds == [StepBegan, Beat, Beat])
+    scene.pool["b"].heartbeat({("q", 0): 9})
+    await until(lambda: policy.kinds == [StepBegan, Heartbeat, Heartbeat])
     assert policy.views[2][0].tolist() == [12, 30, 9, 8]
     await scene.ended("a", "b")
 
@@ -164,8 +164,8 @@ async def test_what_was_lost_starts_anew_where_the_policy_says() -> None:
     scene = Scene(FakePool("a", "b", "c"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running))
     scene.now_s = 1.0
-    scene.pool["a"].beat({("p", 0): 12})
-    await until(lambda: Beat in policy.kinds)
+    scene.pool["a"].heartbeat({("p", 0): 12})
+    await until(lambda: Heartbeat in policy.kinds)
     scene.pool["a"].die()
     await until(lambda: len(scene.pool["c"].running) == 4)
     assert policy.views[2][0].tolist() == [0, 0, 0, 0]  # the tokens are gone with the actor
@@ -228,12 +228,12 @@ async def test_a_fault_of_the_policy_costs_no_sample(answer: Sequence[Action]) -
 
 
 async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    scene = Scene(FakePool("a", "b"), "pq", Scripted(StepBegan=boom, Beat=boom, Generated=boom))
+    scene = Scene(FakePool("a", "b"), "pq", Scripted(StepBegan=boom, Heartbeat=boom, Generated=boom))
     with caplog.at_level(logging.ERROR):
         await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
         assert {key[0] for key in scene.pool["a"].running} == {"p"}  # split evenly
         scene.now_s = 1.0
-        scene.pool["a"].beat({("p", 0): 3})
+        scene.pool["a"].heartbeat({("p", 0): 3})
         await scene.ended("a", "b")
     assert scene.runner.figures(3)["policy_faults"] == 3.0
     assert [record.message for record in caplog.records] == [

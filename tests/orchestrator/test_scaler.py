@@ -51,13 +51,13 @@ class Life:
         return GenerationStage(self.pool, what, self.spec, runner, clock=lambda: self.now_s)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
-        """Draws a step, with two beats on the way, and ends it."""
+        """Draws a step, with two heartbeats on the way, and ends it."""
         reader = Reader(self.stage(of_step(step, names)))
         await until(lambda: any(actor.running for actor in self.actors))
         for turn in (1, 2):
             self.now_s += 1.0
             for actor in self.actors:
-                actor.beat(dict.fromkeys(itertools.islice(actor.running, self.sequences), 4 * turn))
+                actor.heartbeat(dict.fromkeys(itertools.islice(actor.running, self.sequences), 4 * turn))
             await asyncio.sleep(0)
         while not reader.task.done():
             for actor in self.actors:

@@ -57,7 +57,7 @@ async def play(random: Random) -> list[Rollout]:
         if chance < 0.3:
             actor.finish(random.choice(sorted(actor.running))[0])
         elif chance < 0.6:
-            actor.beat({key: random.randint(1, 5) for key in actor.running})
+            actor.heartbeat({key: random.randint(1, 5) for key in actor.running})
         elif chance < 0.62 and lost < 2:
             lost += 1
             actor.die()

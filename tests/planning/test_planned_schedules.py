@@ -160,9 +160,9 @@ def test_a_prediction_overlaps_only_where_the_learner_has_devices_of_its_own() -
     assert _schedule(partial.spec) == PartialSpec(), "which overlaps nothing"
 
 
-@pytest.mark.parametrize(("schedule", "beats"), [("sync", False), ("partial", True)])
+@pytest.mark.parametrize(("schedule", "heartbeats"), [("sync", False), ("partial", True)])
 def test_steps_that_end_with_enough_groups_are_predicted_with_the_beats_at_which_they_end(
-    schedule: str, beats: bool, monkeypatch: pytest.MonkeyPatch
+    schedule: str, heartbeats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: dict[str, Any] = {}
 
@@ -174,4 +174,4 @@ def test_steps_that_end_with_enough_groups_are_predicted_with_the_beats_at_which
     monkeypatch.setattr(prediction, "_scenario", scenario)
     with pytest.raises(ValueError, match="far enough"):
         prediction.predicted(question(schedule=schedule), {}, LENGTHS, None, quick=True)
-    assert ("beat_s" not in measured) == beats
+    assert ("heartbeat_s" not in measured) == heartbeats

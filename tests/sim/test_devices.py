@@ -28,8 +28,8 @@ from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     Action,
-    Beat,
     Event,
+    Heartbeat,
     Idle,
     Release,
     StepView,
@@ -67,7 +67,7 @@ def test_functions_take_turns_of_whole_phases() -> None:
 
 def test_a_released_actor_s_device_serves_while_the_tail_is_drawn() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        free = isinstance(event, Beat) and view.slots[0].state is ReplicaState.SERVING
+        free = isinstance(event, Heartbeat) and view.slots[0].state is ReplicaState.SERVING
         return (Release(0),) if free and not len(view.samples_at(0)) else ()
 
     setup = setup_of(actor(0), actor(1), services=(REFERENCE,))

@@ -28,9 +28,9 @@ from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Beat,
     Event,
     Generated,
+    Heartbeat,
     Move,
     Release,
     Serving,
@@ -47,7 +47,7 @@ def test_what_a_policy_sees() -> None:
     seen: list[tuple[float, int, bool, bool]] = []
 
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        if isinstance(event, Beat | Generated):
+        if isinstance(event, Heartbeat | Generated):
             seen.append((at_s, int(view.tokens[0]), bool(view.finished[0]), bool(view.truncated[0])))
             running = view.slots[0].running
             assert running == (view.tokens[0] > 0 and not view.finished[0])
@@ -101,7 +101,7 @@ def test_live_fleet_as_a_policy_sees_them() -> None:
         FunctionName.SCORING,
         FunctionName.LEARNER,
     ]
-    assert (view.load_s, view.move_s, view.beat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
+    assert (view.load_s, view.move_s, view.heartbeat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
     first, learner = view.replica_slots[0], view.replica_slots[3]
     # The learner is never released, and so its devices are paid for, whatever else is on them.
     assert (first.start_s, first.usd_per_s, view.replica_slots[1].usd_per_s, learner.usd_per_s) == (2.0, 0.0, 0.0, 0.0)

@@ -27,7 +27,7 @@ from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.records import Work
-from rlhfless.scaling.policy import Action, Assign, Beat, Event, Move, Start, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Assign, Event, Heartbeat, Move, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import PrefixUse, Setup
@@ -78,7 +78,7 @@ def test_each_actor_computes_the_prefix_once_by_hand(planned: bool) -> None:
 
 
 class Late(Evenly):
-    """All on the first actor; the second one gets the last groups at the first beat after it serves."""
+    """All on the first actor; the second one gets the last groups at the first heartbeat after it serves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Late(Evenly):
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         if isinstance(event, StepBegan):
             return [Start(0), Start(1), Assign(0, np.arange(len(view.group)))]
-        if isinstance(event, Beat) and not self.moved and view.tokens.any():
+        if isinstance(event, Heartbeat) and not self.moved and view.tokens.any():
             self.moved = True
             return [Move(0, 1, np.flatnonzero(view.group >= 2))]
         return super().decide(at_s, event, view)

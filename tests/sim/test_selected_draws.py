@@ -40,7 +40,7 @@ from rlhfless.spec.schedule import ScheduleSpec
 
 APART = [{"name": "static_disaggregated"}]
 
-OFTEN = dataclasses.replace(LINKS, beat_s=0.001)
+OFTEN = dataclasses.replace(LINKS, heartbeat_s=0.001)
 
 
 def batches_of(*lengths: list[int]) -> list[RolloutBatch]:
@@ -70,7 +70,7 @@ def test_a_sample_that_is_left_goes_on_with_its_tokens_whose_kv_is_computed_agai
     drawn = dict(zip(first.progress.batch.prompt_ids, first.progress.table.tokens.tolist(), strict=True))
     assert drawn["10"] == 4
     assert drawn["20"] == 6
-    assert 6 <= drawn["11"] <= 8, "as far as the others, and no further than to the next beat"
+    assert 6 <= drawn["11"] <= 8, "as far as the others, and no further than to the next heartbeat"
     assert second.progress.batch.prompt_ids == ("11", "21")
     assert learned(second) == ["11", "21"]
     assert second.computed_tokens == sum(5 + drawn[name] for name in ("11", "21") if drawn[name] < 8)
@@ -82,13 +82,13 @@ def test_a_sample_that_is_left_goes_on_with_its_tokens_whose_kv_is_computed_agai
 
 
 def test_a_step_that_has_enough_does_not_wait_for_a_beat() -> None:
-    """It goes on for a 32nd part of a beat at most."""
+    """It goes on for a 32nd part of a heartbeat at most."""
     ends_s = []
     for links in (OFTEN, LINKS):
         given = batches_of([40, 190], [60, 80])
         simulation, _ = simulated(PartialSpec(ahead=1), given, setup_of(actor(0), links=links))
         ends_s.append(simulation.ledger.steps[0].metrics["generation_s"])
-    assert 0 <= ends_s[1] - ends_s[0] <= LINKS.beat_s / LOOKS + OFTEN.beat_s
+    assert 0 <= ends_s[1] - ends_s[0] <= LINKS.heartbeat_s / LOOKS + OFTEN.heartbeat_s
 
 
 def test_a_prompt_of_the_next_epoch_whose_group_is_still_under_way_is_another_prompt() -> None:

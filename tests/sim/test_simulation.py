@@ -31,9 +31,9 @@ from rlhfless.scaling.accounting import Phase, summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policy import (
     Action,
-    Beat,
     Event,
     Generated,
+    Heartbeat,
     Idle,
     Note,
     Release,
@@ -58,7 +58,7 @@ def test_one_step_by_hand() -> None:
     end_s = scored_s + 1.0 + 0.2 + 0.001 * 8 + 0.05  # the learner starts when it is wanted
     assert generation.progress.table.finish_s == pytest.approx([drawn_s], rel=1e-9)
     assert simulation.ledger.steps[0].end_s == pytest.approx(end_s, rel=1e-9)
-    events = [(at_s, event) for at_s, event in policy.seen if not isinstance(event, Beat)]
+    events = [(at_s, event) for at_s, event in policy.seen if not isinstance(event, Heartbeat)]
     assert [event for _, event in events[:-1]] == [StepBegan(), Serving(0), Generated(), Idle(1), Idle(2)]
     assert isinstance(events[-1][1], StepEnded)
     assert [at_s for at_s, _ in events] == pytest.approx([0.0, SERVING_S, drawn_s, scored_s, end_s, end_s])
@@ -128,7 +128,7 @@ def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead(
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         return (Start(2, 20.0),) if isinstance(event, StepBegan) and view.step == 1 else ()
 
-    rarely = setup_of(actor(0), links=dataclasses.replace(LINKS, beat_s=100.0))
+    rarely = setup_of(actor(0), links=dataclasses.replace(LINKS, heartbeat_s=100.0))
     simulation, batch = Simulation(rarely, Scripted(answer), PRICES), batch_of([(5, [3])])
     for step in (1, 2):
         simulation.step(dataclasses.replace(batch, step=step))

@@ -118,12 +118,13 @@ def test_more_bandwidth_never_takes_longer(run: Run, bytes_per_s: float, pulls: 
 
 @given(runs(), st.floats(0.05, 5.0))
 @settings(max_examples=20)
-def test_stopping_more_often_changes_nothing(run: Run, beat_s: float) -> None:
-    """A policy that does nothing at beats gets the same run with any beat. Where several steps are drawn at once, the
-    end of one is seen at a beat, and the weights that follow from it come to the others up to a beat late."""
+def test_stopping_more_often_changes_nothing(run: Run, heartbeat_s: float) -> None:
+    """A policy that does nothing at heartbeats gets the same run with any interval. Where several steps are drawn at
+    once, the end of one is seen at a heartbeat, and the weights that follow from it come to the others up to a
+    heartbeat late."""
     traces = []
-    for beats_s in (LINKS.beat_s, beat_s):
-        setup = dataclasses.replace(run.setup, links=dataclasses.replace(LINKS, beat_s=beats_s))
+    for beats_s in (LINKS.heartbeat_s, heartbeat_s):
+        setup = dataclasses.replace(run.setup, links=dataclasses.replace(LINKS, heartbeat_s=beats_s))
         apart = dataclasses.replace(setup, services=(SCORING,), learner=LEARNER, in_flight=False)
         traces.append(play(apart, run.batches, Evenly())[0].close())
     for left, right in zip(traces[0].steps, traces[1].steps, strict=True):

@@ -16,7 +16,7 @@ def test_every_key_of_a_scenario_has_a_row_with_its_meaning(request):
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     bare = sorted({row[0].strip("| `") for row in rows if not row[-1].strip(" |")})
     assert bare in ([], ["type"])
-    assert {"cluster", "policies", "beat_s"} <= {row[0].strip("| `") for row in rows}
+    assert {"cluster", "policies", "heartbeat_s"} <= {row[0].strip("| `") for row in rows}
     policies = next(row for row in rows if row[0] == "| `policies`")
     assert "required" not in policies[2], "all by default"
     assert "](scenario.md)" in (request.config.rootpath / "docs" / "simulate.md").read_text("utf-8")

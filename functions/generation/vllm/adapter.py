@@ -2,7 +2,7 @@
 
 The engine is a process of its own (`loop`): a crash or a hang in native code cannot take the caller
 along, and can be killed; the caller answers health checks while the engine computes. Only requests,
-finished responses and a progress beat cross the border, never single tokens. The processes that vLLM starts
+finished responses and a progress heartbeat cross the border, never single tokens. The processes that vLLM starts
 beside it are of its session, and end with it: none may hold a device after that.
 
 Invariants: every wait is bounded by `EngineSettings.timeouts`. After a failed load, a lost process or a
@@ -182,7 +182,7 @@ class VllmEngine:
             if future.cancelled() and self.usable:
                 self._send(EngineCall(next(self._numbers), "abort", ((serial,),)))
 
-    def require_beat(self, limit_s: float) -> None:
+    def require_heartbeat(self, limit_s: float) -> None:
         """Raise EngineDead if the process has work and has sent nothing for `limit_s`: it hangs.
 
         A call such as a weight load occupies the process and has a limit of its own, so silence does not count

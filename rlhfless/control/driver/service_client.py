@@ -128,7 +128,7 @@ def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Ite
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 """Longest time between two pushes: they carry the driver's state to the service, and its answer back."""
 
 GATHER_S = 0.05
@@ -212,7 +212,7 @@ class Link:
                 continue
             if self._closing.is_set():
                 return
-            self._wake.wait(BEAT_S)
+            self._wake.wait(HEARTBEAT_S)
             if self._wake.is_set() and not self._closing.is_set():
                 time.sleep(GATHER_S)
             self._wake.clear()

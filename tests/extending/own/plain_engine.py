@@ -182,7 +182,7 @@ class PlainEngine:
         logits = self._model(torch.tensor([token_ids], device=self._model.device)).logits[0, :-1].float().cpu()
         return tuple(logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist())
 
-    def require_beat(self, limit_s: float) -> None:
+    def require_heartbeat(self, limit_s: float) -> None:
         silent_s = time.monotonic() - self._heard_s
         if self._running and silent_s > limit_s:
             self._failure = f"the engine has been silent for {silent_s:.0f} s, with work to do"

@@ -51,7 +51,7 @@ class FakeEngine:
         running = {seed: asked.request_id for seed, asked in self.asked.items() if asked.request_id in self._futures}
         return {name: self.drawn.get(seed, 0) for seed, name in running.items()}
 
-    def require_beat(self, limit_s: float) -> None: ...
+    def require_heartbeat(self, limit_s: float) -> None: ...
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         for seed, request in self.asked.items():
@@ -132,7 +132,8 @@ async def test_samples_aborted_together_come_together() -> None:
 
 
 async def test_groups_that_are_aborted_together_come_in_one_message() -> None:
-    """One each made as many requests of the actor where they continued: 64 of them, and its aborts and beats queued."""
+    """One each made as many requests of the actor where they continued: 64 of them, and its aborts and heartbeats
+    queued."""
     engine = FakeEngine()
     items = [SampleItem(prompt, 0, (1,), seed=seed) for seed, prompt in enumerate("abc")]
     run = RequestRun(engine, request(items), "i")

@@ -17,8 +17,8 @@ from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Beat,
     Generated,
+    Heartbeat,
     Lost,
     Move,
     Note,
@@ -129,7 +129,7 @@ def test_all_actors_that_end_too_late_are_relieved_though_one_alone_would_not_he
     policy = knowing(CheapestSpec(deadline_s=5.0))
     policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), fleet=fleet))
     late = dataclasses.replace(view({0: [4, 0], 1: [5, 2]}, tokens=0), fleet=fleet)
-    actions = policy.decide(10.0, Beat(), late)
+    actions = policy.decide(10.0, Heartbeat(), late)
     moved = {(a.source, a.target): a.samples.tolist() for a in actions if isinstance(a, Move)}
     assert moved == {(0, 2): [0], (1, 2): [2]}
     assert len(notes(actions, "migrate")) == 2
@@ -138,7 +138,7 @@ def test_all_actors_that_end_too_late_are_relieved_though_one_alone_would_not_he
 def test_nothing_moves_where_only_time_counts_and_no_sample_would_end_sooner() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
     policy.decide(0.0, StepBegan(), fresh())
-    actions = policy.decide(10.0, Beat(), view({0: [4], 1: [5]}, tokens=0))
+    actions = policy.decide(10.0, Heartbeat(), view({0: [4], 1: [5]}, tokens=0))
     assert not [a for a in actions if isinstance(a, Move)]
 
 

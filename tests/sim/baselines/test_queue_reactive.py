@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes.views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
-from rlhfless.scaling.policy import Assign, Beat, Move, Release, Serving, SlotView, Start, StepBegan
+from rlhfless.scaling.policy import Assign, Heartbeat, Move, Release, Serving, SlotView, Start, StepBegan
 from rlhfless.sim.baselines.queue_reactive import (
     Autoscaler,
     Keda,
@@ -95,7 +95,7 @@ def test_one_too_many_goes_when_it_is_empty() -> None:
     policy.decide(0.0, StepBegan(), view)
     one_left = {"tokens": [5, 5, 5], "finished": [True, True, False]}
     still = view_of(FLEET, [UP] * 4, prompts=3, siblings=1, home=[-1, -1, 2], **one_left)  # type: ignore[arg-type]
-    actions = policy.decide(20.0, Beat(), still)
+    actions = policy.decide(20.0, Heartbeat(), still)
     assert [a for a in actions if isinstance(a, Release)] == [Release(1)]
     moved = view_of(FLEET, [UP, ABSENT, UP, UP], prompts=3, siblings=1, home=[-1, -1, 0], **one_left)  # type: ignore[arg-type]
-    assert policy.decide(21.0, Beat(), moved) == [Release(2)]
+    assert policy.decide(21.0, Heartbeat(), moved) == [Release(2)]

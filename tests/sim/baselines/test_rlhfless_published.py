@@ -9,8 +9,8 @@ from fakes.views import ABSENT, UP, fleet_of, homes, learner, replica_slot, view
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Beat,
     Generated,
+    Heartbeat,
     Idle,
     Move,
     Note,
@@ -79,19 +79,19 @@ def test_a_tail_is_cut_and_goes_to_an_actor_that_is_through() -> None:
     fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
     assert dealt(policy.decide(0.0, StepBegan(), fresh)) == {2: [4, 5], 0: [2, 3], 1: [0, 1]}
     # Half of slot 1 is done, but no actor is through that could take the rest.
-    assert list(policy.decide(1.0, Beat(), view({2: [4, 5], 0: [2, 3], 1: [1]}))) == []
+    assert list(policy.decide(1.0, Heartbeat(), view({2: [4, 5], 0: [2, 3], 1: [1]}))) == []
     # Place 1 is through; it stays, for what may still be cut.
-    assert list(policy.decide(2.0, Beat(), view({2: [4, 5], 0: [2, 3]}))) == []
+    assert list(policy.decide(2.0, Heartbeat(), view({2: [4, 5], 0: [2, 3]}))) == []
     # Place 0 is cut, its rest goes to 1, and it is released.
-    actions = list(policy.decide(3.0, Beat(), view({2: [4, 5], 0: [3]})))
+    actions = list(policy.decide(3.0, Heartbeat(), view({2: [4, 5], 0: [3]})))
     moved = next(a for a in actions if isinstance(a, Move))
     assert (moved.source, moved.target, moved.samples.tolist()) == (0, 1, [3])
     assert [a for a in actions if isinstance(a, Release)] == [Release(0)]
     # So is slot 2 in its turn, and what was moved once is not moved again.
-    actions = list(policy.decide(4.0, Beat(), view({2: [5], 1: [3]}, (ABSENT, UP, UP, UP))))
+    actions = list(policy.decide(4.0, Heartbeat(), view({2: [5], 1: [3]}, (ABSENT, UP, UP, UP))))
     assert [(a.source, a.target) for a in actions if isinstance(a, Move)] == [(2, 1)]
     assert Release(2) in actions
-    assert list(policy.decide(5.0, Beat(), view({1: [3]}, (ABSENT, UP, ABSENT, UP)))) == []
+    assert list(policy.decide(5.0, Heartbeat(), view({1: [3]}, (ABSENT, UP, ABSENT, UP)))) == []
 
 
 def test_actors_start_ahead_of_the_next_step() -> None:

@@ -9,8 +9,8 @@ import pytest
 from fakes.views import ABSENT, ENGINE, UP, fleet_of, homes, learner, replica_slot, view_of
 from rlhfless.scaling.policy import (
     Assign,
-    Beat,
     Generated,
+    Heartbeat,
     Idle,
     Lost,
     Move,
@@ -46,12 +46,12 @@ def begun(fleet: object = ALONE) -> Policy:
 
 def test_the_tail_goes_once_to_the_actor_that_has_most_of_it() -> None:
     policy = begun()
-    assert list(policy.decide(1.0, Beat(), view({0: [1], 1: [3], 2: [9]}))) == []  # 3 of 10: no tail yet
-    actions = list(policy.decide(2.0, Beat(), view({0: [1], 2: [9]})))
+    assert list(policy.decide(1.0, Heartbeat(), view({0: [1], 1: [3], 2: [9]}))) == []  # 3 of 10: no tail yet
+    actions = list(policy.decide(2.0, Heartbeat(), view({0: [1], 2: [9]})))
     moved = [a for a in actions if isinstance(a, Move)]
     assert [(a.source, a.target, a.samples.tolist()) for a in moved] == [(2, 0, [9])]
     assert [a.decision.choice for a in actions if isinstance(a, Note)] == ["1 actors keep the tail"]
-    assert list(policy.decide(3.0, Beat(), view({0: [1, 9]}))) == []
+    assert list(policy.decide(3.0, Heartbeat(), view({0: [1, 9]}))) == []
 
 
 @pytest.mark.parametrize(("kv_tokens", "moves"), [(219, 0), (220, 1)])
@@ -59,13 +59,13 @@ def test_a_tail_that_would_not_fit_into_one_memory_stays_with_two(kv_tokens: int
     """Two samples of prompts of 10 tokens may grow to 100 each: 220 tokens."""
     engine = dataclasses.replace(ENGINE, kv_capacity_tokens=kv_tokens)
     fleet = fleet_of(*(replica_slot(i, engine=engine) for i in range(3)), learner(9))
-    actions = begun(fleet).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=fleet))
+    actions = begun(fleet).decide(2.0, Heartbeat(), view({0: [1], 2: [9]}, fleet=fleet))
     assert len([a for a in actions if isinstance(a, Move)]) == moves
 
 
 def test_no_device_is_given_up() -> None:
     policy = begun()
-    assert not [a for a in policy.decide(2.0, Beat(), view({0: [1], 2: [9]})) if isinstance(a, Release)]
+    assert not [a for a in policy.decide(2.0, Heartbeat(), view({0: [1], 2: [9]})) if isinstance(a, Release)]
     assert list(policy.decide(3.0, Generated(), view({}))) == []
     assert list(policy.decide(4.0, Idle(3), view({}))) == []
 

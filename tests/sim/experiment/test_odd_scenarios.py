@@ -33,8 +33,8 @@ def compared(**changes: Any) -> PolicyComparison:
 
 
 def test_scoring_is_up_when_all_groups_end_at_once() -> None:
-    """All responses have one length, so no beat sees a complete group before generation ends. Scoring was then started
-    when it was wanted, and all devices waited 5 s for it in each step."""
+    """All responses have one length, so no heartbeat sees a complete group before generation ends. Scoring was then
+    started when it was wanted, and all devices waited 5 s for it in each step."""
     rows = {row.label: row for row in compared(lengths={"spread": 0.0}).rows("later")}
     for label in ("cost_aware", "clairvoyant"):
         assert rows[label].speed_up.mean > 0.97

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fakes.tiny_scenario import scenario, values
 from rlhfless.cli.main import app
-from rlhfless.sim.experiment.compare import NO_BEATS_S, PolicyComparison, compare
+from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, PolicyComparison, compare
 from rlhfless.sim.experiment.rows import objective
 from rlhfless.sim.report import summary, write_report
 from rlhfless.sim.report.page import _pareto
@@ -168,8 +168,8 @@ def test_contracts_in_words() -> None:
 
 
 def test_a_static_fleet_runs_the_same_without_beats() -> None:
-    watched = scenario(policies=[{"name": "static", "label": "best_static"}], beat_s=0.05)
-    again = scenario(policies=[{"name": "static", "label": "best_static"}], beat_s=NO_BEATS_S)
+    watched = scenario(policies=[{"name": "static", "label": "best_static"}], heartbeat_s=0.05)
+    again = scenario(policies=[{"name": "static", "label": "best_static"}], heartbeat_s=NO_HEARTBEATS_S)
     first, second = (compare(each).results["best_static"][0] for each in (watched, again))
     assert [step.time_s for step in first.steps] == pytest.approx([step.time_s for step in second.steps], rel=1e-9)
     assert first.usd == pytest.approx(second.usd, rel=1e-9)

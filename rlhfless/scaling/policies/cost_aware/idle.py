@@ -104,7 +104,10 @@ class HeldDevices:
             if now.awake(slot):
                 for device in replica_slot.devices:
                     since_s, until_s = self._leases.get(device, (now.at_s, now.at_s))
-                    if now.at_s > terms.paid_until_s(since_s, until_s) and until_s < now.at_s - now.view.fleet.beat_s:
+                    if (
+                        now.at_s > terms.paid_until_s(since_s, until_s)
+                        and until_s < now.at_s - now.view.fleet.heartbeat_s
+                    ):
                         since_s = now.at_s
                     self._leases[device] = since_s, now.at_s
 
@@ -179,7 +182,7 @@ class IdleScheduler:
         return actions
 
     def note_first_group(self, now: PolicyContext) -> None:
-        """Notes, at the beat after it, when the first group of siblings was complete."""
+        """Notes, at the heartbeat after it, when the first group of siblings was complete."""
         if not self._first_group and now.view.finished.any():
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():

@@ -34,9 +34,9 @@ from rlhfless.scaling.policies.fleet import Contexts, PolicyContext, assign_to_l
 from rlhfless.scaling.policy import (
     Action,
     Assign,
-    Beat,
     Event,
     Generated,
+    Heartbeat,
     Idle,
     Ints,
     Lost,
@@ -107,13 +107,13 @@ class CostAware:
                 return self._begin(now)
             case Serving(slot):
                 self._starts.measure(now, slot)
-            case Beat():
-                return self._beat(now)
+            case Heartbeat():
+                return self._heartbeat(now)
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)
             case Generated():
                 self._drawn.discard(now.view.step)
-                self._idle.note_first_group(now)  # all groups may have ended since the last beat
+                self._idle.note_first_group(now)  # all groups may have ended since the last heartbeat
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
@@ -216,7 +216,7 @@ class CostAware:
         actions += start(now, self._actors)
         return [*actions, *(Assign(*given) for given in zip(self._actors, made.samples, strict=True))]
 
-    def _beat(self, now: PolicyContext) -> list[Action]:
+    def _heartbeat(self, now: PolicyContext) -> list[Action]:
         self._idle.note_first_group(now)
         actions: list[Action] = []
         loads = now.loads
@@ -241,7 +241,7 @@ class CostAware:
         return Actors(now, lengths, actor_types, self._starts)
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
-        """Actors that are awake take the samples, until the next beat replans; if none is awake, the slot starts
+        """Actors that are awake take the samples, until the next heartbeat replans; if none is awake, the slot starts
         again."""
         self._starts.forget(slot)
         self._forecast = dataclasses.replace(self._forecast, look_s=-math.inf)
@@ -254,7 +254,7 @@ class CostAware:
 
 def _forecast(now: PolicyContext, tokens: float, left_s: float) -> StepForecast:
     """The expected end of generation, and the time of the next look."""
-    look_s = now.at_s + max(PASSED_SHARE * left_s, now.view.fleet.beat_s)
+    look_s = now.at_s + max(PASSED_SHARE * left_s, now.view.fleet.heartbeat_s)
     return StepForecast(tokens, now.at_s + left_s, now.left, look_s)
 
 

@@ -6,7 +6,7 @@ confidence that is asked. If that end is too late, or time is worth more than it
 samples that should end first moves to another actor, which has little left or is started for it.
 
 A look is due when a share of the samples that were left at the last one has ended, or when a share of the time
-predicted then has passed; so a step has about a dozen looks, however many samples and beats it has.
+predicted then has passed; so a step has about a dozen looks, however many samples and heartbeats it has.
 """
 
 from __future__ import annotations

@@ -192,11 +192,11 @@ async def test_silence_during_a_load_in_flight_is_no_hang(engine: VllmEngine, mo
     loading = asyncio.create_task(engine.load(_published("slow"), in_flight=True))
     await asyncio.sleep(0.5)
     assert not loading.done()
-    engine.require_beat(0.2)
+    engine.require_heartbeat(0.2)
     assert await loading is not None
-    engine.require_beat(0.2)
+    engine.require_heartbeat(0.2)
     monkeypatch.setattr(engine, "_heard_s", time.monotonic() - 1)
     with pytest.raises(EngineDead, match="silent for 1 s"):
-        engine.require_beat(0.2)
+        engine.require_heartbeat(0.2)
     with pytest.raises(EngineDead):
         await running
