@@ -25,7 +25,7 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.sim.experiment.compare import compare
-from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.experiment.figures import Totals
 from rlhfless.sim.scenarios import Scenario, load_scenario, timing
 from rlhfless.sim.scenarios.scenario import PolicyEntry, WeightedContract
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec

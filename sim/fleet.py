@@ -13,16 +13,15 @@ A `SimulatedFleet` carries out what it is asked, and the agenda says when that h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rlhfless.records import FunctionRole, ReplicaState, Work
-from rlhfless.sim.devices import Devices
+from rlhfless.scaling.prices import RentalTerms
 from rlhfless.sim.events import Agenda, Due, SimulatedEvent, SpotInterrupted, Up, WeightsLoaded
-from rlhfless.sim.ledger import SimulatedLedger, version_of
-from rlhfless.sim.replica import SimulatedReplica
-from rlhfless.sim.setup import Setup
+from rlhfless.sim.ledger import SimulatedLedger, SimulatedReplica, version_of
+from rlhfless.sim.setup import Setup, SlotSetup
 
 
 class SimulationError(RuntimeError):
@@ -337,3 +336,61 @@ class SimulatedFleet:
     def _called_load(self, replica: SimulatedReplica, start_s: float, end_s: float) -> None:
         size = self.setup.transport.size_bytes
         replica.called(Work.LOAD_WEIGHTS, self._step + 1, start_s, end_s, size_bytes=size)
+
+
+ROUNDING_S = 1e-6
+"""A device that is taken again within this time counts as held all along."""
+
+
+class Devices:
+    """Holders and leases of the devices of all slots."""
+
+    def __init__(self, slot_setups: Sequence[SlotSetup], terms: RentalTerms) -> None:
+        self._terms = terms
+        self._since_s: dict[str, float] = {}
+        """When the lease of a device began."""
+        self._devices = [_in_turn(slot_setup) for slot_setup in slot_setups]
+        """By slot: the devices on which its replica takes turns with other replicas."""
+        self._holder: dict[str, int] = {}
+        self._free_s: dict[str, float] = {}
+
+    def change(self, slot: int, slot_setup: SlotSetup) -> None:
+        """Other devices for a slot, which holds none now."""
+        self._devices[slot] = _in_turn(slot_setup)
+
+    def held(self, slot: int) -> tuple[str, int] | None:
+        """A device that a slot needs and another slot holds, and that other slot."""
+        for device in self._devices[slot]:
+            if device in self._holder:
+                return device, self._holder[device]
+        return None
+
+    def free_s(self, slot: int) -> float:
+        """The time from which the devices of a slot are free; it may be in the future."""
+        return max((self._free_s.get(device, 0.0) for device in self._devices[slot]), default=0.0)
+
+    def gone(self, slot: int, at_s: float) -> tuple[bool, bool]:
+        """Whether any device, and whether every device of a slot was given back and is no longer paid for."""
+        gone = [device in self._free_s and at_s > self._paid_until_s(device) for device in self._devices[slot]]
+        return any(gone), bool(gone) and all(gone)
+
+    def take(self, slot: int, at_s: float) -> None:
+        """Holds the devices of a slot from `at_s` on: their leases go on if they are still paid for."""
+        for device in self._devices[slot]:
+            self._holder[device] = slot
+            if device not in self._since_s or at_s > self._paid_until_s(device):
+                self._since_s[device] = at_s
+
+    def _paid_until_s(self, device: str) -> float:
+        free_s = self._free_s[device]
+        return max(self._terms.paid_until_s(self._since_s[device], free_s), free_s) + ROUNDING_S
+
+    def give(self, slot: int, at_s: float) -> None:
+        """Frees the devices of a slot from `at_s` on."""
+        for device in self._devices[slot]:
+            del self._holder[device]
+            self._free_s[device] = at_s
+
+
+def _in_turn(slot_setup: SlotSetup) -> tuple[str, ...]:
+    return () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)

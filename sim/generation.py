@@ -18,7 +18,7 @@ from rlhfless.scaling.policy import Assign, Move
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
 from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.kernel_state import Floats, Ints, Table
-from rlhfless.sim.replica import SimulatedReplica
+from rlhfless.sim.ledger import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch, Rows, StepProgress, rows_of
 from rlhfless.sim.setup import ActorShape
 

@@ -19,7 +19,7 @@ from rlhfless.scaling.accounting import Interval
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel import JOIN_S
 from rlhfless.sim.kernel_state import Flags, Floats, Ints
-from rlhfless.sim.replica import SimulatedReplica
+from rlhfless.sim.ledger import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, ServiceShape
 from rlhfless.sim.view import Window

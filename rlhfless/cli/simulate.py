@@ -118,7 +118,7 @@ def _calibrate(folders: Sequence[Path], out: Path) -> None:
     from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.sim.replay.latency_file import write_latency
     from rlhfless.sim.replay.replay import fitted
-    from rlhfless.sim.workloads.runtime import read_runtime
+    from rlhfless.sim.workloads.recorded import read_runtime
 
     traces = [read_trace(trace_folder(folder), tokens=False) for folder in folders]
     latency = fitted(traces, [read_runtime(trace_folder(folder)) for folder in folders])
@@ -140,7 +140,7 @@ def _replay(folder: Path, policy: str | None, latency: Path | None, out: Path | 
     from rlhfless.sim.replay.recorded import AS_IT_WAS
     from rlhfless.sim.replay.replay import fitted, replay
     from rlhfless.sim.replay.what_if import policy_of, run_policy
-    from rlhfless.sim.workloads.runtime import read_runtime
+    from rlhfless.sim.workloads.recorded import read_runtime
     from rlhfless.telemetry.terminal import Terminal
 
     folder = trace_folder(folder)

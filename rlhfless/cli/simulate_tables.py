@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlhfless.cli.tables import table
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
-from rlhfless.sim.experiment.rows import ResultRow
+from rlhfless.sim.experiment.figures import ResultRow
 from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.replay.beside import Beside
 from rlhfless.sim.replay.measured import WALL

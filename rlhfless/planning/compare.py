@@ -31,7 +31,7 @@ from rlhfless.scaling.latency.devices import DeviceSheet, device_of, load_device
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.policies.contract import order_of
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.sim.experiment.rows import MILLION
+from rlhfless.sim.experiment.figures import MILLION
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain

@@ -31,7 +31,7 @@ from rlhfless.scaling.latency.speculating import per_pass
 from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, compare
-from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.experiment.figures import Totals
 from rlhfless.sim.experiment.run import RunResult
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario

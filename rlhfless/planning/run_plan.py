@@ -26,8 +26,8 @@ from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
+from rlhfless.sim.replay.fleet import with_learner
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.replay.learner import with_learner
 from rlhfless.spec import RunSpec
 from rlhfless.util.errors import UserError
 

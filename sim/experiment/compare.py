@@ -12,8 +12,13 @@ processes worked on it, or in which order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from types import TracebackType
+from typing import Any
 
 from rlhfless.scaling.policies.contract import best_of
 from rlhfless.sim.experiment.contracts import (
@@ -25,11 +30,11 @@ from rlhfless.sim.experiment.contracts import (
     resolved,
     span_of,
 )
-from rlhfless.sim.experiment.rows import Part, ResultRow, Totals, objective, row_of, steps_of
-from rlhfless.sim.experiment.run import ExperimentTask, RunResult, settings_of
-from rlhfless.sim.experiment.static import tried
-from rlhfless.sim.experiment.workers import ExperimentWorkers, OnProgress
+from rlhfless.sim.experiment.figures import Part, ResultRow, Totals, objective, row_of, steps_of
+from rlhfless.sim.experiment.run import ExperimentTask, FleetShape, RunResult, fleet_of, run, settings_of
+from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.spec import ContractSpec, PartialSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
@@ -154,3 +159,104 @@ def _judged(
         contracts = tuple(resolved(scenario.contract, runs[index].steps, span))
     kept = tuple(judged(runs[index].steps, contracts, span))
     return dataclasses.replace(runs[index], steps=kept), contracts
+
+
+def tried(scenario: Scenario, entry: PolicyEntry) -> list[FleetShape]:
+    """The fleets of which an entry is the best: one for a policy that chooses its devices itself."""
+    if entry.name == BEST_STATIC:
+        return fleets(scenario)
+    return [fleet_of(scenario, entry)]
+
+
+def fleets(scenario: Scenario) -> list[FleetShape]:
+    """Every fleet that the model fits on: co-located on the devices of 1, 2, 3, ... actors; and disaggregated, with
+    every number of actors and a learner of 1, 2, 4, ... times the devices it needs, or of all devices of its kind."""
+    machines, each = scenario.cluster.machines[-1], scenario.engine.devices
+    if machines is not scenario.cluster.machines[0]:
+        placement = ScenarioPlacementSpec(mode="disaggregated")
+        return [FleetShape(placement, size) for size in range(each, machines.devices + 1, each)]
+    needed = timing.learner_devices_needed(scenario, machines.kind)
+    shapes: list[FleetShape] = []
+    if not scenario.steps_ahead:
+        sizes = range(each, machines.devices + 1, each)
+        shapes += [FleetShape(ScenarioPlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
+    learner = needed
+    while learner <= machines.devices - each:
+        placement = ScenarioPlacementSpec(mode="disaggregated", learner_devices=learner)
+        shapes += [FleetShape(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
+        learner *= 2
+    return shapes
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of steps done, of all runs together, and the number of steps known to be needed."""
+
+LOOK_S = 0.5
+"""Seconds between two updates of the progress of other processes."""
+
+_done: Any = None
+"""Steps that the processes have done together; set in each of them."""
+
+
+def _begin(done: Any) -> None:
+    """Prepares a process. Ctrl-C, which a terminal sends to all processes, is left to the parent, which ends its
+    workers."""
+    global _done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _done = done
+
+
+def _run(task: ExperimentTask) -> RunResult:
+    return run(task, _count)
+
+
+def _count() -> None:
+    with _done.get_lock():
+        _done.value += 1
+
+
+class ExperimentWorkers:
+    """Runs tasks in `jobs` processes; with one job, in this process."""
+
+    def __init__(self, jobs: int, on_progress: OnProgress | None) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        if jobs > 1:
+            context = get_context("spawn")  # new interpreters: a fork would copy this process without its threads
+            self._shared = context.Value("q", 0)
+            self._pool = ProcessPoolExecutor(jobs, context, _begin, (self._shared,))
+        self._on_progress = on_progress or (lambda *_: None)
+        self._done = 0
+        self._total = 0
+
+    def __enter__(self) -> ExperimentWorkers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._pool is None:
+            return
+        if kind is not None and not issubclass(kind, Exception):  # interrupted: running tasks are not waited for
+            for process in active_children():
+                process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(self, tasks: Sequence[ExperimentTask], later: int) -> list[RunResult]:
+        """The results of all tasks; `later` counts the steps of tasks that will follow. Raises the error of a run."""
+        self._total = self._done + sum(task.scenario.steps for task in tasks) + later
+        self._on_progress(self._done, self._total)
+        if self._pool is None:
+            return [run(task, self._step) for task in tasks]
+        futures = [self._pool.submit(_run, task) for task in tasks]
+        pending = set(futures)
+        while pending:
+            ended, pending = wait(pending, LOOK_S)
+            for future in ended:
+                future.result()
+            self._done = self._shared.value
+            self._on_progress(self._done, self._total)
+        return [future.result() for future in futures]
+
+    def _step(self) -> None:
+        self._done += 1
+        self._on_progress(self._done, self._total)

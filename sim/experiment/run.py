@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.policies.contract import RunContract
-from rlhfless.sim.experiment.bounds import clairvoyant
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.cost_aware.forecasts import Forecaster, RemainingLengths
+from rlhfless.scaling.policy import Ints, Policy, StepView
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.policies import POLICIES, PolicyError, PolicyKind, configured, policy_kind
@@ -172,3 +175,21 @@ def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> Run
     plans = [decision for decision in trace.decisions if decision.kind == "plan"]
     infeasible = {each.step: str(each.inputs["reason"]) for each in plans if each.inputs.get("feasible") is False}
     return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), infeasible, *kept)
+
+
+class Clairvoyant(Forecaster):
+    """Knows each length. `lengths` takes a step's number, and gives the tokens of its samples [samples]."""
+
+    def __init__(self, lengths: Callable[[int], Ints]) -> None:
+        self._lengths = lengths
+
+    def look(self, view: StepView) -> RemainingLengths:
+        samples = np.flatnonzero(~view.finished)
+        left = self._lengths(view.step)[samples] - view.tokens[samples]
+        return RemainingLengths(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
+
+
+def clairvoyant(settings: CostAwareSpec, run: RunContract, batches: Sequence[RolloutBatch]) -> Policy:
+    """Create the policy that knows each response's length."""
+    lengths = {batch.step: batch.response_tokens for batch in batches}
+    return CostAware(settings, run, Clairvoyant(lengths.__getitem__))

@@ -23,9 +23,8 @@ from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
-from rlhfless.sim.replay.fleet import RecordedFleet, slot_setup_of, start_s_of
+from rlhfless.sim.replay.fleet import RecordedFleet, epochs_of, learner_of, slot_setup_of, start_s_of
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit
-from rlhfless.sim.replay.learner import epochs_of, learner_of
 from rlhfless.sim.replay.what_if import OtherDevices, kv_tokens
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.selection import AGAIN, as_begun, steps_of

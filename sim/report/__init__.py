@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
-from rlhfless.sim.experiment.rows import Part
+from rlhfless.sim.experiment.figures import Part
 from rlhfless.sim.report.page import page
 from rlhfless.sim.report.perfetto import trace_events
 from rlhfless.sim.report.verdict import verdict

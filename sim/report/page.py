@@ -9,7 +9,7 @@ from html import escape
 from operator import attrgetter
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
-from rlhfless.sim.experiment.rows import Part, ResultRow
+from rlhfless.sim.experiment.figures import Part, ResultRow
 from rlhfless.sim.report.verdict import PARTS, best_fleets, contract_text, missed, verdict
 from rlhfless.sim.scenarios.load import resolved_yaml
 from rlhfless.sim.statistics import CONFIDENCE, LEAST_VALUES, Interval

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
-from rlhfless.sim.experiment.rows import Part, ResultRow
+from rlhfless.sim.experiment.figures import Part, ResultRow
 from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.scenarios.scenario import (
     BEST_STATIC,

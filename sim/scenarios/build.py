@@ -25,8 +25,7 @@ from rlhfless.scaling.prices import (
 )
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
-from rlhfless.sim.scenarios.cluster import MachinesSpec
-from rlhfless.sim.scenarios.devices import DevicesByNode
+from rlhfless.sim.scenarios.cluster import DevicesByNode, MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import CriticTimingSpec, ReferenceTimingSpec, ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport

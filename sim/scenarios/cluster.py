@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -15,6 +17,7 @@ from rlhfless.scaling.fleet_constants import (
     SimulatedTransport,
 )
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
+from rlhfless.scaling.placement import Device
 from rlhfless.spec.base import MOST_PROCESSES, SpecModel
 from rlhfless.spec.explain import nearest
 
@@ -223,3 +226,40 @@ class MeasuredTimes(SpecModel):
 
 
 FleetTimesSpec = Annotated[DeclaredTimes | MeasuredTimes, Field(discriminator="type")]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesByNode:
+    """Part of the cluster's devices, by node, in the order in which they are taken."""
+
+    devices: tuple[tuple[str, tuple[Device, ...]], ...]
+    """Node, and its devices."""
+
+    @classmethod
+    def of(cls, machines: MachinesSpec, devices: int) -> DevicesByNode:
+        """The first `devices` devices of these machines."""
+        nodes = []
+        for node in range(machines.nodes):
+            first = node * machines.devices_per_node
+            count = min(machines.devices_per_node, devices - first)
+            if count > 0:
+                name, kind = f"{machines.kind}-node-{node}", machines.kind
+                nodes.append((name, tuple(Device(f"{kind}-{first + i}", kind, i, name) for i in range(count))))
+        return cls(tuple(nodes))
+
+    @property
+    def all(self) -> list[Device]:
+        return [device for _, devices in self.devices for device in devices]
+
+    def without(self, taken: Sequence[Device]) -> DevicesByNode:
+        """All devices but these."""
+        names = {device.name for device in taken}
+        return DevicesByNode(
+            tuple((node, tuple(s for s in devices if s.name not in names)) for node, devices in self.devices)
+        )
+
+    def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Device, ...]]]:
+        """Node and devices of each actor; none spans two nodes."""
+        for node, devices in self.devices:
+            for first in range(0, len(devices) - devices_each + 1, devices_each):
+                yield node, devices[first : first + devices_each]

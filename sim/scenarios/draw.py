@@ -21,10 +21,7 @@ from rlhfless.sim.scenarios.work import (
     PrefixLevel,
     RecordedWorkload,
 )
-from rlhfless.sim.workloads.azure import read_azure
-from rlhfless.sim.workloads.mooncake import read_mooncake
-from rlhfless.sim.workloads.rows import batches_of
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import batches_of, read_azure, read_mooncake, read_runtime
 from rlhfless.sim.workloads.synthetic import BimodalLengths, LengthShape, LognormalLengths, SyntheticWorkload
 from rlhfless.spec.errors import InputError, Problem
 

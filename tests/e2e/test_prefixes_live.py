@@ -24,7 +24,7 @@ from rlhfless.scaling.policies.fleet import Contexts, assign_groups, start
 from rlhfless.scaling.policy import Action, Event, Heartbeat, Move, StepBegan, StepView
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.replay import replay
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import read_runtime
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks

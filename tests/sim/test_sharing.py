@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes.tiny_scenario import scenario
-from rlhfless.sim.experiment.shared import ONE_BY_ONE, arrangements
-from rlhfless.sim.sharing import PhaseWork, share
+from rlhfless.sim.experiment.shared import ONE_BY_ONE, PhaseWork, arrangements, share
 from rlhfless.spec.errors import InputError
 
 

@@ -28,7 +28,7 @@ from fakes.views import Evenly, InTurns
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policies.contract import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.sim.experiment.bounds import Clairvoyant
+from rlhfless.sim.experiment.run import Clairvoyant
 from rlhfless.sim.policies import POLICIES, make_policy
 from rlhfless.sim.setup import Setup
 from rlhfless.spec import CostAwareSpec

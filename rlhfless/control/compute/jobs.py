@@ -15,7 +15,7 @@ from rlhfless.planning.compare import comparison
 from rlhfless.planning.run_plan import forecast, planned
 from rlhfless.prepare.reward_trial import try_rewards
 from rlhfless.records.traces import read_trace
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import read_runtime
 from rlhfless.spec import LengthPenaltySpec, RunSpec
 from rlhfless.spec.errors import InputError, Problem
 

@@ -18,7 +18,7 @@ from rlhfless.sim.replay.replay import AS_RECORDED, Replay, replay
 from rlhfless.sim.replay.what_if import run_policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import read_runtime
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain

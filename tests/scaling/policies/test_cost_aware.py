@@ -30,7 +30,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.sim.experiment.bounds import Clairvoyant
+from rlhfless.sim.experiment.run import Clairvoyant
 from rlhfless.spec import CheapestSpec, CostAwareSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 

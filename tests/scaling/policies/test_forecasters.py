@@ -12,7 +12,7 @@ from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
 from rlhfless.scaling.policies.cost_aware.forecasts import PredictedLengths, RemainingLengths, even_ranks
 from rlhfless.scaling.policy import StepView
-from rlhfless.sim.experiment.bounds import Clairvoyant
+from rlhfless.sim.experiment.run import Clairvoyant
 
 FLEET = fleet_of(replica_slot(0), replica_slot(1))
 

@@ -10,10 +10,10 @@ from fakes.repository import SCENARIOS
 from fakes.tiny_scenario import scenario
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.prices import RentalTerms
-from rlhfless.sim.devices import Devices
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.figures import unheld_usd
 from rlhfless.sim.experiment.run import FleetShape, layout_of, supply_of
+from rlhfless.sim.fleet import Devices
 from rlhfless.sim.scenarios import Scenario, load_scenario
 from rlhfless.sim.scenarios.build import price_book
 from rlhfless.sim.scenarios.cluster import BillingTermsSpec

@@ -11,10 +11,9 @@ from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, St
 from rlhfless.records.traces import Trace, TraceMeta
 from rlhfless.scaling.policies.contract import RunContract, keeps, order_of
 from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook
+from rlhfless.sim.experiment.compare import fleets
 from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved, span_of
-from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
-from rlhfless.sim.experiment.rows import Totals, objective, steps_of
-from rlhfless.sim.experiment.static import fleets
+from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, Totals, objective, step_figures, steps_of
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
 

@@ -14,7 +14,7 @@ from rlhfless.records.traces import Trace, read_trace
 from rlhfless.sim.replay.beside import Beside
 from rlhfless.sim.replay.replay import AS_RECORDED, Replay, ReplayedStep, replay
 from rlhfless.sim.replay.what_if import OtherDevices, policy_of, run_policy
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import read_runtime
 
 AWARE: Mapping[str, Any] = {
     "policy": {"type": "cost_aware"},

@@ -26,7 +26,7 @@ from rlhfless.sim.replay.recorded import setup_of
 from rlhfless.sim.replay.replay import fitted, replay
 from rlhfless.sim.replay.what_if import OtherDevices
 from rlhfless.sim.scenarios.work import PrefixLevel
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import read_runtime
 from rlhfless.spec.errors import InputError
 
 

@@ -21,7 +21,7 @@ from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 from rlhfless.sim.replay.recorded import setup_of
 from rlhfless.sim.replay.replay import replay
 from rlhfless.sim.replay.what_if import OtherDevices, on_kind, run_policy
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import read_runtime
 
 AWARE: Mapping[str, Any] = {
     "policy": {"type": "cost_aware"},

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fakes.tiny_scenario import scenario, values
 from rlhfless.cli.main import app
 from rlhfless.sim.experiment.compare import NO_HEARTBEATS_S, PolicyComparison, compare
-from rlhfless.sim.experiment.rows import objective
+from rlhfless.sim.experiment.figures import objective
 from rlhfless.sim.report import summary, write_report
 from rlhfless.sim.report.page import _pareto
 from rlhfless.sim.report.perfetto import trace_events

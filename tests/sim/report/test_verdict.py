@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fakes.tiny_scenario import scenario
-from rlhfless.sim.experiment.rows import ResultRow, Totals, row_of
+from rlhfless.sim.experiment.figures import ResultRow, Totals, row_of
 from rlhfless.sim.experiment.shared import Arrangement
 from rlhfless.sim.report.verdict import arrangements_verdict, verdict
 from rlhfless.sim.scenarios import Scenario

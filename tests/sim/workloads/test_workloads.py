@@ -13,10 +13,14 @@ from fakes.builders import drawn
 from rlhfless.records import Score
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.workloads.azure import read_azure
-from rlhfless.sim.workloads.mooncake import read_mooncake
-from rlhfless.sim.workloads.rows import WorkloadError, WorkloadRequest, batches_of
-from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.recorded import (
+    WorkloadError,
+    WorkloadRequest,
+    batches_of,
+    read_azure,
+    read_mooncake,
+    read_runtime,
+)
 from rlhfless.sim.workloads.synthetic import BimodalLengths, LognormalLengths, SyntheticWorkload
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"

@@ -1,7 +1,7 @@
 """Forecasts of the response lengths of a step, and the lengths by which it is planned. Pure.
 
 A forecast is a table of quantiles of the remaining tokens of each unfinished sample. The run's own predictor makes it,
-or one of the simulator's oracles (rlhfless.sim.experiment.bounds).
+or one of the simulator's oracles (rlhfless.sim.experiment.run).
 
 A plan takes one length per sample. Mean lengths would leave out long samples, which decide when an actor ends; a high
 quantile of each would count all samples as long. So each sample gets a length at a rank of its own, and the ranks of
