@@ -21,7 +21,7 @@ from rlhfless.sim.kernel_state import Costs, Floats, Ints, Limits, Pool, Table, 
 from rlhfless.sim.samples import StepProgress
 
 COUNTS = "preempted", "prefilled", "cached", "evicted", "decoded"
-"""Of an engine: preemptions; prompt tokens that were computed, each time anew; those that another sequence had
+"""Of an engine: preemptions; prompt tokens that were computed, each time again; those that another sequence had
 computed; those that were computed again because other sequences had taken their blocks; and response tokens."""
 
 PRICES = 1 << 16
@@ -89,10 +89,10 @@ class PricedModel:
 
 
 class EnginePool:
-    """The engines of one shape and latency model that draw a step, or several at once; all advance together."""
+    """The engines of one shape and latency model that generate a step, or several at once; all advance together."""
 
     def __init__(self, shape: EngineShape, prices: PricedModel, table: Table, slots: Sequence[int]) -> None:
-        """One engine at each of `slots`, still without work. `table`: of all samples that they may draw.
+        """One engine at each of `slots`, still without work. `table`: of all samples that they may generate.
 
         Raises ValueError if the prices are of fewer sequences than an engine may have: the kernel, which checks no
         bounds, would read whatever is behind them.
@@ -339,7 +339,7 @@ class SimulatedEngine:
         return leave_s
 
     def crash(self, at_s: float) -> Ints:
-        """Ends at `at_s`: the iteration in progress is lost, and so are all tokens that its samples drew here.
+        """Ends at `at_s`: the iteration in progress is lost, and so are all tokens that its samples generated here.
 
         Returns the samples that were lost.
         """

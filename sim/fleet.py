@@ -3,7 +3,7 @@
     start   once its devices are free: node provisioned (not billed), then STARTING for `start_s`
     turn    a function that has work, and sleeps, waits until the replicas on its devices have none: these fall asleep,
             and it wakes, as in the live fleet (rlhfless.fleet.turns)
-    load    a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others start with weights
+    load    a generation actor, while a step is generated: STALE for `Transport.load_s`. Others start with weights
     spot    each life of an actor has an exponential length, from a generator of its own
     lease   a device that was given back, and is no longer paid for, is there again after `RentalTerms.reacquire_s`
 
@@ -53,7 +53,7 @@ class SimulatedFleet:
         self._nodes: dict[str, float] = {}
         self._gone_s = [0.0] * len(self.slot_setups)
         self._up_s = [0.0] * len(self.slot_setups)
-        """By slot: when the last start or wake-up that has begun is, or will be, over."""
+        """By slot: when the last start or wake-up that has started is, or will be, over."""
         self._turns = [0] * len(self.slot_setups)
         self._lives = [0] * len(self.slot_setups)
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
@@ -97,7 +97,7 @@ class SimulatedFleet:
         return self.state(slot) is not None
 
     def wake_actors(self, at_s: float) -> None:
-        """Wakes the actors that sleep, at the begin of a step's generation."""
+        """Wakes the actors that sleep, at the start of a step's generation."""
         for slot in range(len(self.setup.actors)):
             if self.state(slot) is ReplicaState.SLEEPING:
                 self.start(slot, at_s)
@@ -149,14 +149,14 @@ class SimulatedFleet:
                 replica.note(replica.life.ask(version_of(step), at_s))
 
     def sync(self, at_s: float) -> None:
-        """All STALE actors begin to load the weights together."""
+        """All STALE actors start to load the weights together."""
         stale = [slot for slot, replica in self.replicas.items() if replica.state is ReplicaState.STALE]
         for slot in stale:
             self._load(slot, at_s)
 
     def load_in_flight(self, step: int, at_s: float, reload: Callable[[int, float, float], float]) -> None:
-        """All actors load the weights after `step` training steps in the midst of their samples; `reload` has their
-        engines do it, and says when they begin. One that loads other weights, as after its start, loads anew."""
+        """Have all actors load the weights after `step` training steps while they generate; `reload` has their engines
+        do it, and returns when they start. An actor that loads other weights, as after its start, loads again."""
         up = {slot: self.replicas[slot] for slot in range(len(self.setup.actors)) if slot in self.replicas}
         self._expect(step)
         version = version_of(step)
@@ -220,7 +220,7 @@ class SimulatedFleet:
         return f"{self._functions[slot]}-{slot}"
 
     def pass_turns(self, at_s: float) -> None:
-        """Begins waiting replicas whose devices are free, or belong to functions without work left, in the order in
+        """Starts waiting replicas whose devices are free, or belong to functions without work left, in the order in
         which they were asked for."""
         for slot, asked_s in list(self._waiting.items()):
             while (held := self._devices.held(slot)) is not None and self._may_sleep(held[1]):
@@ -256,7 +256,7 @@ class SimulatedFleet:
 
     def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
         """Takes the devices of a slot. Returns from when its replica holds them, and how many seconds longer it waits
-        for the devices that had been given back: it pays for the others meanwhile."""
+        for the devices that had been given back: it pays for the rest meanwhile."""
         some, every = self._devices.gone(slot, at_s)
         lag_s = self.setup.terms.reacquire_s if some else 0.0
         begin_s = at_s + lag_s if every else at_s
@@ -264,7 +264,7 @@ class SimulatedFleet:
         return begin_s, 0.0 if every else lag_s
 
     def _may_sleep(self, slot: int) -> bool:
-        """Whether the turn of the replica at a slot may end; one that starts or loads its weights goes on."""
+        """Whether the turn of the replica at a slot may end; one that starts or loads its weights continues."""
         replica = self.replicas.get(slot)
         resting = replica is not None and replica.state in (ReplicaState.STALE, ReplicaState.SERVING)
         return resting and self._idle(slot)
@@ -311,7 +311,7 @@ class SimulatedFleet:
             self._pulled_s.clear()
 
     def _loaded_s(self, slot: int, at_s: float) -> float:
-        """When an actor that begins at `at_s` has loaded the weights. Its node pulls them first, once for all its
+        """When an actor that starts at `at_s` has loaded the weights. Its node pulls them first, once for all its
         actors; the learner's node gives them to one node after the other, which ends when all at once would."""
         transport, node = self.setup.transport, self.slot_setups[slot].node
         if transport.pulls(node):
@@ -348,7 +348,7 @@ class Devices:
     def __init__(self, slot_setups: Sequence[SlotSetup], terms: RentalTerms) -> None:
         self._terms = terms
         self._since_s: dict[str, float] = {}
-        """When the lease of a device began."""
+        """When the lease of a device started."""
         self._devices = [_in_turn(slot_setup) for slot_setup in slot_setups]
         """By slot: the devices on which its replica takes turns with other replicas."""
         self._holder: dict[str, int] = {}
@@ -375,7 +375,7 @@ class Devices:
         return any(gone), bool(gone) and all(gone)
 
     def take(self, slot: int, at_s: float) -> None:
-        """Holds the devices of a slot from `at_s` on: their leases go on if they are still paid for."""
+        """Holds the devices of a slot from `at_s` on: their leases continue if they are still paid for."""
         for device in self._devices[slot]:
             self._holder[device] = slot
             if device not in self._since_s or at_s > self._paid_until_s(device):

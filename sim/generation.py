@@ -1,4 +1,4 @@
-"""Drawing the samples of one step: the slot of each sample, and the moves between slots.
+"""Generating the samples of one step: the slot of each sample, and the moves between slots.
 
 Between two events every engine runs by itself, in closed form. `rlhfless.scaling.assignment` has the rules: which slot
 has which sample, and which answers of the policy are refused.
@@ -24,7 +24,7 @@ from rlhfless.sim.setup import ActorShape
 
 
 class SharedEngines:
-    """The engines of a fleet that draws several steps at once."""
+    """The engines of a fleet that generates several steps at once."""
 
     def __init__(self, actors: Sequence[ActorShape], steps: int, samples: int, nodes: int) -> None:
         """For so many steps of at most so many samples, prompts and shared prefixes."""
@@ -115,7 +115,7 @@ class Generation:
         self._give(move.target, moved, leave_s + self._links.move_s)
 
     def serving(self, slot: int, at_s: float) -> None:
-        """The actor at a slot serves from `at_s` on: what waited for it begins."""
+        """The actor at a slot serves from `at_s` on: what waited for it starts."""
         for samples, there_s in self._waiting.pop(slot, []):
             if len(samples):
                 self._submit(slot, samples, np.maximum(there_s, at_s))
@@ -148,7 +148,7 @@ class Generation:
         return at_s
 
     def reload(self, slot: int, at_s: float, load_s: float) -> float:
-        """The actor at a slot loads weights in the midst of its samples; returns when it begins."""
+        """The actor at a slot loads weights during its samples; returns when it starts."""
         engine = self._engine_of(slot)
         return at_s if engine is None else engine.reload(at_s, load_s)
 

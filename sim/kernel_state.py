@@ -83,15 +83,15 @@ class Costs(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All samples of a step, or of the steps that are drawn at once; the engines share it."""
+    """All samples of a step, or of the steps that are generated at once; the engines share it."""
 
     sample: Records  # [samples] of SAMPLE
     tokens: Ints
-    """`[samples]`: drawn so far; of a sequence that decodes, as of when its engine was last asked to go on."""
+    """`[samples]`: generated so far; of a sequence that decodes, as of when its engine was last asked to continue."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: finished by length
     home: Ints  # [samples]: the slot that each belongs to
-    actor: Ints  # [samples]: the slot that drew the end of each
+    actor: Ints  # [samples]: the slot that generated the end of each
     parent: Ints
     """`[nodes]`: the node of the next shorter shared prefix, or NONE. The prompts of groups are the first nodes, the
     prefixes that prompts share come after them."""
@@ -132,7 +132,7 @@ class Table(NamedTuple):
 
 
 def table_of(samples: int, nodes: int) -> Table:
-    """Empty rows for so many samples, and for the prompts and shared prefixes that they begin with."""
+    """Empty rows for so many samples, and for the prompts and shared prefixes that they start with."""
     return Table(
         sample=np.zeros(samples, dtype=SAMPLE),
         tokens=np.zeros(samples, dtype=np.int64),
@@ -148,7 +148,7 @@ def table_of(samples: int, nodes: int) -> Table:
 
 
 class Pool(NamedTuple):
-    """Engines of one shape and model that draw a step, or several at once."""
+    """Engines of one shape and model that generate a step, or several at once."""
 
     engine: Records  # [engines] of ENGINE
     heap: Ints  # [engines, max_sequences]: sequences that decode, by the iteration at which they end
@@ -157,10 +157,10 @@ class Pool(NamedTuple):
     done: Ints  # [engines, max_sequences]: tokens of each that are in the cache
     queue: Ints  # [engines, samples]: a ring
     phase: Ints  # [engines, block_tokens]: how many sequences decode, by `(context - iteration) mod block`
-    residents: Ints  # [engines, nodes]: sequences that begin with the node, and hold its blocks
+    residents: Ints  # [engines, nodes]: sequences that start with the node, and hold its blocks
     idle: Ints  # [engines, nodes]: its blocks that no sequence holds any more, and that can still be found in the cache
     evicts: Ints  # [engines, nodes]: the `taken` from which on these are given to others, the last of them first
-    ended: Ints  # [samples]: samples that ended, in order, since the pool was last asked to go on
+    ended: Ints  # [samples]: samples that ended, in order, since the pool was last asked to continue
     span: Records  # [SPANS] of SPAN: work that is over
     totals: Ints  # [2]: how many ended, how many spans
 

@@ -20,12 +20,12 @@ from rlhfless.sim.kernel_state import Flags, Floats, Ints, Table, table_of
 
 @dataclass(frozen=True)
 class Selected:
-    """What a step draws and learns from, where it does not learn from all that it draws."""
+    """What a step generates and learns from, where it does not learn from all that it generates."""
 
-    drawn_tokens: Ints  # [samples of the batch]: tokens that earlier steps have drawn
+    drawn_tokens: Ints  # [samples of the batch]: tokens that earlier steps have generated
     whole: RolloutBatch
-    """The groups with the samples that earlier steps have drawn to their end, which the batch does not have: first
-    those of the batch, and then those of which no sample is left to draw."""
+    """The groups with the samples that earlier steps have generated to their end, which the batch does not have: first
+    those of the batch, and then those of which no sample is left to generate."""
     learns: int
     """Groups of `whole` that the step learns from: those that are complete first."""
     must_include: Flags  # [groups of `whole`]: it is learned from in any case
@@ -33,7 +33,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The prompts of a step, with the length of every response that will be drawn from them.
+    """The prompts of a step, with the length of every response that will be generated from them.
 
     Raises ValueError for columns of different lengths, groups that are not 0, 1, 2, ... in order, or lengths below 1.
     """
@@ -47,7 +47,7 @@ class RolloutBatch:
     prefixes: PrefixTree | None = None
     """The prefixes that prompts share; None: they share nothing."""
     selected: Selected | None = None
-    """None: the step learns from all that it draws."""
+    """None: the step learns from all that it generates."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):
@@ -182,13 +182,13 @@ class StepProgress:
         return self.batch.samples - int(np.count_nonzero(self.table.finished))
 
     def lineage(self, node: int) -> list[int]:
-        """A prompt, by its group, or a shared prefix, and all prefixes that it begins with, the shortest first."""
+        """A prompt, by its group, or a shared prefix, and all prefixes that it starts with, the shortest first."""
         first = self.at.first_node
         return [each - first for each in lineage(self.at.table.parent, node + first)]
 
     @property
     def complete_s(self) -> Floats:
-        """`[groups of whole]`: when each became complete, at the step's begin at the earliest; infinite before."""
+        """`[groups of whole]`: when each became complete, at the step's start at the earliest; infinite before."""
         ready = np.full(self.whole.groups - self.batch.groups, self.begun_s)
         return np.concatenate([np.where(self.table.left == 0, self.table.complete_s, np.inf), ready])
 

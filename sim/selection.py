@@ -1,8 +1,8 @@
-"""The groups that the steps of a run generate with `partial`, which do not learn from all of them: the live rules
-(rlhfless.scaling.selection) on groups whose lengths are known.
+"""The groups that steps generate with `partial`, which do not learn from all of them: the live rules
+(rlhfless.scaling.selection) on groups of known lengths.
 
-A step's draw is a batch of groups that earlier steps have left and of new ones, in the order of the data. A sample that
-goes on brings its tokens: the engine computes their KV again before it draws the next, as a live engine does.
+A step's batch holds groups deferred by earlier steps and new ones, in data order. A resumed sample keeps its tokens:
+the engine recomputes their KV before it generates the next, as a live engine does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ AGAIN = "'"
 
 
 def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[RolloutBatch]) -> Iterator[Generation]:
-    """The steps of a run, each when it has been drawn; `batches` are what they would draw if they waited for all."""
+    """The steps of a run, each when it has been generated; `batches` are what they would generate if they waited for
+    all."""
     draws = SelectedDraws(schedule, batches) if isinstance(schedule, PartialSpec) else batches
     simulation.reserve(batches)
     for batch in draws:
@@ -39,7 +40,7 @@ def steps_of(simulation: Simulation, schedule: ScheduleSpec, batches: Sequence[R
 
 def as_begun(learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], int]) -> list[RolloutBatch]:
     """What SelectedDraws takes, of a run that is known by what its steps learned from: the same groups, in the order in
-    which they were begun. `begun`: the steps that began them, by step and prompt."""
+    which they were started. `begun`: the steps that started them, by step and prompt."""
     of_steps = [(begun.get((batch.step, group.prompt_id), batch.step), group) for batch in learned
                 for group in _groups(batch)]  # fmt: skip
     sequence = [group for _, group in sorted(of_steps, key=lambda pair: pair[0])]
@@ -49,7 +50,7 @@ def as_begun(learned: Sequence[RolloutBatch], begun: Mapping[tuple[int, str], in
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group that is begun, or to be begun."""
+    """A group that is started, or to be started."""
 
     prompt_id: str
     prompt_tokens: int
@@ -64,10 +65,10 @@ class _Group:
 
 
 class SelectedDraws:
-    """The draws of one run."""
+    """The generations of one run."""
 
     def __init__(self, schedule: PartialSpec, batches: Sequence[RolloutBatch]) -> None:
-        """`batches` are what the steps would draw if they waited for all; all have as many groups, and share no
+        """`batches` are what the steps would generate if they waited for all; all have as many groups, and share no
         prefixes: ValueError."""
         if any(len(batch.tree) for batch in batches):
             raise ValueError("schedule partial mixes the prompts of steps, whose shared prefixes are not known")
@@ -82,12 +83,12 @@ class SelectedDraws:
         for number, step in enumerate(self._steps, 1):
             count = new_groups(self._schedule, self._learns, len(self._left), len(self._new), prompts=math.inf)
             begun = [*self._left, *self._begun(count, number)]
-            self._drawn = sorted(begun, key=lambda group: group.is_complete)  # the others stay in their order
+            self._drawn = sorted(begun, key=lambda group: group.is_complete)  # the rest stay in their order
             must_include = np.array([is_due(self._schedule, group.begun, number) for group in self._drawn])
             yield _selected(step, self._drawn, self._learns, must_include)
 
     def _begun(self, count: int, number: int) -> list[_Group]:
-        """The next groups, which the step with this number begins. A prompt that another group has already, of an
+        """The next groups, which the step with this number starts. A prompt that another group has already, of an
         earlier pass over the data, gives its place to another prompt in a run; here to one as long, by another name."""
         used, begun = {group.prompt_id for group in self._left}, []
         for _ in range(count):
@@ -121,8 +122,8 @@ def _groups(batch: RolloutBatch) -> Iterable[_Group]:
 
 
 def _open(groups: Sequence[_Group]) -> Flags:
-    """`[samples]`: it is to be drawn further. If none is, the first one draws its last token again: a step without a
-    draw would be another kind of step."""
+    """`[samples]`: it is to be generated further. If none is, the first one generates its last token again: a step
+    that generates nothing would be another kind of step."""
     left: Flags = np.concatenate([group.drawn_tokens < group.response_tokens for group in groups])
     left[0] |= not left.any()
     return left

@@ -27,7 +27,7 @@ from rlhfless.sim.view import Window
 
 @dataclass
 class StepUnderWay:
-    """A step, from its begin until its weights are published."""
+    """A step, from its start until its weights are published."""
 
     number: int
     generation: Generation

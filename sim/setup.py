@@ -70,10 +70,10 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUse:
-    """How a run computes shared prefixes, beside each engine's own cache."""
+    """How a run computes shared prefixes, next to each engine's own cache."""
 
     planned: bool = False
-    """Whether policies know the prefixes of the prompts. Actors then compute a prefix before the samples that begin
+    """Whether policies know the prefixes of the prompts. Actors then compute a prefix before the samples that start
     with it."""
     forward: SharedForward | None = None
     """How reference and learner compute a shared prefix once per micro-batch; None: for each sample."""
@@ -86,7 +86,7 @@ class SlotSetup:
     allocation: Allocation
     node: str
     start_s: float
-    """A cold start, from the process's begin until it is up; for generation without the weights."""
+    """A cold start, from the process's start until it is up; for generation without the weights."""
     sleep_s: float = 0.0
     """Seconds until its devices' memory is free for another function, once the replica is to sleep."""
     wake_s: float = 0.0
@@ -172,8 +172,8 @@ class Setup:
     transport: Transport
     links: Links
     max_staleness: int
-    """Steps that may be drawn before they are learned from. With 0 the next step begins when the weights of this one
-    are published; else when its generation has ended and no more than these wait for the learner, with the newest
+    """Steps that may be generated before they are learned from. With 0 the next step starts when the weights of this
+    one are published; else when its generation has ended and no more than these wait for the learner, with the newest
     weights, so that generation and learning overlap."""
     node_s: float
     """Seconds to provision a node that has not been used yet, or a machine in place of one that was taken away."""
@@ -184,10 +184,10 @@ class Setup:
     """The cost of giving a device back and taking it again."""
     prefixes: PrefixUse = PrefixUse()
     warm: bool = False
-    """The run is under way when the simulation begins: what a live run waits for before its first step is up."""
+    """The run is under way when the simulation starts: what a live run waits for before its first step is up."""
     in_flight: bool = False
-    """Actors load the weights that are published while they draw at once, and compute the KV of their samples again;
-    else between two draws."""
+    """Actors load the weights that are published at once, while they generate, and compute the KV of their samples
+    again; else between two steps."""
     fewest_actors: int = 0
     """A release that would leave fewer is not carried out, as live (`scaling.generation.min_actors`), and a run that is
     under way has so many; with 0 all."""
@@ -230,7 +230,7 @@ class Setup:
         return (*(FunctionRole.SAMPLES for _ in self.actors), *services, FunctionRole.UPDATES)
 
     def _takes_turns(self) -> bool:
-        """Whether the learner shares a device with an actor that it may not be awake beside."""
+        """Whether the learner shares a device with an actor that it may not be awake next to."""
         alone = {
             device.name
             for actor in self.actors

@@ -1,12 +1,12 @@
 """Whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
 
 A service or the learner that gets work without a replica is started then: a service at its first complete group, the
-learner when all services have finished the step. Only the policy starts generation actors.
-Functions that share a device take turns there by themselves: a turn ends when the function has no work of its phase
-left, and another one has.
+learner when all services have finished the step. Only the policy starts generation actors. Functions that share a
+device take turns there by themselves: a turn ends when the function has no work of its phase left, and another one has.
 
-The policy is asked at every event of `rlhfless.scaling.policy`; heartbeats come while samples are drawn. Where steps
-overlap the events of a step's services and learner come while the next step is drawn; their views show their own step.
+The policy is asked at every event of `rlhfless.scaling.policy`; heartbeats come while samples are generated. Where
+steps overlap the events of a step's services and learner come while the next step is generated; their views show their
+own step.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ class Simulation:
         self._services = dict(enumerate(setup.services, first))
         self._learner = first + len(setup.services)
         self._steps: list[StepUnderWay] = []
-        """Steps in progress, oldest first; the last is being drawn, or has been."""
+        """Steps in progress, oldest first; the last is being generated, or has been."""
         self._shared: SharedEngines | None = None
-        """The engines of a run that draws several steps at once: one that takes in weights in the midst of a draw."""
+        """The engines of a run that generates several steps at once: one that takes in weights during generation."""
         self._begun = self._learned = 0
         self._heartbeat_s = 0.0
         self._drawn_s = -math.inf
-        """The time up to which the current step has been drawn."""
+        """The time up to which the current step has been generated."""
         self._queries_without_progress = 0
         """Queries of the policy since an engine or a service last worked."""
 
     def step(self, batch: RolloutBatch) -> Generation:
-        """Draws the samples of a step, and runs until the next step may begin: to its end, or, with `max_staleness`, to
-        the end of the step that many steps before.
+        """Generates the samples of a step, and runs until the next step may start: to its end, or, with
+        `max_staleness`, to the end of the step that many steps before.
 
         Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
         waiting for ever; ValueError for a response beyond `max_tokens`.
@@ -98,7 +98,7 @@ class Simulation:
             while self.fleet.agenda.next_s <= self.now_s:
                 self._handle_next()
         off = self.setup.max_staleness
-        if not self._drawn:  # else actors take in weights in the midst of their draws
+        if not self._drawn:  # else actors take in weights while they generate
             newest = self._learned if self.setup.in_flight else 0
             self.fleet.require_weights(max(self._begun - off, newest), self.now_s)
         self._begun += 1
@@ -108,8 +108,8 @@ class Simulation:
         return under_way.generation
 
     def reserve(self, batches: Sequence[RolloutBatch]) -> None:
-        """Make room for steps of the size of the largest of these. Where steps are drawn at once, this comes before the
-        first, unless none is larger."""
+        """Make room for steps of the size of the largest of these. Where steps are generated at once, this comes before
+        the first, unless none is larger."""
         if self.setup.in_flight and self.setup.max_staleness:
             samples = max(batch.samples for batch in batches)
             nodes = max(batch.groups + len(batch.tree) for batch in batches)
@@ -117,12 +117,12 @@ class Simulation:
 
     @property
     def _drawn(self) -> list[StepUnderWay]:
-        """The steps that are being drawn, oldest first."""
+        """The steps that are being generated, oldest first."""
         return [step for step in self._steps if step.generated_s is None]
 
     @property
     def _current(self) -> list[StepUnderWay]:
-        """The steps that are being drawn, or the last one that was."""
+        """The steps that are being generated, or the last one that was."""
         return self._drawn or self._steps[-1:]
 
     def close(self) -> Trace:
@@ -169,7 +169,7 @@ class Simulation:
 
     def _draw(self, drawn: Sequence[StepUnderWay], until_s: float) -> bool:
         """Advances generation to `until_s`. Returns whether that of a step has ended; then the clock is at its end."""
-        if until_s > self._drawn_s:  # what begins at an instant ends no iteration in it
+        if until_s > self._drawn_s:  # what starts at an instant ends no iteration in it
             until_s = self._drawn_s = self._drawn_until(drawn[-1].generation, until_s)
             self._start_needed()
         first = min(drawn, key=lambda step: math.inf if step.generation.unfinished else step.generation.end_s)
@@ -261,7 +261,7 @@ class Simulation:
             self.fleet.sync(self.now_s)
 
     def _reload(self, slot: int, at_s: float, load_s: float) -> float:
-        """The actor at a slot loads weights in the midst of its samples, of all steps; returns when it begins."""
+        """The actor at a slot loads weights during its samples, of all steps; returns when it starts."""
         return max(step.generation.reload(slot, at_s, load_s) for step in self._drawn)
 
     def _interrupted(self, at_s: float, event: SpotInterrupted) -> None:
@@ -275,8 +275,8 @@ class Simulation:
             self._query([Lost(event.slot, samples)], step)
 
     def _start_needed(self) -> None:
-        """Starts services that have work and no replica, and then the learner once all services have finished a step;
-        a learner that is up begins."""
+        """Starts services that have work and no replica, and then the learner once all services have finished a step; a
+        learner that is up starts."""
         for slot in self._services:
             if not self.fleet.awake_or_asked(slot):
                 since_s = [step.first_s(slot) for step in self._steps if step.wants(slot)]
@@ -296,7 +296,7 @@ class Simulation:
 
     def _update_services(self, step: StepUnderWay) -> bool:
         """Whether a service that learns, such as a critic, has not finished its update of a step; if it is up, it
-        begins."""
+        starts."""
         for slot, shape in self._services.items():
             if not shape.learns or slot in step.updated:
                 continue
@@ -365,7 +365,7 @@ class Simulation:
         generation.assignment.check_drawn(answer, self.fleet.expects)
 
     def _others_draw_at(self, slot: int, under_way: StepUnderWay) -> bool:
-        """Whether an actor has samples of other steps that are drawn at once: it stays."""
+        """Whether an actor has samples of other steps that are generated at once: it stays."""
         others = [] if self._shared is None else [step for step in self._current if step is not under_way]
         return any(step.generation.draws_at(slot) for step in others)
 

@@ -61,7 +61,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
 
 def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:
     """The view with the seconds until nodes that are still being provisioned are ready, as a live fleet shows them when
-    a step begins."""
+    a step starts."""
     waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
     if not any(waits_s):
         return view
@@ -108,8 +108,8 @@ class Window:
 
 
 def _usd_per_s(slot_setup: SlotSetup, prices: PriceBook, kept: Collection[str]) -> float:
-    """US dollars per second that the release of a slot's replica saves. A replica that runs beside others holds a share
-    of its own, and can give it back on any device."""
+    """US dollars per second that the release of a slot's replica saves. A replica that runs next to others holds a
+    share of its own, and can give it back on any device."""
     shared = [
         (held, share) for held, share in slot_setup.allocation.shared if slot_setup.beside or held.name not in kept
     ]

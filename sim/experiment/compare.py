@@ -5,7 +5,7 @@
     for row in comparison.rows("later"):
         print(row.label, row.step_s, row.step_usd)
 
-Policies share their seeds, so that each pair of them drew the same lengths. The result does not depend on how many
+Policies share their seeds, so that each pair of them has the same lengths. The result does not depend on how many
 processes worked on it, or in which order.
 """
 

@@ -135,7 +135,7 @@ def layout_of(scenario: Scenario, fleet: FleetShape) -> ScenarioLayout:
 
 
 def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> DeviceSupply:
-    """The devices that a policy may hold, and owned ones beside them. `reserved`: it pays for all that it may hold."""
+    """The devices that a policy may hold, and owned ones next to them. `reserved`: it pays for all that it may hold."""
     count = {machines.kind: machines.devices for machines in layout.machines}
     count[layout.machines[-1].kind] = layout.devices
     prices, spare = price_book(scenario), {}

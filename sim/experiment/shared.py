@@ -1,7 +1,7 @@
 """Several runs of a scenario on one cluster: one after the other, each on its own part, or in turns by phase.
 
 Each run is simulated alone on its devices, with its own seed; its phases are what turns are made of. With turns, the
-reference works after generation, although it may begin earlier alone where it has devices of its own.
+reference works after generation, although it may start earlier alone where it has devices of its own.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class SharedTimeline:
 
 
 def share(runs: Sequence[Sequence[PhaseWork]]) -> SharedTimeline:
-    """Simulates runs of equal priority that all begin at once.
+    """Simulates runs of equal priority that all start at once.
 
     Raises ValueError for a run with two phases whose groups overlap and differ: in a live run, functions that share
     devices, directly or through another function, have their turn on all of these devices together.
@@ -266,7 +266,7 @@ class _SharedRuns:
             self._ends_s[run] = at_s
 
     def _go_on(self, at_s: float) -> None:
-        """Begins all phases whose turn it is. A run that holds groups, does not work there, and lets another run wait
+        """Starts all phases whose turn it is. A run that holds groups, does not work there, and lets another run wait
         for them falls asleep."""
         for run in sorted(self._waiting):
             phase = self._runs[run][self._next[run]]
@@ -295,7 +295,7 @@ class _SharedRuns:
         self._add(at_s + change_s + phase.work_s, "end", run, phase.groups)
 
     def _asleep(self, run: int, groups: frozenset[str], at_s: float) -> None:
-        """A run's function has fallen asleep on these groups, and the next run's turn begins there."""
+        """A run's function has fallen asleep on these groups, and the next run's turn starts there."""
         for group in groups:
             del self._awake[group], self._falling[group]
         self._turns.pass_on(str(run), groups, at_s)

@@ -1,4 +1,4 @@
-"""A recorded run under another policy or on other devices, beside its replay as it was: both simulated. Pure.
+"""A recorded run under another policy or on other devices, next to its replay as it was: both simulated. Pure.
 
 What is simulated is compared with what is simulated: a measured run also has what no simulation has.
 """
@@ -22,7 +22,7 @@ class Beside:
     ran: str
     """The policy of the run."""
     ahead: int | None = None
-    """Steps that the other draws ahead of the learner; None: as in the run."""
+    """Steps that the other generates ahead of the learner; None: as in the run."""
 
     @property
     def label(self) -> str:

@@ -42,8 +42,8 @@ PRIOR_WEIGHT = 1e-4
 class _WholeTrace(LatencyFit):
     """All steps have equal weight, because the run is over and no step is outdated.
 
-    As in the simulator, the iterations that prefill a prompt also draw its first token, and all their time is the price
-    of the prefill; decoding draws the other tokens.
+    As in the simulator, the iterations that prefill a prompt also generate its first token, and all their time is the
+    price of the prefill; decoding generates the other tokens.
     """
 
     def forget(self) -> None:
@@ -105,7 +105,7 @@ class LearningFit:
 
 
 def learning_fit(trace: Trace) -> LearningFit:
-    """The fit to a run that need not have drawn anything. Raises TraceError if it has learned nothing."""
+    """The fit to a run that need not have generated anything. Raises TraceError if it has learned nothing."""
     return _learning_fit([(record, trace) for record in trace.steps if record.step > 0], _by_work(trace.invocations))
 
 

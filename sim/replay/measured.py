@@ -48,9 +48,9 @@ def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:
 
 
 def helper_cores(record: StepRecord, trace: Trace) -> float | None:
-    """CPU cores that other processes than the engines kept busy while the step was drawn, for each core of an engine:
-    the driver, Ray and scoring work on the engines' samples. None if the engines do not run on cores, or the trace does
-    not say."""
+    """CPU cores that other processes than the engines kept busy while the step was generated, for each core of an
+    engine: the driver, Ray and scoring work on the engines' samples. None if the engines do not run on cores, or the
+    trace does not say."""
     busy = record.metrics.get("host_busy_cores")
     if busy is None or not (cores := _cores(trace)):
         return None

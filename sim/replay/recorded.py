@@ -89,9 +89,9 @@ def setup_of(trace: Trace, latency: LatencyFile, other: OtherDevices = AS_IT_WAS
 
 
 def steps_drawn(simulation: Simulation, trace: Trace, batches: Sequence[RolloutBatch]) -> None:
-    """Simulate the steps that learned from `batches`. Where steps leave groups to later ones, these are begun as in the
-    run, which began a group with the weights of its first token, and prompts share no prefixes: which of them do with
-    the groups that are left is not in a trace."""
+    """Simulate the steps that learned from `batches`. Where steps leave groups to later ones, these are started as in
+    the run, which started a group with the weights of its first token, and prompts share no prefixes: which of them do
+    with the groups that are left is not in a trace."""
     written = trace.meta.spec.get("schedule") or {}
     schedule: ScheduleSpec = SyncSpec()
     if written.get("type") == "partial":
@@ -114,7 +114,7 @@ def _max_staleness(trace: Trace) -> int:
 
 
 def _loads_in_flight(trace: Trace) -> bool:
-    """Whether actors took in weights while they drew, several steps at once."""
+    """Whether actors took in weights while they generated, several steps at once."""
     schedule = trace.meta.spec.get("schedule") or {}
     return schedule.get("type") == "async" and bool(schedule.get("in_flight", True))
 
@@ -145,7 +145,7 @@ def _packed_all(trace: Trace) -> bool:
 
 
 class AsRecorded:
-    """The policy of the run, as far as the trace shows it: every sample goes to the actor that finished it."""
+    """The policy of the run, if the trace shows it: every sample goes to the actor that finished it."""
 
     def __init__(self, trace: Trace) -> None:
         self._fleet = RecordedFleet(trace)
@@ -173,7 +173,7 @@ class AsRecorded:
         ]
 
     def _siblings(self, step: int, prompt_id: str) -> list[TracedRollout]:
-        """The group that is drawn in a step; a later step may learn from it."""
+        """The group that is generated in a step; a later step may learn from it."""
         steps = self._rows[prompt_id if prompt_id in self._rows else prompt_id.rstrip(AGAIN)]
         return steps[next((learned for learned in steps if learned >= step), max(steps))]
 

@@ -49,7 +49,8 @@ class ReplayedStep:
     predicted_s: Mapping[str, float]
     measured_s: Mapping[str, float]
     done_again: bool = False
-    """Whether the step was done again after a fault: only its last try was measured, which may have drawn nothing."""
+    """Whether the step was done again after a fault: only its last try was measured, which may have generated
+    nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Replay:
     plans: tuple[tuple[int, str, str], ...] = ()
     """The steps that a policy planned in the run and in the replay, with both choices."""
     divided: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """By judged step: the response tokens that each actor drew in the replay, the most first."""
+    """By judged step: the response tokens that each actor generated in the replay, the most first."""
 
     @property
     def errors(self) -> list[StageError]:
@@ -163,7 +164,7 @@ def replay(
     """Simulates the steps of a trace again; `drawn` are their batches (`read_runtime`).
 
     Without `latency` it is fitted to the first half of the steps, and the second half is judged; all are simulated, so
-    that a policy knows what it knew in the run. Without `policy` samples go to the actors that drew them. A fit to
+    that a policy knows what it knew in the run. Without `policy` samples go to the actors that generated them. A fit to
     another kind of device than the one asked for is extrapolated. Raises TraceError for a trace without whole steps,
     and for another number of actors without a policy.
     """

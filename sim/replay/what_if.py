@@ -31,7 +31,7 @@ from rlhfless.spec.generation import EngineSpec
 
 @dataclass(frozen=True, slots=True)
 class OtherDevices:
-    """Devices that the run did not have, and how far ahead of its learner it draws on them."""
+    """Devices that the run did not have, and how far ahead of its learner it generates on them."""
 
     kind: str | None = None
     """Of the functions that were on the actors' kind; None: as they were."""
@@ -39,7 +39,7 @@ class OtherDevices:
     """Most generation actors; None: as many as the run could have had (`scaling.generation.max_actors`)."""
 
     max_staleness: int | None = None
-    """Steps that are drawn ahead of the learner; None: as in the run."""
+    """Steps that are generated ahead of the learner; None: as in the run."""
 
     def __str__(self) -> str:
         """The extrapolation, for a reader: the number of actors and the kind of devices."""

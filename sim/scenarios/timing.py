@@ -29,7 +29,7 @@ EIGHT, FULL = 8, 16
 """Bits of a byte, and of a format that is not quantised."""
 
 RESERVED_GB, RESERVED_SHARE = 3.9, 0.1
-"""Memory of a device that an engine needs beside weights and KV, and most of it as a share of the device."""
+"""Memory of a device that an engine needs next to weights and KV, and most of it as a share of the device."""
 
 LEARN_OPERATIONS = 6
 """Operations per parameter and token of a forward and a backward pass, as an MFU counts them."""
@@ -63,7 +63,7 @@ class Packed:
 
     model: EngineModel
     runtime_s: float
-    """The seconds of each decode iteration beside the model's kernels."""
+    """The seconds of each decode iteration next to the model's kernels."""
     line: LinearEngine
     """Through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
 
@@ -133,7 +133,7 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:
-    """Tokens whose KV fits beside the weights on one actor's devices, in all layers: a lower bound for a model with
+    """Tokens whose KV fits next to the weights on one actor's devices, in all layers: a lower bound for a model with
     windows, whose long sequences hold less. Linear layers keep a state for each of `max_sequences` sequences first.
     Raises DoesNotFit."""
     shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
@@ -170,7 +170,7 @@ def state_bytes(scenario: Scenario) -> float:
 
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token that is drawn of forward and backward passes on `devices` devices."""
+    """Seconds per token that is generated of forward and backward passes on `devices` devices."""
     learner = scenario.learner
     return learner.learned_share * learn_operations(learner.gradient_checkpointing) * _token_s(scenario, kind, devices)
 

@@ -73,9 +73,9 @@ def batches_of(
 ) -> list[RolloutBatch]:
     """Requests as steps of `prompts_per_step` prompts, in the order of the file, without a last step that is not full.
 
-    A trace has one answer per prompt, and a group has several: the other answers are drawn from the prompts of the step
-    with the nearest prompt lengths, so that lengths still depend on the prompt.
-    Raises ValueError if there are fewer requests than a step has prompts.
+    A trace has one answer per prompt, and a group has several: the other answers are taken from the prompts of the
+    step with the nearest prompt lengths, so that lengths still depend on the prompt. Raises ValueError if there are
+    fewer requests than a step has prompts.
     """
     if len(requests) < prompts_per_step:
         raise ValueError(f"the trace has {len(requests)} requests, and a step takes {prompts_per_step}; lower it")
@@ -167,7 +167,7 @@ Row = tuple[str, int, int, int, bool]  # prompt_id, sample_index, prompt_tokens,
 
 
 def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
-    """One batch per step that drew rollouts, in order.
+    """One batch per step that generated rollouts, in order.
 
     Raises TraceError for a trace that cannot be read; WorkloadError with file, row and reason for a bad row: a length
     below 1, a sample twice in a step, siblings whose prompts differ in length.
