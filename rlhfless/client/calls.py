@@ -51,8 +51,6 @@ RETRIED = frozenset({429, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class ClientCall(Generic[T]):
-    """A request of the API."""
-
     method: str
     path: str
     answer: Any
@@ -66,7 +64,6 @@ class ClientCall(Generic[T]):
     """Longest wait for an answer; by default the client's."""
 
     def request_of(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The request as a client sends it."""
         timeout = httpx.USE_CLIENT_DEFAULT if self.timeout_s is None else self.timeout_s
         return client.build_request(
             self.method,
@@ -78,12 +75,12 @@ class ClientCall(Generic[T]):
         )
 
     def is_last(self, attempt: int, error: httpx.TransportError | None = None) -> bool:
-        """Whether try number `attempt`, from 0, was the last. Long computations are not started again."""
+        """Return whether try number `attempt`, from 0, was the last. Long computations are not repeated."""
         slow = self.timeout_s is not None and isinstance(error, httpx.ReadTimeout)
         return attempt == TRIES - 1 or not self.repeatable or slow
 
     def parsed(self, response: httpx.Response) -> T:
-        """The answer. Raises ApiFault."""
+        """Return the answer. Raises ApiFault."""
         if not response.is_success:
             raise fault_of(response)
         if self.answer in (None, str, bytes):
@@ -93,13 +90,13 @@ class ClientCall(Generic[T]):
 
 
 def wait_s(attempt: int, response: httpx.Response | None) -> float:
-    """Seconds to wait after try number `attempt`, from 0."""
+    """Return the seconds to wait after try number `attempt`, from 0."""
     retry_after = response.headers.get("retry-after", "") if response is not None else ""
     return float(retry_after) if retry_after.isdecimal() else min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
 
 
 def service_url(url: str | None, data: str | None = None) -> str:
-    """The service's address: `url`, else RLHFLESS_URL, else the service of the data folder, else the default."""
+    """Return the service's address: `url`, else RLHFLESS_URL, else the service of the data folder, else the default."""
     url = url or os.environ.get(URL)
     if url is None:
         service = read_announcement(data or DATA_FOLDER)
@@ -108,13 +105,11 @@ def service_url(url: str | None, data: str | None = None) -> str:
 
 
 def headers(key: str | None) -> dict[str, str]:
-    """The headers of every request."""
     key = key or os.environ.get(KEY)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def away(url: str, error: Exception) -> ServiceAway:
-    """The error of a request without an answer."""
     if isinstance(error, httpx.ReadTimeout):
         return ServiceAway(f"the service at {url} has not answered in time, but it is there; ask again later")
     return ServiceAway(
@@ -273,11 +268,10 @@ class Stream:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of a request that goes on after the last event."""
         return {"Accept": "text/event-stream", "Last-Event-ID": str(self.after)}
 
     def begin(self) -> None:
-        """Begin a new connection: forget half an event of the last one."""
+        """Start a new connection: forget half an event of the last one."""
         self._data = []
 
     def feed(self, line: str) -> Iterator[EventObject]:

@@ -46,8 +46,6 @@ class _Method(Generic[P, T]):
 
 
 class _Requests:
-    """The requests of both clients."""
-
     create_run = _Method(calls.create_run)
     get_run = _Method(calls.get_run)
     list_runs = _Method(calls.list_runs)

@@ -57,14 +57,12 @@ class DevicesRequest:
 
     @property
     def spare(self) -> int:
-        """Devices that the run can give back and go on."""
+        """Devices that the run can return and still work."""
         return max(self.granted - self.minimum, 0) // self.unit * self.unit
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The changes for all runs."""
-
     granted: Mapping[str, int]
     """By run: the grants that change."""
     yields: tuple[str, ...]
@@ -83,7 +81,7 @@ class _Kind:
     yields: list[str] = field(default_factory=list)
 
     def of(self, request: DevicesRequest) -> int:
-        """The grant of a run by now."""
+        """Return the current grant of a run."""
         return self.granted.get(request.run_id, request.granted)
 
     @property
@@ -93,15 +91,15 @@ class _Kind:
         return self.count - alone - min(together, max(self.count - alone, 0))
 
     def available(self, request: DevicesRequest) -> int:
-        """Devices that a waiting run can be granted now."""
+        """Return the devices that a waiting run can be granted now."""
         return self._left_for(request, *self._taken(held=True))
 
     def to_come(self, request: DevicesRequest) -> int:
-        """Devices that the run can be granted once all devices that are asked back are free."""
+        """Return the devices that the run can be granted once all devices that are asked back are free."""
         return self._left_for(request, *self._taken(held=False))
 
     def _taken(self, *, held: bool) -> tuple[int, int]:
-        """Devices of runs that do not share, and of runs that do, each counted alone."""
+        """Count devices of runs that do not share, and of runs that do."""
         of = {request.run_id: max(self.of(request), request.held) if held else self.of(request)
               for request in self.requests if held or request.run_id not in self.yields}  # fmt: skip
         alone = sum(of.get(request.run_id, 0) for request in self.requests if not request.shares)
@@ -116,7 +114,7 @@ class _Kind:
 
 
 def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s: float) -> Decisions:
-    """The grants from now on. `present`: the number of devices by kind."""
+    """Decide all grants. `present`: number of devices by kind."""
     by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
         by_kind[request.kind].append(request)
@@ -135,7 +133,7 @@ def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s
 
 
 def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
-    """Grant minimums in order; returns the runs that go on waiting."""
+    """Grant minimums in order; return the runs that still wait."""
     waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
     left: list[DevicesRequest] = []
     blocked = False
@@ -164,7 +162,7 @@ def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> l
 
 
 def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
-    """Lower grants until, at the end of steps, there will be enough for a run."""
+    """Lower grants until there will be enough for a run at the end of the current steps."""
     holders = [request for request in kind.requests if not request.waits]
     last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at, r.run_id))
     for request in last_first:

@@ -26,7 +26,7 @@ ITEMS_PER_PUSH = 500
 
 
 def refusal(driver: int, service: int) -> str:
-    """The message for a driver and a service of different protocols, with the hint."""
+    """Return the message, with the hint, for a driver and a service of different protocols."""
     return (
         f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
         "and of the service are of different versions of rlhfless. What was drawn and learned is kept. The "
@@ -73,7 +73,7 @@ class DriverExit(_Message):
 
 
 def failure(code: str, message: str, param: str | None = None, problems: Sequence[Problem] = ()) -> dict[str, Any]:
-    """An error as JSON (objects.ErrorObject). `param`: the dotted field; `problems`: all wrong fields."""
+    """Return an error as JSON (objects.ErrorObject). `param`: the dotted field; `problems`: all wrong fields."""
     listed = [{"param": each.where or None, "message": each.what, "hint": each.hint or None} for each in problems]
     return {"code": code, "message": message, "param": param or None, "problems": listed}
 

@@ -40,19 +40,19 @@ Handle = dict[str, Any]
 
 
 class Drivers(Protocol):
-    """Starts and ends drivers. All methods may block for a second; none raises for a driver that has ended."""
+    """Starts and stops drivers. Methods may block for a second; none raises for a driver that has ended."""
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
         """Start a driver. Raises OSError if it cannot be started."""
 
     def alive(self, handle: Handle) -> bool:
-        """Whether a driver may still be running."""
+        """Return whether a driver may still be running."""
 
     def ended_by(self, handle: Handle) -> str:
-        """Why a driver ended, in words."""
+        """Return why a driver ended, in words."""
 
     def hindrance(self, handle: Handle) -> str:
-        """Why another driver of the run could not start either, in words; empty if it could."""
+        """Return why no other driver of the run could start either, in words; empty if one could."""
 
     def stop(self, handle: Handle) -> None:
         """Ask a driver to stop in order."""
@@ -62,7 +62,7 @@ class Drivers(Protocol):
 
 
 class LocalDrivers(Drivers):
-    """Drivers as processes, each in a session of its own, which outlive the service."""
+    """Drivers as processes, each in its own session. They outlive the service."""
 
     def __init__(self, module: str = "rlhfless.control.driver") -> None:
         """`module`: what each process runs, with the run's folder as argument."""
@@ -101,7 +101,6 @@ class LocalDrivers(Drivers):
         return f"its driver has ended with exit code {code}"
 
     def hindrance(self, handle: Handle) -> str:  # noqa: ARG002
-        """Nothing: drivers on this machine see the service's folder."""
         return ""
 
     def stop(self, handle: Handle) -> None:
@@ -119,7 +118,7 @@ def _environment(order: DriverOrder) -> dict[str, str]:
 
 
 def _process(handle: Handle) -> psutil.Process | None:
-    """The driver's process; None if it has ended, even if another process has its id by now."""
+    """Return the driver's process; None if it has ended, even if another process has its id now."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(handle["pid"])
         if abs(process.create_time() - handle["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE:
@@ -134,12 +133,12 @@ def _signal(handle: Handle, number: signal.Signals) -> None:
 
 
 def write_order(folder: Path, order: DriverOrder) -> None:
-    """Write the order of a driver. It has a secret, so its user alone can read it."""
+    """Write the order of a driver. It has a secret, so only its user can read it."""
     replace_text(folder / ORDER_FILE, order.model_dump_json())
 
 
 def read_order(folder: Path) -> DriverOrder:
-    """The order of a driver. Raises OtherProtocol."""
+    """Read the order of a driver. Raises OtherProtocol."""
     order = json.loads((folder / ORDER_FILE).read_text("utf-8"))
     if (protocol := order["protocol"]) != PROTOCOL:
         raise OtherProtocol(order["attempt"], protocol)
@@ -166,8 +165,6 @@ JOB_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as the head knows it."""
-
     status: str
     message: str
     exit_code: int | None
@@ -189,7 +186,7 @@ class RayJobs:
             raise httpx.HTTPStatusError(answer.text.strip()[-1000:], request=answer.request, response=answer)
 
     def find(self, job: str) -> Job | None:
-        """The job with a name; None if the head does not know it. A new head knows no jobs of its predecessor."""
+        """Return a job by name; None if the head does not know it. A new head knows no jobs of its predecessor."""
         answer = self._ask("GET", f"/api/jobs/{job}")
         if answer.status_code == 404:
             return None
@@ -211,7 +208,7 @@ class RayJobs:
 
 
 def _token(environment: Mapping[str, str], home: Path) -> str:
-    """The cluster's token, read from the places where Ray looks for it."""
+    """Read the cluster's token from the places where Ray looks for it."""
     if token := environment.get("RAY_AUTH_TOKEN"):
         return token
     file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
@@ -244,7 +241,7 @@ class JobDrivers(Drivers):
         return {"job": job, "folder": str(folder), LOG_START: log_start}
 
     def alive(self, handle: Handle) -> bool:
-        """While the head does not answer, the job counts as alive."""
+        """A job counts as alive while the head does not answer."""
         try:
             job = self._jobs.find(handle["job"])
         except httpx.HTTPError as error:
@@ -275,5 +272,5 @@ class JobDrivers(Drivers):
             self._jobs.stop(handle["job"])
 
     def kill(self, handle: Handle) -> None:
-        """Ask the job to stop: Ray kills it after STOP_WAIT_S, and cannot at once."""
+        """Ask the job to stop. Ray kills it after STOP_WAIT_S, and cannot do so at once."""
         self.stop(handle)

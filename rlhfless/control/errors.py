@@ -12,8 +12,6 @@ from rlhfless.util.redaction import redacted
 
 
 class ApiError(Exception):
-    """An error, as the API answers it."""
-
     def __init__(
         self,
         status: int,
@@ -33,22 +31,19 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, object]:
-        """The body of the answer, without secrets."""
         return {"error": redacted(failure(self.code, self.message, self.param, self.problems))}
 
     def response(self) -> JSONResponse:
-        """The answer."""
         headers = {} if self.retry_after_s is None else {"Retry-After": f"{self.retry_after_s:.0f}"}
         return JSONResponse(self.body(), self.status, headers)
 
 
 def not_found(what: str, name: str) -> ApiError:
-    """The 404 error for a name."""
     return ApiError(404, "not_found", f"there is no {what} {name!r}")
 
 
 def invalid_request(problems: Sequence[Problem]) -> ApiError:
-    """The 422 error for wrong fields of a request; its message names the first."""
+    """Return the 422 error for wrong fields of a request; its message names the first."""
     first = problems[0]
     hint = f"; {first.hint}" if first.hint else ""
     message = f"{first.where or 'the body'}: {first.what}{hint}"
@@ -56,7 +51,7 @@ def invalid_request(problems: Sequence[Problem]) -> ApiError:
 
 
 def refused(source: str, problems: Sequence[Problem]) -> ApiError:
-    """The 422 error of a spec or another document, with every wrong field."""
+    """Return the 422 error of a spec or another document, with every wrong field."""
     first = problems[0]
     count = "" if len(problems) == 1 else f" (and {len(problems) - 1} more)"
     hint = f"; {first.hint}" if first.hint else ""

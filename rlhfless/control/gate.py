@@ -34,8 +34,6 @@ STREAM = b"text/event-stream"
 
 
 class Gate:
-    """The middleware in front of the application."""
-
     def __init__(self, app: ASGIApp, settings: ServiceSettings, open_to_all: Callable[[], bool]) -> None:
         """`open_to_all`: whether the service needs no key, so that it must refuse requests of other sites' pages."""
         self._app = app
@@ -49,7 +47,6 @@ class Gate:
         self._streams = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -116,7 +113,7 @@ class Gate:
         return ApiError(413, "too_large", f"a body may have {most:,} bytes; name prompts and models by path")
 
     async def _count_refusals(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and count its answer if that is a 401."""
+        """Pass a request on, and count its answer if it is a 401."""
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 401:

@@ -54,20 +54,20 @@ def apply(session: Session, run: RunRow, push: Push) -> int:
 
 
 def refuse_protocol(session: Session, run: RunRow, protocol: int) -> ApiError:
-    """Pause a run whose driver has another protocol, until it has a driver of the service's protocol."""
+    """Pause a run whose driver speaks another protocol, until it has a driver of the service's protocol."""
     message = refusal(protocol, PROTOCOL)
     _put_to_rest(session, run, Status.PAUSED, "other_protocol", message)
     return ApiError(409, "other_protocol", message)
 
 
 def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
-    """Stop a run whose driver does not have the run's folder, because no other driver would. Its results are kept."""
+    """Stop a run whose driver does not see the run's folder: no other driver would. Its results are kept."""
     _put_to_rest(session, run, _at_rest(run), "not_shared", message)
     return ApiError(409, "not_shared", message)
 
 
 def stop_out_of_memory(session: Session, run: RunRow) -> None:
-    """Stop a run whose driver has died of it, because the next driver would, too. Its results are kept."""
+    """Stop a run whose driver ran out of memory: the next driver would, too. Its results are kept."""
     message = "out of memory: the run's driver needed more than it may have. Ask for fewer samples, or for smaller data"
     _put_to_rest(session, run, _at_rest(run), OUT_OF_MEMORY, message)
 
@@ -83,7 +83,7 @@ def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, messa
 
 
 def apply_items(session: Session, run: RunRow, items: list[Item]) -> None:
-    """Take items, but for those that the database has. Raises ApiError (409) if items are missing before them."""
+    """Apply the items that the database does not have yet. Raises ApiError (409) if items before them are missing."""
     for item in items:
         if item.seq <= run.pushed:
             continue
@@ -159,7 +159,7 @@ def _on_metrics(session: Session, run: RunRow, item: Item) -> None:
 
 
 def _on_resumed(_: Session, run: RunRow, item: Item) -> None:
-    """Go back to the step of the checkpoint: steps after it are done again."""
+    """Return to the step of the checkpoint: later steps are repeated."""
     if item.attempt == run.attempt:
         run.step = item.data["step"]
 
@@ -183,7 +183,7 @@ def _on_resolved(_: Session, run: RunRow, item: Item) -> None:
 
 
 def _on_checkpoints(session: Session, run: RunRow, item: Item) -> None:
-    """Replace the list of checkpoints: each item has all that the driver keeps. New checkpoints become events."""
+    """Replace the list of checkpoints with the item's, which is complete. New checkpoints become events."""
     known, listed = {entry["id"]: entry for entry in run.checkpoints}, item.data["checkpoints"]
     # The list has the checkpoints of earlier drivers, too, which keep the time that the database has.
     run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in listed]
@@ -207,7 +207,7 @@ def _on_held_out_rollouts(session: Session, run: RunRow, item: Item) -> None:
 
 
 def _keep_samples(session: Session, run: RunRow, item: Item, first: int) -> None:
-    """Keep the samples of a step or an evaluation, which a driver that does the step again reports again."""
+    """Replace the samples of a step or an evaluation: a driver that repeats the step reports them again."""
     step, samples = item.data["step"], item.data["samples"]
     part = RolloutRow.place >= HELD_OUT_PLACE if first else RolloutRow.place < HELD_OUT_PLACE
     session.execute(delete(RolloutRow).where(RolloutRow.run_id == run.id, RolloutRow.step == step, part))

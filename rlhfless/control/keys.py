@@ -37,8 +37,6 @@ KEPT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request."""
-
     owner: str
     scopes: frozenset[str]
 
@@ -50,13 +48,13 @@ def hashed(secret: str) -> str:
 
 
 def make_key(session: Session, name: str, scope: Scope) -> tuple[KeyRow, str]:
-    """A new key and its secret, which is not stored."""
+    """Make a key; return it with its secret, which is not stored."""
     secret = PREFIX + secrets.token_urlsafe(32)
     return put_key(session, name, scope, secret, replace=False), secret
 
 
 def put_key(session: Session, name: str, scope: Scope, secret: str, *, replace: bool = True) -> KeyRow:
-    """Make a secret the key of this name. Idempotent. `replace`: another key that has the name is revoked."""
+    """Make `secret` the key of this name. Idempotent. `replace`: revoke another key that has the name."""
     scopes: list[str] = list(SCOPES[: SCOPES.index(scope) + 1])
     named = select(KeyRow).where(KeyRow.name == name, KeyRow.revoked_at.is_(None))
     others = list(session.scalars(named)) if replace else []
@@ -74,7 +72,7 @@ def put_key(session: Session, name: str, scope: Scope, secret: str, *, replace: 
 
 
 def has_keys(session: Session) -> bool:
-    """Whether there is a key that was not revoked."""
+    """Return whether there is a key that was not revoked."""
     return bool(session.scalar(select(func.count()).select_from(KeyRow).where(KeyRow.revoked_at.is_(None))))
 
 
@@ -103,7 +101,7 @@ class Keys:
         self._read_s = time.monotonic()
 
     async def caller(self, authorization: str | None) -> Caller:
-        """The sender of a request with this header. Raises ApiError (401); Unavailable if the keys cannot be read."""
+        """Return the sender of a request with this header. Raises ApiError (401), or Unavailable."""
         if time.monotonic() - self._read_s > KEPT_S:
             await self.read()
         if not self.are_required:
@@ -118,7 +116,7 @@ class Keys:
 
 
 def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
-    """A dependency of routes: the caller, if its key has this scope. Raises ApiError (401, 403)."""
+    """Make a dependency of routes: the caller, if its key has this scope. Raises ApiError (401, 403)."""
 
     async def caller(request: Request) -> Caller:
         service = request.app.state.service

@@ -14,8 +14,6 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """The status of a run."""
-
     QUEUED = "queued"
     VALIDATING = "validating"
     PROVISIONING = "provisioning"
@@ -29,7 +27,7 @@ class Status(StrEnum):
 
 
 class DesiredState(StrEnum):
-    """What the user of a run has requested last."""
+    """The last request of the run's user."""
 
     RUN = "run"
     PAUSE = "pause"
@@ -63,7 +61,7 @@ class NotPossible(Exception):
 
 
 def apply_request(status: Status, desired: DesiredState, request: DesiredState) -> tuple[Status, DesiredState]:
-    """The status and the desired state of a run after its user requests another one. Idempotent. Raises NotPossible."""
+    """Return status and desired state of a run after its user's request. Idempotent. Raises NotPossible."""
     if request is DesiredState.CANCEL:
         if status in ENDED - {Status.CANCELLED}:
             raise NotPossible(f"the run has {_ended(status)}; there is nothing left to cancel")

@@ -42,7 +42,7 @@ def _share_bytes(least: int) -> int:
 
 
 def limit_memory(least: int) -> int:
-    """Limit this process to its share of the memory; returns the bytes."""
+    """Limit this process to its share of the memory; return the bytes."""
     limit = _share_bytes(least)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return limit
@@ -57,7 +57,7 @@ def limit_driver(limit_gib: float | None) -> None:
 
 
 def _data_bytes() -> int:
-    """The bytes of this process that RLIMIT_DATA counts."""
+    """Return the bytes of this process that RLIMIT_DATA counts."""
     status = Path("/proc/self/status").read_text("utf-8")
     return int(status.partition("VmData:")[2].split(maxsplit=1)[0]) << 10
 

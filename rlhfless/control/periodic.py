@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class PeriodicTask:
-    """The base of such work, which is done within its `async with` block: a subclass says in `tick` what is done."""
+    """Calls `tick` periodically, and at once after `wake`, within its `async with` block."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -28,11 +28,9 @@ class PeriodicTask:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def wake(self) -> None:
-        """Tick at once: something has changed."""
         self._woken.set()
 
     async def _run(self) -> None:
-        """Tick until cancelled. A tick that fails is repeated."""
         name = type(self).__name__
         while True:
             try:

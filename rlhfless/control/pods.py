@@ -52,8 +52,6 @@ LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class PendingPod:
-    """A pod that does not run yet."""
-
     name: str
     group: str
     why: str
@@ -61,7 +59,7 @@ class PendingPod:
 
 
 def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
-    """The pods that do not run yet, of V1Pod objects; the longest waiting first."""
+    """Return the pods (V1Pod objects) that do not run yet, the longest waiting first."""
     pending = [
         PendingPod(
             pod.metadata.name,
@@ -141,8 +139,6 @@ def pod_lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], 
 
 
 class PodWatch(PeriodicTask):
-    """Lists the pods of the cluster, again and again."""
-
     def __init__(self, listed: Callable[[], tuple[list[Any], list[Any]]]) -> None:
         """`listed`: see `pod_lister`."""
         super().__init__(PERIOD_S)
@@ -153,11 +149,10 @@ class PodWatch(PeriodicTask):
 
     @property
     def status_clause(self) -> str:
-        """The clause for the status of a run that waits for devices, now."""
+        """The clause for the status of a run that waits for devices."""
         return status_clause(self._pending, time.time())
 
     async def tick(self) -> None:
-        """List the pods once."""
         try:
             pods, nodes = await asyncio.to_thread(self._listed)
             self._pending, self.leaving = pending_of(pods), leaving_of(pods, nodes)

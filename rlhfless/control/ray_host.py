@@ -66,8 +66,6 @@ a large cluster takes less than ten."""
 
 @dataclass(frozen=True, slots=True)
 class RayReport:
-    """What a host reports of the service's Ray."""
-
     address: str
     pid: int
     """The id of the host's process."""
@@ -90,7 +88,7 @@ def read_ray(file: Path) -> RayReport | None:
 
 
 def read_fault(folder: Path) -> str:
-    """Why the last host could not start or join Ray; empty if it could, or none has tried."""
+    """Return why the last host could not start or join Ray; empty if it could, or none has tried."""
     try:
         return (folder / FAULT_FILE).read_text("utf-8").strip()
     except OSError:
@@ -98,7 +96,7 @@ def read_fault(folder: Path) -> str:
 
 
 class RayHostSupervisor(PeriodicTask):
-    """Keeps a host of a data folder alive within its block, and leaves it as it is at the block's end."""
+    """Restarts the Ray host of a data folder within its block, and leaves it running at the block's end."""
 
     def __init__(self, folder: Path, ray_address: str | None) -> None:
         super().__init__(REPORT_S)
@@ -108,7 +106,6 @@ class RayHostSupervisor(PeriodicTask):
         self._started_s = 0.0
 
     async def end(self, timeout_s: float) -> None:
-        """End the host, and start no other."""
         await self.__aexit__()
         await asyncio.to_thread(stop_host, self._folder, timeout_s)
         if self._process is not None and self._process.poll() is None:  # it has not reported yet
@@ -117,7 +114,6 @@ class RayHostSupervisor(PeriodicTask):
                 await asyncio.to_thread(self._process.wait, timeout_s)
 
     async def tick(self) -> None:
-        """Start a host if there is none."""
         running = self._process is not None and self._process.poll() is None
         present = running or read_ray(self._folder / RAY_FILE) is not None
         if not present and time.monotonic() - self._started_s > RESTART_S:
@@ -156,13 +152,11 @@ class RayJobHostSupervisor(PeriodicTask):
         self._started_s = 0.0
 
     async def end(self) -> None:
-        """End the host."""
         self._task.cancel()
         with contextlib.suppress(httpx.HTTPError):
             await asyncio.to_thread(self._jobs.stop, self._job)
 
     async def tick(self) -> None:
-        """Submit a host if none reports."""
         if not self._reports() and time.monotonic() - self._started_s > RESTART_S:
             try:
                 await asyncio.to_thread(self._require)
@@ -247,8 +241,6 @@ async def _report_of(cluster: Any, ray_address: str | None) -> RayReport:
 
 
 async def report_to_file(folder: Path, ray_address: str | None) -> None:
-    """Host a Ray for the service of a data folder."""
-
     async def write(report: RayReport) -> None:
         replace_text(folder / RAY_FILE, json.dumps(asdict(report)))
         (folder / FAULT_FILE).unlink(missing_ok=True)
@@ -263,7 +255,7 @@ async def report_to_file(folder: Path, ray_address: str | None) -> None:
 
 
 async def report_to_service(service_url: str, token: str) -> None:
-    """Report to a service the cluster that this process is a job of."""
+    """Report the cluster that this process is a job of."""
     client = httpx.AsyncClient(
         base_url=service_url, timeout=REPORT_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"}
     )
@@ -289,7 +281,6 @@ async def report_to_service(service_url: str, token: str) -> None:
 
 
 def main() -> None:
-    """See the module."""
     os.umask(OTHERS)
     if sys.argv[1] == "--tell":
         asyncio.run(report_to_service(sys.argv[2], os.environ[HOST_TOKEN]))

@@ -57,7 +57,7 @@ class RunEvents:
             del self._shown[next(iter(self._shown))]
 
     def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
-        """Pass on the runs that have changed, each with its new events."""
+        """Publish the runs that have changed, each with its new events."""
         self.loop.call_soon_threadsafe(self._publish, changed)
 
     def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
@@ -74,14 +74,14 @@ class RunEvents:
                 watcher.add(run_id)
 
     def recent(self, run_id: str, after: int) -> Sequence[EventRow] | None:
-        """The run's events after number `after`; None if memory does not have all of them."""
+        """Return the run's events after number `after`; None if memory does not have all of them."""
         kept = self._recent.get(run_id)
         if not kept or kept[0].seq > after + 1:
             return None
         return list(itertools.dropwhile(lambda event: event.seq <= after, kept))
 
     async def more(self, run_id: str, after: int, timeout_s: float) -> bool:
-        """Wait for an event of the run after number `after`; False after `timeout_s`."""
+        """Wait for an event after number `after`; return False after `timeout_s`."""
         kept = self._recent.get(run_id)
         if kept and kept[-1].seq > after:
             return True
@@ -99,19 +99,16 @@ class RunEvents:
         return True
 
     def forget(self, run_id: str) -> None:
-        """Forget a deleted run."""
         self._recent.pop(run_id, None)
 
     def watch(self) -> _Watcher:
-        """A new watcher of all runs, which its owner has to close."""
+        """Return a watcher of all runs, which the caller closes."""
         watcher = _Watcher(self._watchers.discard)
         self._watchers.add(watcher)
         return watcher
 
 
 class _Watcher:
-    """Collects the runs that have changed."""
-
     def __init__(self, on_close: Callable[[_Watcher], None]) -> None:
         self._changed: dict[str, None] = {}
         self._has_changes = asyncio.Event()

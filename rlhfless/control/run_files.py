@@ -22,13 +22,13 @@ ALLOWED_FILE = "allow-changed.json"
 
 
 def allow_changed(folder: Path, kinds: Sequence[str]) -> None:
-    """Note what may have changed when the run is resumed. A run that has no folder has read nothing yet."""
+    """Record which inputs may have changed when the run is resumed. A run without a folder has read nothing yet."""
     if folder.is_dir():
         replace_text(folder / ALLOWED_FILE, json.dumps(kinds))
 
 
 def allowed_in(folder: Path) -> frozenset[str]:
-    """What was noted. The driver removes the file once it has accepted the changes."""
+    """Return the recorded kinds. The driver removes the file once it has accepted the changes."""
     try:
         return frozenset(map(str, json.loads((folder / ALLOWED_FILE).read_text("utf-8"))))
     except (OSError, ValueError, TypeError):
@@ -36,7 +36,7 @@ def allowed_in(folder: Path) -> frozenset[str]:
 
 
 def trace_of(run_folder: str) -> str | None:
-    """The folder of the run's trace; None before its first step."""
+    """Return the folder of the run's trace; None before its first step."""
     folder = Path(run_folder) / TRACE_FOLDER
     return str(folder) if (folder / "meta.json").exists() else None
 
@@ -47,7 +47,7 @@ def leave_mark(folder: Path, attempt: int, text: str) -> None:
 
 
 def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) -> bool:
-    """Whether the driver of an attempt has left its mark in this folder. Removes the mark."""
+    """Return whether the driver's mark is in this folder, and remove it."""
     end_s = time.monotonic() + wait_s
     while True:
         try:
@@ -62,12 +62,12 @@ def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) ->
 
 
 def _mark(folder: Path, attempt: int) -> Path:
-    """The mark's file. Each attempt has its own name: a file system may cache that a name did not exist."""
+    """Each attempt has its own name: a file system may cache that a name did not exist."""
     return folder / f"driver-{attempt}.mark"
 
 
 def not_shared(folder: Path, what: str) -> str:
-    """The message for a run whose folder is not shared, with the hint. `what`: which side does not see what."""
+    """Return the message, with the hint, for a run whose folder is not shared. `what`: which side does not see what."""
     return (
         f"the folder of the run, {folder}, must be one folder for the service and the Ray cluster, because journal, "
         f"outbox and checkpoints outlive both: {what}. The service's operator mounts one volume at "

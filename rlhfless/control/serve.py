@@ -76,7 +76,7 @@ def _drivers(settings: ServiceSettings) -> Drivers:
 
 @contextlib.asynccontextmanager
 async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Keeps a host of the service's Ray alive within the block; yields a function that ends it, with a private Ray."""
+    """Supervise the Ray host within the block; yield a function that stops it, and a private Ray with it."""
     settings = service.settings
     if settings.elsewhere:
         jobs = RayJobs(settings.ray_address or "")
@@ -96,7 +96,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with the app's own end when it is forced, too: else that is cancelled, with a traceback."""
+        """Also end the app when uvicorn is forced to exit; otherwise it is cancelled with a traceback."""
         await super().shutdown(sockets)
         if self.force_exit:
             with contextlib.suppress(TimeoutError):
@@ -104,7 +104,7 @@ class _Server(uvicorn.Server):
 
 
 def _bound(settings: ServiceSettings) -> socket.socket:
-    """The socket to listen on. Raises InputError if the address cannot be used."""
+    """Return the listening socket. Raises InputError if the address cannot be used."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)

@@ -36,13 +36,13 @@ HISTORY_BARS = 2000
 
 
 class DeviceHistory:
-    """The work of all runs, by device of the cluster."""
+    """The work of all runs, by device of the cluster, in memory. Traces have all of it."""
 
     def __init__(self) -> None:
         self._bars: dict[str, deque[RunBar]] = defaultdict(lambda: deque(maxlen=HISTORY_BARS))
 
     def add(self, run_id: str, worked: Sequence[DeviceWork], now_s: float) -> None:
-        """Add the work that a driver reports, and forget work older than HISTORY_S."""
+        """Add the work that a driver reports, and drop work older than HISTORY_S."""
         for work in worked:
             for device in work.devices:
                 self._bars[device].append(RunBar(run_id=run_id, **work.model_dump(exclude={"devices"})))
@@ -53,7 +53,6 @@ class DeviceHistory:
                 del self._bars[device]
 
     def since(self, since_s: float) -> DevicesTimelineObject:
-        """All devices with the work that ended after `since_s`."""
         rows = [(device, [bar for bar in bars if bar.end_s > since_s]) for device, bars in sorted(self._bars.items())]
         return DevicesTimelineObject(rows=[SharedDeviceRow(device=device, bars=bars) for device, bars in rows if bars])
 
@@ -66,8 +65,6 @@ class DataInUse(UserError):
 
 
 class Service:
-    """The parts of a service, and what it knows of its Ray."""
-
     def __init__(self, settings: ServiceSettings, database: Database, drivers: Drivers, address: str) -> None:
         """`address`: where the service answers, such as http://127.0.0.1:8080."""
         self.settings = settings
@@ -92,27 +89,25 @@ class Service:
 
     @property
     def url(self) -> str:
-        """The address at which clients and drivers reach the service."""
+        """The address for clients and drivers."""
         return self.settings.public_url or self.address
 
     def ray(self) -> RayReport | None:
-        """The Ray cluster of the runs, with its devices; None while there is none."""
+        """Return the report of the runs' Ray cluster; None while there is none."""
         if not self.settings.elsewhere:
             return read_ray(self.settings.folder / RAY_FILE)
         report = self._ray_report
         return report if report is not None and time.time() - report.at < STALE_S else None
 
     def update_ray_report(self, report: RayReport) -> None:
-        """Take a report of the host of a cluster elsewhere."""
         self._ray_report = replace(report, at=time.time())  # by this clock
 
     def ray_address(self) -> str:
-        """The address of Ray; empty while there is no Ray."""
         ray = self.ray()
         return ray.address if ray else ""
 
     def ray_wait(self) -> str:
-        """What the service waits for while it has no Ray, and why; empty if it has one."""
+        """Return what the service waits for while it has no Ray, and why; empty if it has Ray."""
         if self.ray() is not None:
             return ""
         where = self.settings.ray_address
@@ -121,22 +116,21 @@ class Service:
         return f"{wait}: {fault}" if fault else wait
 
     def device_counts(self) -> dict[str, int]:
-        """The devices that runs may hold together, by kind."""
+        """Return the devices that runs may hold together, by kind."""
         ray = self.ray()
         return (ray.devices if ray else {}) | self.settings.capacity
 
     async def run(self, run_id: str) -> RunRow:
-        """A run. Raises ApiError (404)."""
+        """Return a run. Raises ApiError (404)."""
         return await self.database.read(lambda session: store.run_of(session, run_id))
 
     def announce(self) -> None:
-        """Write the service's address into its folder, for drivers that go on and for the command line."""
+        """Write the service's address into its folder, for running drivers and the command line."""
         content = {"url": self.url, "pid": os.getpid(), "started_at": time.time()}
         replace_text(self.settings.folder / SERVICE_FILE, json.dumps(content))
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """Do the periodic work within the block."""
         await self.keys.read()
         self.announce()
         sweep = RetentionSweep(self.database, self.settings)
@@ -149,7 +143,7 @@ class Service:
 
 
 def open_database(settings: ServiceSettings) -> Database:
-    """The database for the one service that writes it. Raises InputError, SecondService or NewerDatabase."""
+    """Open the database for the one service that writes it. Raises InputError, SecondService or NewerDatabase."""
     database = database_of(settings)
     database.require_only_service()
     migrate(database.engine)

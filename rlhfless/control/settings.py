@@ -34,7 +34,7 @@ milliseconds that an answer takes, and lose nothing, because all their processes
 
 
 def environment_of_runs() -> dict[str, str]:
-    """The environment of the processes that the service starts: drivers, and its Ray."""
+    """Return the environment of drivers and of the service's Ray."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
@@ -109,12 +109,10 @@ class ServiceSettings(SpecModel):
 
     @property
     def folder(self) -> Path:
-        """The data folder."""
         return Path(self.data).absolute()
 
     @property
     def runs(self) -> Path:
-        """The folder that has a folder per run."""
         return self.folder / "runs"
 
 
@@ -141,7 +139,7 @@ def open_data(settings: ServiceSettings) -> Path:
 
 
 def read_announcement(data: str | Path) -> dict[str, Any] | None:
-    """The `url` and `pid` that the service of a data folder has announced; None if no service has started there."""
+    """Return `url` and `pid` that a service of the data folder has announced; None if none has started there."""
     try:
         values: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -150,11 +148,11 @@ def read_announcement(data: str | Path) -> dict[str, Any] | None:
 
 
 def address_of(settings: ServiceSettings) -> str | None:
-    """The address of the service of a data folder; None if no service runs."""
+    """Return the address of the running service of a data folder; None if none runs."""
     service = read_announcement(settings.folder)
     return str(service["url"]) if service is not None and psutil.pid_exists(service["pid"]) else None
 
 
 def default_roots() -> tuple[str, ...]:
-    """The current folder, and the folder of bundled models."""
+    """Return the current folder, and the folder of bundled models."""
     return (str(Path.cwd()), str(home()))

@@ -40,7 +40,7 @@ MOST_PLACE = 200
 
 
 def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """The spec of a POST. Raises ApiError (422) with every wrong field."""
+    """Validate the spec of a POST. Raises ApiError (422) with every wrong field."""
     if problems := list(unstorable(values)):
         raise refused("the spec", problems)
     if problems := code_problems(values, settings):  # before anything that it names is imported
@@ -82,7 +82,7 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
 
 
 def unstorable(values: Any, place: str = "", depth: int = 0) -> Iterator[Problem]:
-    """Texts and integers that a database cannot store, and values that are nested too deeply."""
+    """Yield texts and integers that a database cannot store, and values that are nested too deeply."""
     if depth > MOST_DEPTH:
         yield Problem(place[:MOST_PLACE], f"nested more than {MOST_DEPTH} deep", "write it flat")
     elif isinstance(values, Mapping):

@@ -31,7 +31,7 @@ SCENARIO_FILES = frozenset({"path", "prices", "devices"})
 
 
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
-    """The classes and functions in a spec that the service does not allow. `values` are not validated yet."""
+    """Return the code paths in a spec that the service does not allow. `values` are not validated yet."""
     places = [position for field in CODE for position in values_at(values, field.split("."))]
     return [problem for place, value in places for problem in _code(place, value, settings)]
 
@@ -58,7 +58,7 @@ def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) ->
 
 
 def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Each text in nested values, with its dotted place and its key."""
+    """Yield each text in nested values, with its dotted place and its key."""
     if isinstance(values, Mapping):
         for name, inner in values.items():
             yield from _texts(inner, f"{place}.{name}" if place else str(name), str(name))
@@ -127,8 +127,6 @@ def _no_name(value: str, hub: bool) -> str:
 
 
 class _Allowed:
-    """The locations that a spec may name."""
-
     def __init__(self, roots: Sequence[str], runs: str) -> None:
         self._urls = [f"{root.rstrip('/')}/" for root in roots if "://" in root]
         self._folders = [Path(os.path.realpath(root)) for root in roots if "://" not in root]
@@ -136,7 +134,7 @@ class _Allowed:
         self._data = self._runs.parent
 
     def refusal(self, value: str) -> str:
-        """Why a location is not allowed; empty if it is."""
+        """Return why a location is not allowed; empty if it is."""
         if "::" in value:
             return f"{value!r} chains file systems, which this service does not allow"
         if "://" in value:
@@ -161,7 +159,7 @@ class _Allowed:
         )
 
     def link_out_of(self, value: str) -> str:
-        """An error with the first link in a folder, or below it, that leads out of the roots; empty without one."""
+        """Return an error with the first link below a folder that leads out of the roots; empty without one."""
         folders, seen = [os.path.realpath(value)], set[str]()
         while folders:
             folder = folders.pop()
@@ -177,7 +175,7 @@ class _Allowed:
 
 
 def values_at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
-    """The values at a path in raw values, each with its dotted place; `*` is every item of a list or mapping."""
+    """Yield the values at a path in raw values, each with its dotted place; `*` is every item of a list or mapping."""
     if not path:
         yield place, values
         return

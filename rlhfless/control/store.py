@@ -28,7 +28,7 @@ from rlhfless.control.objects import MeasuredCost
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
-    """The run with an id. Raises ApiError (404)."""
+    """Return a run. Raises ApiError (404)."""
     row = session.get(RunRow, run_id)
     if row is None:
         raise not_found("run", run_id)
@@ -36,20 +36,19 @@ def run_of(session: Session, run_id: str) -> RunRow:
 
 
 def page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
-    """The first `limit` rows of a query, and whether there are more."""
+    """Return the first `limit` rows of a query, and whether there are more."""
     rows = list(session.scalars(query.limit(limit + 1)))
     return rows[:limit], len(rows) > limit
 
 
 def touch(session: Session, run: RunRow, *events: EventRow) -> None:
-    """Mark a run as changed: its watchers get it, and these events, after the commit."""
+    """Mark a run as changed: after the commit its watchers get it, with these events."""
     session.info.setdefault(CHANGED, {}).setdefault(run.id, []).extend(events)
 
 
 def add_event(
     session: Session, run: RunRow, type_: str, message: str, level: str = "info", data: Any = None, at: float = 0.0
 ) -> None:
-    """Add the run's next event."""
     run.last_event += 1
     row = EventRow(
         run_id=run.id,
@@ -86,23 +85,21 @@ def set_status(session: Session, run: RunRow, status: Status, reason: str, error
 
 
 def release(session: Session, run: RunRow) -> None:
-    """Remove the run's lease."""
     session.execute(delete(LeaseRow).where(LeaseRow.run_id == run.id))
 
 
 def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[EventRow], bool]:
-    """The events of a run after number `after`, oldest first, and whether there are more."""
+    """Return the events of a run after number `after`, oldest first, and whether there are more."""
     query = select(EventRow).where(EventRow.run_id == run_id, EventRow.seq > after).order_by(EventRow.seq)
     return page(session, query, limit)
 
 
 def usage(session: Session, run_id: str) -> list[UsageRow]:
-    """The usage of a run, by function."""
     return list(session.scalars(select(UsageRow).where(UsageRow.run_id == run_id).order_by(UsageRow.function)))
 
 
 def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
-    """The measured cost of a run's steps after its first one."""
+    """Return the measured cost of a run's steps after its first."""
     is_step = (MetricsRow.run_id == run_id, MetricsRow.kind == "step")
     cost_usd, step_s = (MetricsRow.values[name].as_float() for name in ("cost_usd", "step_s"))
     ends = select(MetricsRow.step, cost_usd).where(*is_step)
@@ -118,7 +115,7 @@ def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """Which samples of a run are wanted; what is None leaves nothing out."""
+    """Which samples of a run to return. None filters nothing."""
 
     step: int | None = None
     before_step: int | None = None
@@ -135,7 +132,7 @@ class SampleFilter:
 
 
 def rollouts(session: Session, run_id: str, wanted: SampleFilter, limit: int) -> list[RolloutRow]:
-    """The samples of a run to read, newest first."""
+    """Return samples of a run, newest first."""
     query = select(RolloutRow).where(RolloutRow.run_id == run_id, *_conditions(wanted))
     query = query.order_by(RolloutRow.step.desc(), RolloutRow.place)
     if wanted.result is None:
@@ -172,12 +169,11 @@ def _conditions(wanted: SampleFilter) -> Iterator[ColumnElement[bool]]:
 
 
 def driven(session: Session) -> list[RunRow]:
-    """The runs that have a driver, or should have one."""
+    """Return the runs that have a driver, or should have one."""
     return list(session.scalars(select(RunRow).where(RunRow.status.in_(list(DRIVEN)))))
 
 
 def count_driven(session: Session) -> int:
-    """The number of runs in `driven`."""
     return session.scalar(select(func.count()).select_from(RunRow).where(RunRow.status.in_(list(DRIVEN)))) or 0
 
 
@@ -192,23 +188,18 @@ def queue(session: Session) -> list[RunRow]:
 
 
 def unended(session: Session) -> list[RunRow]:
-    """The runs that have not ended: running, queued or paused."""
     return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(ENDED)))))
 
 
 def leases(session: Session) -> list[tuple[LeaseRow, RunRow]]:
-    """The leases of all runs."""
     return [tuple(row) for row in session.execute(select(LeaseRow, RunRow).join(RunRow))]  # type: ignore[misc]
 
 
 def forget_run(session: Session, run_id: str) -> None:
-    """Delete a run with all its rows."""
     session.execute(delete(RunRow).where(RunRow.id == run_id))
 
 
 class RunOrder(StrEnum):
-    """The keys by which runs can be sorted."""
-
     CREATED = "created"
     STARTED = "started"
     """Start of the first step; the creation of a run that has not started a step."""
@@ -249,7 +240,7 @@ def ordered_runs(
     by: RunOrder = RunOrder.CREATED,
     descending: bool = True,
 ) -> tuple[list[RunRow], bool]:
-    """A page of runs, and whether there are more. Raises ApiError (404) if there is no run `after`."""
+    """Return a page of runs, and whether there are more. Raises ApiError (404) if there is no run `after`."""
     value = _COLUMNS[by]
     if by in _MISSING:
         value = func.coalesce(value, -sys.float_info.max if descending else sys.float_info.max)
@@ -267,7 +258,7 @@ def ordered_runs(
 
 
 def _label(session: Session, name: str) -> ColumnElement[Any]:
-    """The value of a run's label `name`. A quote in it would end a JSON path of SQLite, which has no escapes."""
+    """Return the value of a label. A quote in it would end a JSON path of SQLite, which has no escapes."""
     if session.get_bind().dialect.name != "sqlite":
         return RunRow.run_metadata[name].as_string()
     labels = func.json_each(RunRow.run_metadata).table_valued("key", "value")

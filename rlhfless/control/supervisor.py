@@ -75,7 +75,6 @@ class Supervisor(PeriodicTask):
         """By run: why it waits for devices."""
 
     async def tick(self) -> None:
-        """Check all runs once."""
         for run in await self._database.read(store.driven):
             await self._check(run)
         await self._grant_devices()
@@ -93,7 +92,7 @@ class Supervisor(PeriodicTask):
             await asyncio.to_thread(self._drivers.kill, handle)
 
     async def _settle_dead(self, run: RunRow) -> None:
-        """Settle a run whose driver has died: its outbox is taken; unless the run has ended, another driver follows."""
+        """Settle a run whose driver has died: apply its outbox; unless the run has ended, another driver follows."""
         why, hindrance, out_of_memory = "its driver was not started", "", False
         if run.driver is not None:
             log_file, log_start = Path(run.folder) / LOG_FILE, run.driver.get(LOG_START, 0)
@@ -193,7 +192,6 @@ class Supervisor(PeriodicTask):
         await self._database.write(note)
 
     def _order(self, run: RunRow, token: str) -> DriverOrder:
-        """What a driver is told of its run and of the service."""
         settings = self._settings
         return DriverOrder(
             run_id=run.id,
@@ -213,14 +211,14 @@ class Supervisor(PeriodicTask):
         )
 
     async def stop_all(self) -> None:
-        """Ask all drivers to stop in order: their runs go on when the service runs again."""
+        """Ask all drivers to stop in order: their runs continue when the service runs again."""
         for run in await self._database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)
 
 
 def _stop_s(run: RunRow) -> float:
-    """The time that the run's spec gives to an orderly stop."""
+    """Return the time that the run's spec gives to an orderly stop."""
     timeouts = (run.resolved or run.spec).get("timeouts") or {}
     return float(timeouts.get("stop_s", TimeoutsSpec().stop_s))
 
@@ -232,20 +230,17 @@ SECONDS_PER_DAY = 86_400.0
 
 
 class RetentionSweep(PeriodicTask):
-    """The periodic removal of runs."""
-
     def __init__(self, database: Database, settings: ServiceSettings) -> None:
         super().__init__(SWEEP_S)
         self._database = database
         self._settings = settings
 
     async def tick(self) -> None:
-        """Remove runs once."""
         await sweep(self._database, self._settings, time.time())
 
 
 async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> list[str]:
-    """Remove the runs that ended more than `retention.days` ago; returns their ids."""
+    """Remove the runs that ended more than `retention.days` ago; return their ids."""
     if settings.retention.days is None:
         return []
     before_s = now_s - settings.retention.days * SECONDS_PER_DAY

@@ -31,5 +31,5 @@ def raise_priority() -> bool:
 
 
 def service_threads() -> ThreadPoolExecutor:
-    """The executor of `asyncio.to_thread`."""
+    """Return the executor of `asyncio.to_thread`."""
     return ThreadPoolExecutor(WORKERS, "service", initializer=raise_priority)

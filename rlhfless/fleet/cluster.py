@@ -111,12 +111,11 @@ class Cluster:
 
     @property
     def lost(self) -> bool:
-        """Whether a private Ray has ended, and every replica with it: no call would return."""
+        """Whether a private Ray has ended, with every replica: no call would return."""
         return self.private and ray_session.is_lost()
 
     @property
     def address(self) -> str:
-        """The address at which others join the cluster: `host:port`."""
         return str(ray.get_runtime_context().gcs_address)
 
     async def nodes(self, wanted: str | None) -> list[Node]:
@@ -137,7 +136,7 @@ class Cluster:
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], node: str, *, stop_s: float
     ) -> DeploymentHandle:
-        """Begin to start one replica on the node with this Ray id; returns at once."""
+        """Start one replica on the node with this Ray id; return at once."""
         options = {
             "name": name,
             "num_replicas": 1,
@@ -152,7 +151,6 @@ class Cluster:
         return self.handle(name)
 
     def handle(self, name: str) -> DeploymentHandle:
-        """The address of a replica, whichever driver deployed it."""
         return serve.get_app_handle(name)
 
     async def running(self, prefix: str) -> list[str]:
@@ -182,7 +180,7 @@ class Cluster:
             await asyncio.sleep(POLL_S)
 
     async def _applications(self) -> Mapping[str, Any]:
-        """The status of all applications, at most POLL_S old."""
+        """Return the status of all applications, at most POLL_S old."""
         async with self._reading:
             if time.monotonic() - self._read_s > POLL_S:
                 self._statuses = (await asyncio.to_thread(serve.status)).applications
@@ -190,13 +188,13 @@ class Cluster:
         return self._statuses
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Stop replicas and return when they are gone. Unknown names are ignored."""
+        """Stop replicas; return when they are gone. Unknown names are ignored."""
         if self.lost:
             return
         await asyncio.gather(*(asyncio.to_thread(serve.delete, name) for name in names))
 
     async def stop(self) -> None:
-        """Leave the cluster; a private one ends, with every process it started and every file."""
+        """Leave the cluster. A private one ends with all its processes and files."""
         # A private Ray ends as a whole, with Serve; in a joined cluster other runs use Serve too.
         await asyncio.to_thread(ray_session.end)
         if self._private_in is not None:
@@ -204,7 +202,7 @@ class Cluster:
 
 
 def _gpu_memory_bytes(node: str) -> int | None:
-    """The memory of a node's first GPU; None if it is not known."""
+    """Return the memory of a node's first GPU; None if unknown."""
     try:
         return int(ray.get(on_node(node, first_gpu_bytes), timeout=PROBE_S))
     except (RayError, GetTimeoutError):
@@ -257,8 +255,6 @@ _EXCEPTION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The innermost exception of a failed start."""
-
     name: str
     """Its class with the module; empty if Serve names none."""
     message: str
@@ -268,7 +264,7 @@ class Cause:
 
 
 def innermost(texts: Sequence[str]) -> Cause:
-    """The last exception named in the texts: Serve puts the cause last, and its message may have many lines."""
+    """Return the last exception named in the texts. Serve puts the cause last; its message may have many lines."""
     for text in reversed(texts):
         named = list(_EXCEPTION.finditer(text))
         if named:

@@ -54,7 +54,6 @@ def on_each_node(
 
 
 def remove_folders(folders: Sequence[str]) -> None:
-    """Remove these folders of this node, those that exist."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -69,14 +68,14 @@ class ModelNotThere(UserError):
 
 
 def hub_models(spec: RunSpec) -> tuple[str, ...]:
-    """The models and tokenizers of a run that are not folders."""
+    """Return the models and tokenizers of a run that are not folders."""
     critic = {spec.critic_source.path} if spec.critic is not None else set()
     named = {spec.model.path, spec.model.tokenizer, *(model.path for model in spec.reward_models), *critic}
     return tuple(sorted(name for name in named if name and not is_path(name)))
 
 
 def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
-    """Fetch models on every node of the cluster. Raises ModelNotThere, which names the nodes without them."""
+    """Fetch models on every node. Raises ModelNotThere, which names the nodes without them."""
     by_node = on_each_node(fetch_fault, models, timeout_s=timeout_s)
     faults = [f"node {node}: {fault}" for node, fault in by_node.items() if fault is not None]
     if not by_node:
@@ -86,7 +85,7 @@ def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
 
 
 def fetch_fault(models: Sequence[str]) -> str | None:
-    """Fetch models into the cache of this node; returns the first fault, None if there is none."""
+    """Fetch models into this node's cache; return the first fault, None if there is none."""
     from huggingface_hub import snapshot_download
 
     for model in models:
@@ -160,14 +159,14 @@ def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """The digest of each file that Python could import, by the path below the folder."""
+    """Return the digest of each file that Python could import, by the path below the folder."""
     kinds = tuple(importlib.machinery.all_suffixes())
     files = [file for file in folder.rglob("*") if file.name.endswith(kinds) and file.parent.name != "__pycache__"]
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def import_faults(paths: Sequence[str]) -> str | None:
-    """Why the first of these import paths that fails cannot be imported on this node; None if all can."""
+    """Return why the first failing import path cannot be imported on this node; None if all can."""
     try:
         for path in paths:
             load_target(path)
@@ -177,7 +176,7 @@ def import_faults(paths: Sequence[str]) -> str | None:
 
 
 def _folder_of(target: str) -> Path | None:
-    """The folder from which a target is imported; None if it is installed."""
+    """Return the folder from which a target is imported; None if it is installed."""
     load_target(target)  # as it was when the spec was checked: the current folder is searched, too
     spec = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
     if spec is None or spec.origin is None:

@@ -53,7 +53,6 @@ class LeaseRenewal:
         self._heard_s: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Renew all leases periodically."""
         period_s = self._lease_s / HEARTBEATS_PER_LEASE
         while True:
             began_s = time.monotonic()
@@ -109,7 +108,6 @@ class LeavingWatch:
         self._known: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Ask periodically."""
         while True:
             if ray.is_initialized():
                 try:
@@ -119,7 +117,6 @@ class LeavingWatch:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Ask once which nodes are being drained."""
         self.update(await asyncio.to_thread(leaving_nodes))
 
     def update(self, nodes: Collection[str]) -> None:

@@ -36,7 +36,7 @@ def drain(client: GcsClient, node: str, end_s: float, why: str) -> bool:
 
 
 def _raylet() -> tuple[psutil.Process, str] | None:
-    """The raylet of this pod, with Ray's id of the node."""
+    """Return the raylet of this pod, with Ray's id of the node."""
     for process in psutil.process_iter(["name"]):
         if process.info["name"] == "raylet" and process.environ().get(INSTANCE) == os.environ.get(INSTANCE):
             ids = [word.partition("=")[2] for word in process.cmdline() if word.startswith("--node_id=")]

@@ -15,12 +15,12 @@ from rlhfless.scaling.placement import DeviceGroup, Node
 
 
 def selector(kind: str) -> dict[str, str]:
-    """The label selector of the nodes that have GPUs of a kind."""
+    """Return the label selector of nodes with GPUs of a kind."""
     return {TYPE_LABEL: f"in({','.join(types_of(kind))})"}
 
 
 def ambiguous(reported: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the nodes whose devices' memory has to be read to know their kind."""
+    """Return the nodes whose device memory has to be read to know their kind."""
     return [node["NodeID"] for node in reported if node["Alive"] and _accelerator(node) in AMBIGUOUS]
 
 
@@ -70,7 +70,7 @@ def _accelerator(node: Mapping[str, Any]) -> str:
 
 
 def shortage(group: DeviceGroup, nodes: Sequence[Node]) -> str:
-    """Why the devices of a group are not there yet: what the run asks for, and what is free."""
+    """Explain why the devices of a group are not available: the demand, and what is free."""
     count, kind = len(group.devices), group.kind
     asked = f"{count} x {kind} on one node"
     having = [node for node in nodes if node.count(kind)]

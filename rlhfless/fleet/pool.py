@@ -50,7 +50,7 @@ class Listener(Protocol):
 
 
 class ReplicaPool(Replicas):
-    """A slot is the number of an allocation; at most one replica is there at a time."""
+    """A slot is the number of an allocation; it has at most one replica at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +80,7 @@ class ReplicaPool(Replicas):
         return self._blueprint.bounds
 
     def watch(self, listener: Listener) -> None:
-        """Notify a listener of replicas that come and go, as long as it is not `over`."""
+        """Notify a listener of replicas that come and go, until it is `over`."""
         self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
     def state(self, slot: int) -> ReplicaState | None:
@@ -93,7 +93,7 @@ class ReplicaPool(Replicas):
         return ReplicaState.STARTING if slot in self._starts or slot in self._next else None
 
     def expects(self, slot: int) -> bool:
-        """Whether a replica serves, or is going to serve, at a slot."""
+        """Return whether a replica serves, or is going to serve, at a slot."""
         return self.state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
     @property
@@ -102,12 +102,12 @@ class ReplicaPool(Replicas):
         return sum(self.expects(slot) for slot in range(len(self.allocations)))
 
     def up(self) -> tuple[Replica, ...]:
-        """Replicas that can be given weights: they are up, and not just being opened."""
+        """Return replicas that can load weights: up, and not being opened."""
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
         return tuple(r for r in self.replicas() if r.state in alive and r.name not in self._opening)
 
     def settled(self) -> tuple[Replica, ...]:
-        """Replicas that are up, asleep or awake."""
+        """Return replicas that are up, asleep or awake."""
         asleep = tuple(r for r in self.replicas() if r.state is ReplicaState.SLEEPING)
         return self.up() + asleep
 
@@ -142,7 +142,7 @@ class ReplicaPool(Replicas):
 
     @staticmethod
     async def _wait_for_start(start: asyncio.Task[Replica]) -> None:
-        """Wait for a start. Raises its fault; a start that was called off is not a fault."""
+        """Wait for a start. Raises its fault, unless the start was cancelled."""
         await asyncio.wait([start])
         if not start.cancelled():
             start.result()
@@ -159,11 +159,10 @@ class ReplicaPool(Replicas):
         return self._devices.reserved(allocations, f"{self.function} {' '.join(map(str, slots))}")
 
     def _free(self) -> list[int]:
-        """Slots whose allocations no replica holds."""
         return [slot for slot in range(len(self.allocations)) if self.at(slot) is None]
 
     async def add(self, call: Call, slot: int | None = None) -> Replica:
-        """Start one more replica, at `slot` or at the first free slot; returns when it serves."""
+        """Start one more replica, at `slot` or at the first free slot; return when it serves."""
         slot = next(iter(self._free()), 0) if slot is None else slot
         async with self._reserved([slot]), self.turn(call):
             return await self._add(call, slot)
@@ -182,12 +181,10 @@ class ReplicaPool(Replicas):
         return replica
 
     def notify_joined(self, replica: Replica) -> None:
-        """Tell the listeners that a replica serves from here on."""
         for listener in self._listeners:
             listener.joined(self.slot_of(replica))
 
     def notify_missed(self, slot: int) -> None:
-        """Tell the listeners that no replica will come to a slot."""
         for listener in self._listeners:
             listener.missed(slot)
 
@@ -225,7 +222,7 @@ class ReplicaPool(Replicas):
             self.start(slot, call)
 
     async def wait_any_up(self) -> None:
-        """Wait for the first start if no replica is up. Raises why the last start failed if none is left."""
+        """Wait for the first start if no replica is up. Raises the fault of the last start if none is left."""
         while self._starts and not self.up():
             done, _ = await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
             failures = [task.exception() for task in done if not task.cancelled()]
@@ -256,7 +253,7 @@ class ReplicaPool(Replicas):
         await gather_or_cancel(*(put_to_sleep(replica) for replica in self.replicas()))
 
     async def wake_up(self, call: Call) -> None:
-        """Wake all replicas that sleep. One that is lost meanwhile is found by the next call of it."""
+        """Wake all sleeping replicas. A replica that is lost meanwhile is found by the next call."""
 
         async def wake(replica: Replica) -> None:
             try:
@@ -322,7 +319,7 @@ class ReplicaPool(Replicas):
         return bound is not None and any(device.node in nodes for device in bound.devices)
 
     def _leave(self, replica: Replica) -> asyncio.Task[None]:
-        """Drain and stop a replica in the background. It gets no work from here on."""
+        """Drain and stop a replica in the background. It gets no more work."""
         slot = self.slot_of(replica)
         replica.drain()
         if slot not in self._leaving:
@@ -350,7 +347,7 @@ class ReplicaPool(Replicas):
             timer.cancel()
 
     async def close(self) -> None:
-        """Call off all starts, and wait for the replicas that are leaving."""
+        """Cancel all starts, and wait for the replicas that are leaving."""
         self._closed = True
         self._next.clear()
         for slot in list(self._timers):

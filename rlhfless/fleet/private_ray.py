@@ -70,7 +70,7 @@ def _fits(folder: Path) -> bool:
 
 
 def remove(owner: Path) -> None:
-    """Remove the private Ray's folder in `owner`, if there is one; its processes have ended, or are about to."""
+    """Remove the private Ray's folder in `owner`, if any; its processes have ended, or are about to."""
     home, end_s = owner / FOLDER, time.monotonic() + GONE_S
     with suppress(OSError):
         if home.lstat().st_uid != os.getuid():

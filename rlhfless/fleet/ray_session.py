@@ -114,7 +114,7 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
 
 
 async def reach(address: str) -> None:
-    """Raises NoCluster if nothing listens at `host:port`. Addresses of another form are left to Ray."""
+    """Raises NoCluster if nothing listens at `host:port`. Ray checks addresses of other forms itself."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -176,7 +176,7 @@ def end() -> None:
 
 
 def is_lost() -> bool:
-    """Whether processes of a private Ray have ended, for example by a signal to its process group: it cannot answer."""
+    """Return whether processes of a private Ray have ended, such as by a signal to its process group."""
     node = worker._global_node
     return node is None or bool(node.dead_processes())
 

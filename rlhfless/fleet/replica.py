@@ -40,8 +40,6 @@ Clock = Callable[[], float]
 
 
 class Recorder(Protocol):
-    """The receiver of the fleet's holdings, invocations, and records of engine starts."""
-
     def add_holding(self, holding: Holding) -> None: ...
 
     def add_invocation(self, invocation: Invocation) -> None: ...
@@ -96,7 +94,7 @@ class Replica:
 
     @property
     def working(self) -> bool:
-        """Whether a call that goes into the ledger is under way."""
+        """Whether a call that goes into the ledger is in progress."""
         return self._working > 0
 
     @property
@@ -106,18 +104,18 @@ class Replica:
 
     @property
     def since_s(self) -> float:
-        """When it entered its present state (unix time)."""
+        """Unix time at which it entered its present state."""
         return self._launched_s if self._life is None else self._life.since_s
 
     @property
     def served(self) -> str | None:
-        """Label of the weights that it serves; None if it serves none."""
+        """Label of the weights that it serves, or None."""
         asked = None if self._life is None or self.state is not ReplicaState.SERVING else self._life.asked
         return None if asked is None else asked.label
 
     @property
     def open_device_s(self) -> dict[str, float]:
-        """Device-seconds since the last holding was recorded, by device kind; the run's cost so far includes them."""
+        """Device-seconds since the last recorded holding, by device kind, for the run's cost so far."""
         since_s = self._launched_s if self._life is None else self._life.since_s
         if self._waits or not self.state.holds_device:
             return {}
@@ -130,7 +128,7 @@ class Replica:
     # -- life cycle: every change of state closes holdings, which go into the ledger
 
     def mark_waiting(self) -> None:
-        """Begin the wait for devices: STARTING, and nothing is billed yet."""
+        """Start the wait for devices: STARTING, and nothing is billed yet."""
         self._waits = True
 
     def mark_devices_acquired(self) -> None:
@@ -138,7 +136,7 @@ class Replica:
         self._waits, self._launched_s = False, self._clock()
 
     def check_kept(self) -> None:
-        """Raises ReplicaLost if the replica was given up, such as one whose devices were lost while it started."""
+        """Raises ReplicaLost if the replica was given up, such as when its devices were lost during its start."""
         if self._given_up.done():
             raise ReplicaLost(self._given_up.result())
 
@@ -151,7 +149,7 @@ class Replica:
         self._record(self._life.started(now_s))
 
     def record_start(self, call: Call, opening: Mapping[str, float]) -> None:
-        """Record the seconds of each phase of an engine's start; `opening`: of the phases after it was up."""
+        """Record the seconds of each phase of an engine's start. `opening`: the phases after it was up."""
         if self._start_s is None or self.info is None:
             return
         engine = self.info.start_seconds
@@ -162,7 +160,7 @@ class Replica:
         self._recorder.add_decision(Decision(call.step, self._launched_s, START, self.name, inputs))
 
     def record_transport(self, call: Call, transport: Transport | None) -> None:
-        """Record how its weights come, when that is not as it was before. None says nothing."""
+        """Record the transport of its weights if it has changed. None records nothing."""
         if transport in (None, self._transport):
             return
         self._transport = transport
@@ -170,7 +168,7 @@ class Replica:
         self._recorder.add_decision(Decision(call.step, self._clock(), TRANSPORT, self.name, {"transport": transport}))
 
     def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
-        """A replica that an earlier driver started: it joins as STALE, and is billed from here on."""
+        """Adopt a replica of an earlier driver: it joins as STALE, and is billed from here on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._clock(), ReplicaState.STALE)
         self._record(())
@@ -373,7 +371,7 @@ class Replica:
         )
 
     def _check_incarnation(self, incarnation: str) -> None:
-        """Refuse the answers of a replica that Serve has revived under the name of a dead one."""
+        """Refuse answers of a replica that Serve has revived under a dead replica's name."""
         if self._life is not None and incarnation != self.incarnation:
             reason = f"it answers as incarnation {incarnation}: it was restarted and has lost its state"
             self.give_up(reason)

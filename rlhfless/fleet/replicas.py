@@ -23,8 +23,6 @@ from rlhfless.util.tasks import gather_or_cancel
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How to build a function's replicas."""
-
     kind: FunctionSpec
     deployment: type
     settings: Callable[[Allocation], Any]
@@ -45,7 +43,7 @@ TELLS_S = 15.0
 
 @dataclass(eq=False)
 class Replicas:
-    """All replicas of a function, by name and by slot, which is the number of their allocation."""
+    """All replicas of a function, by name and by slot, the number of their allocation."""
 
     _cluster: Cluster
     _devices: RunDevices
@@ -66,16 +64,14 @@ class Replicas:
 
     @property
     def function(self) -> str:
-        """The function's name."""
         return self._blueprint.kind.name
 
     @property
     def allocations(self) -> tuple[Allocation, ...]:
-        """The allocations of the slots; each holds one replica."""
         return self._allocations
 
     def set_allocation(self, slot: int, allocation: Allocation) -> None:
-        """Let the next replica at a slot, which must be empty, have other devices."""
+        """Give the next replica at a slot, which must be empty, other devices."""
         assert self.at(slot) is None, f"{self.function} has a replica at slot {slot}, whose devices it keeps"
         self._allocations = (*self._allocations[:slot], allocation, *self._allocations[slot + 1 :])
 
@@ -83,33 +79,30 @@ class Replicas:
         return self._replicas[name]
 
     def at(self, slot: int) -> Replica | None:
-        """The replica that holds an allocation."""
         allocation = self.allocations[slot]
         return next((replica for replica in self.replicas() if replica.allocation is allocation), None)
 
     def slot_of(self, replica: Replica) -> int:
-        """The number of a replica's allocation."""
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
     def places(self, replica: Replica) -> list[str]:
-        """The names of its devices in the cluster."""
+        """Return the names of its devices in the cluster."""
         return self._devices.places(replica.allocation)
 
     def must_come(self, slot: int) -> bool:
-        """Whether a replica at a slot would wait for a node that is not in the cluster yet."""
+        """Return whether a replica at a slot would wait for a node that is not in the cluster yet."""
         return self._devices.must_come(self.allocations[slot])
 
     def replicas(self) -> tuple[Replica, ...]:
-        """The replicas that hold a device, in the order in which they were started."""
+        """Return the replicas that hold a device, in the order of their starts."""
         return tuple(r for r in self._replicas.values() if r.state.holds_device)
 
     def serving(self) -> tuple[Replica, ...]:
-        """Replicas that may get traffic."""
         return tuple(r for r in self._replicas.values() if r.state is ReplicaState.SERVING)
 
     @property
     def lost(self) -> int:
-        """Replicas that were given up while they were needed, since the run's attempt began."""
+        """Replicas that were given up while needed, since the attempt started."""
         return sum(replica.lost for replica in self._replicas.values())
 
     # -- starting
@@ -155,7 +148,7 @@ class Replicas:
         await asyncio.shield(self._remove([replica.name]))
 
     async def _remove(self, names: Sequence[str]) -> None:
-        """Stop replicas, and give devices back that no other replica uses."""
+        """Stop replicas, and return devices that no other replica uses."""
         await self._cluster.delete(names)
         await self._devices.release(*names)
 
@@ -177,7 +170,7 @@ class Replicas:
     # -- taking over
 
     async def adopt(self, names: Sequence[str], call: Call) -> None:
-        """Take over replicas that an earlier driver of the run left; replicas with other settings are stopped."""
+        """Adopt replicas of an earlier driver of the run; stop replicas with other settings."""
         prefix = self._name("")
         of_run = [name for name in names if name.startswith(prefix)]
         self._launches = max([int(name.removeprefix(prefix)) + 1 for name in of_run], default=self._launches)
@@ -209,7 +202,7 @@ class Replicas:
     # -- the lost
 
     async def probe_all(self, call: Call) -> None:
-        """Ask all replicas for a sign of life, and give up replicas that do not answer."""
+        """Ask all replicas for a sign of life, and give up silent ones."""
         await gather_or_cancel(*(self._probe(replica, call) for replica in self.replicas() if replica.info))
 
     async def _probe(self, replica: Replica, call: Call) -> None:

@@ -66,8 +66,6 @@ class NoDevices(FleetError):
 
 @dataclass
 class _Taken:
-    """A group that replicas use or wait for."""
-
     users: dict[str, Lost] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
     """Users that are not up yet: their own leases are longer."""
@@ -76,7 +74,7 @@ class _Taken:
 
 
 class RunDevices:
-    """Takes and gives back a run's groups of devices."""
+    """Takes and returns a run's device groups."""
 
     def __init__(
         self, cluster: Cluster, placement: Placement, call: Call, spec: RunSpec, priority: int, shown: Shown
@@ -103,7 +101,7 @@ class RunDevices:
 
     @property
     def shared(self) -> bool:
-        """Other runs may be on the same devices."""
+        """Whether other runs may be on the same devices."""
         return self._tenants > 1
 
     # -- taking and giving back
@@ -144,7 +142,7 @@ class RunDevices:
         return any(taken.starting for taken in self._taken.values())
 
     async def release(self, *users: str) -> None:
-        """Give back the devices of replicas that have ended, or never started, unless other replicas use them."""
+        """Return the devices of replicas that have ended, or never started, unless other replicas use them."""
         unused = []
         for name, taken in self._taken.items():
             for user in users:
@@ -168,12 +166,12 @@ class RunDevices:
             log.warning("devices were not given back in order, and will be when their lease ends: %s", error)
 
     def held(self, kind: str) -> int:
-        """Devices of a kind that replicas of the run have, or wait for."""
+        """Count the devices of a kind that replicas of the run have, or wait for."""
         return sum(len(group.devices) for group in self._placement.groups if group.name in self._taken
                    and group.kind == kind)  # fmt: skip
 
     def bound(self, allocation: Allocation) -> Allocation | None:
-        """The allocation with its devices bound; None if the run does not hold them."""
+        """Return the allocation with its devices bound; None if the run does not hold them."""
         groups = self._placement.groups_of(allocation)
         return self._bound(allocation) if all(map(self._holds, groups)) else None
 
@@ -187,12 +185,12 @@ class RunDevices:
         return replace(allocation, devices=tuple(devices[device.name] for device in allocation.devices))
 
     def must_come(self, allocation: Allocation) -> bool:
-        """Whether a replica there would wait for a new node: no node had its devices free when they were last read."""
+        """Return whether a replica there would wait for a new node: its devices were free on no node when last read."""
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
 
     async def at_hand(self) -> Callable[[Allocation], bool]:
-        """Tells of an allocation whether its devices are there now: held, or free on a node of the cluster."""
+        """Return a function that tells whether an allocation's devices are held, or free on a node of the cluster."""
         nodes = await self._cluster.nodes("")
 
         def there(allocation: Allocation) -> bool:
@@ -203,7 +201,6 @@ class RunDevices:
 
     @property
     def waiting(self) -> bool:
-        """Whether a replica of the run waits for devices."""
         return any(taken.users and taken.held is None for taken in self._taken.values())
 
     def places(self, allocation: Allocation) -> list[str]:
@@ -215,7 +212,7 @@ class RunDevices:
                 for number in each.local_ids]  # fmt: skip
 
     def reservations_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
-        """The groups of these allocations that the run holds, with their holders."""
+        """Return the groups of these allocations that the run holds, with their reservations."""
         groups = {group.name for each in allocations for group in self._placement.groups_of(each)}
         return {name: taken.held.reservation for name, taken in self._taken.items() if name in groups and taken.held}
 
@@ -296,7 +293,7 @@ class RunDevices:
             self._notify_lost(name)
 
     def _notify_lost(self, group: str) -> None:
-        """Give up the replicas on devices that are not held any more: another run may get the devices."""
+        """Give up the replicas on lost devices: another run may get the devices."""
         taken = self._taken.get(group)
         if taken is None or taken.held is None:
             return
@@ -321,19 +318,19 @@ class RunDevices:
                 self._taken[group.name] = _Taken(held=held)
 
     def add_user(self, allocation: Allocation, user: str, lost: Lost) -> None:
-        """Record that `user`, such as a replica of an earlier driver, uses what the run has of these devices."""
+        """Record that `user`, such as a replica of an earlier driver, uses the run's part of these devices."""
         for group in self._placement.groups_of(allocation):
             if group.name in self._taken:
                 self._taken[group.name].users[user] = lost
 
     async def settle(self) -> None:
-        """Give back what an earlier driver has left and no replica uses."""
+        """Return devices of an earlier driver that no replica uses."""
         if self._manager is not None:
             await self.release()
             await self._give_back([group.name for group in self._placement.groups if group.name not in self._taken])
 
     async def close(self) -> None:
-        """Give everything back. A private cluster ends with all that it holds anyway."""
+        """Return everything. A private cluster ends with all that it holds anyway."""
         if self._manager is None or self._cluster.private:
             return
         try:
@@ -357,7 +354,7 @@ class RunDevices:
         return 2 * self._lease_s + self.timeouts.drain_s + (self.timeouts.start_s if self._any_starts else 0.0)
 
     async def ask(self, method: str, *arguments: object) -> Any:
-        """Call the manager. Raises StaleCall, or FleetError if it does not answer or is lost, with all that it held."""
+        """Call the manager. Raises StaleCall; FleetError if it does not answer, or is lost with all reservations."""
         try:
             if self._manager is None:
                 self._manager = reservation_manager(self._manager_name, self._lease_of_devices_s)
@@ -391,5 +388,5 @@ def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
 
 
 def _room(group: DeviceGroup, nodes: Sequence[Node]) -> bool:
-    """Whether a node has the devices of a group free."""
+    """Return whether a node has the devices of a group free."""
     return any(node.free(group.kind) >= len(group.devices) for node in nodes)

@@ -45,8 +45,6 @@ _UNIQUE = f"{PROMPT_TOKENS_UNIQUE}/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
-    """A wait in progress."""
-
     what: str
     began: float
     spinner: Spinner
@@ -86,17 +84,17 @@ class Console:
 
     @property
     def done(self) -> int:
-        """The number of the last step that was emitted, or the one that the run goes on after."""
+        """The last step that was emitted, or that the run resumed after."""
         return self._recent[-1][0] if self._recent else self._resumed_after
 
     @property
     def closed_by_reader(self) -> bool:
-        """Whether nothing reads the output any more; what is shown is dropped then."""
+        """Whether nothing reads the output any more; output is dropped then."""
         return self._stream.closed_by_reader
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Shows what is being waited for, and for how long; for long waits, such as a start."""
+        """Show the current wait and its duration, such as for a start."""
         began, what = self._now(), legible(what)
         if self._live is None:
             self._print(f"{what} ...")
@@ -120,7 +118,7 @@ class Console:
             self._print(f"step {step:>{len(str(self._steps))}}/{self._steps}  goes on, attempt {attempt}; {earlier}")
 
     def set_activity(self, what: str) -> None:
-        """Shows what a run on another machine does or waits for, until the next call."""
+        """Show the activity of a run on another machine, until the next call."""
         what = legible(what)
         with self._lock:
             self._waiting = [_Wait(what, self._now(), Spinner("dots"))] if what else []
@@ -131,7 +129,7 @@ class Console:
         values: Mapping[str, float],
         samples: Mapping[str, Sequence[float]] = NO_SAMPLES,  # noqa: ARG002
     ) -> None:
-        """Shows a step, or an evaluation. Histograms are not shown; their mean and maximum are values."""
+        """Show a step or an evaluation. Histograms are not shown; their mean and maximum are values."""
         with self._lock:
             for name, value in values.items():
                 if name.startswith(_EVAL):
@@ -143,14 +141,14 @@ class Console:
             self._print(self._step_line(step, values) if is_step else self._evaluation_line(step, values))
 
     def show(self, content: RenderableType) -> None:
-        """Prints content permanently, above the table that is being redrawn."""
+        """Print content permanently, above the table."""
         if isinstance(content, str):
             self._terminal.print(Text(legible(content)), soft_wrap=True)
         else:
             self._terminal.print(content)
 
     def close(self) -> None:
-        """Stops redrawing; the last frame stays. Later output follows below it."""
+        """Stop redrawing; the last frame stays."""
         if self._live is not None:
             self._live.stop()
 
@@ -170,7 +168,7 @@ class Console:
         self._terminal.print(line, soft_wrap=True, markup=False)
 
     def _left_s(self) -> float | None:
-        """Remaining time at the mean pace of recent steps; None before the first step."""
+        """Return the remaining time at the mean pace of recent steps; None before the first step."""
         if not self._recent:
             return None
         pace_s = sum(values["step_s"] for _, values in self._recent) / len(self._recent)
@@ -254,12 +252,12 @@ class Console:
 
 
 def _draws_nothing(values: Mapping[str, float]) -> bool:
-    """Whether a step has learned from written responses."""
+    """Return whether a step has learned from written responses."""
     return "loss" in values and "reward_mean" not in values
 
 
 def _figures(values: Mapping[str, float]) -> dict[str, str]:
-    """The metrics that say how a run goes, by what they are called here."""
+    """Return the console metrics by display label."""
     if not _draws_nothing(values):
         return {"reward": "reward_mean"}
     pairs = {"accuracy": "preference_accuracy"} if "preference_accuracy" in values else {}
@@ -271,13 +269,12 @@ def _decimal_of(metric: str, values: Mapping[str, float]) -> str:
 
 
 def _prompts(values: Mapping[str, float]) -> str:
-    """Computed prompt tokens of each function, as a ratio to the unique ones: `1.1/1.0/1.0`."""
+    """Return computed prompt tokens of each function as a ratio to the unique ones: `1.1/1.0/1.0`."""
     unique = {name.removeprefix(_UNIQUE): values[name] for name in values if name.startswith(_UNIQUE) and values[name]}
     shares = (values[f"{PROMPT_TOKENS_COMPUTED}/{function}"] / unique[function] for function in in_order(unique))
     return "/".join(f"{share:.1f}" for share in shares)
 
 
 def _recovered(values: Mapping[str, float]) -> str:
-    """The recovery time of a step; empty if there was no fault."""
     recovery_s = values.get("recovery_s", 0.0)
     return f" ({decimal(recovery_s, 1)} s of it recovery)" if recovery_s else ""

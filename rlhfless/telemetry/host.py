@@ -12,19 +12,17 @@ IN_OTHERS = ("guest", "guest_nice")
 
 
 class BusyCores:
-    """Counts the busy CPU cores of this machine, of all processes, since this object was made."""
+    """Counts the busy CPU cores of this machine since this object was made."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
         self._busy_s = _busy_s()
 
     def mean(self) -> float:
-        """The mean number of busy cores since this object was made."""
         passed_s = time.monotonic() - self._began_s
         return (_busy_s() - self._busy_s) / passed_s if passed_s > 0 else 0.0
 
 
 def _busy_s() -> float:
-    """Core-seconds since the machine was started."""
     times: dict[str, float] = psutil.cpu_times()._asdict()
     return sum(seconds for name, seconds in times.items() if name not in (*IDLE, *IN_OTHERS))

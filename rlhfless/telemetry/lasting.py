@@ -11,14 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class LastingStream:
-    """Writes to a stream until that fails, and then to nothing; the log says so once."""
+    """Writes to a stream until that fails, and then to nothing; logs the failure once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.closed_by_reader = False
 
     def write(self, text: str) -> int:
-        """Write, or drop the text if nothing can be written any more."""
         if not self.closed_by_reader:
             try:
                 return self._stream.write(text)
@@ -27,7 +26,6 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, if there is still a reader."""
         if not self.closed_by_reader:
             try:
                 self._stream.flush()

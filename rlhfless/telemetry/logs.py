@@ -47,7 +47,6 @@ class RunLog:
         logging.captureWarnings(True)
 
     def close(self) -> None:
-        """Takes the handlers off again and closes the file."""
         logging.captureWarnings(False)
         self._ours.setLevel(self._level_before)
         for handler in self._handlers:
@@ -64,8 +63,6 @@ class _Legible(logging.Formatter):
 
 
 class _RunId(logging.Filter):
-    """Gives every record the run's id."""
-
     def __init__(self, run_id: str) -> None:
         super().__init__()
         self._run_id = run_id

@@ -47,7 +47,7 @@ _ENDINGS = {Unit.SECONDS: "_s", Unit.TOKENS_PER_SECOND: "_tokens_per_s"}
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A declaration. In a family, `name` is the part before the slash and `label` names the part after it."""
+    """A declaration. Of a family, `name` is the part before the slash and `label` names the part after it."""
 
     name: str
     unit: Unit

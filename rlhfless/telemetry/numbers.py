@@ -6,7 +6,7 @@ _DASH = "-"
 
 
 def count(value: float | None) -> str:
-    """A count: `1,234`."""
+    """`1,234`."""
     return _DASH if value is None else f"{value:,.0f}"
 
 

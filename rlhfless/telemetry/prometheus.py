@@ -66,7 +66,6 @@ class PrometheusSink:
                     histogram.observe(value)
 
     def close(self) -> None:
-        """Frees the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_STOP_S)

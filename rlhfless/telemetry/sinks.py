@@ -17,8 +17,6 @@ NO_SAMPLES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 class MetricSink(Protocol):
-    """A destination of metrics."""
-
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         """Takes the values of one step, and for histograms all samples of it."""
 
@@ -94,5 +92,5 @@ def _emissions_in(lines: str) -> set[tuple[int, bool]]:
 
 
 def finite(value: float) -> float | None:
-    """The value as JSON can write it: None for NaN and infinity."""
+    """Return the value, or None for NaN and infinity, which JSON cannot have."""
     return float(value) if math.isfinite(value) else None

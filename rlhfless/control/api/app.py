@@ -32,8 +32,6 @@ RETRY_AFTER_S = 2.0
 
 
 def make_app(service: Service) -> FastAPI:
-    """The web application of a service."""
-
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         asyncio.get_running_loop().run_in_executor(None, page.assets)
@@ -74,7 +72,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 
 def problems_of(error: Mapping[str, Any], content_type: str) -> list[Problem]:
-    """The wrong fields of one error of a RequestValidationError."""
+    """Return the wrong fields of one error of a RequestValidationError."""
     if error["type"] != PROBLEMS_ERROR:
         return [problem_of(error, content_type)]
     section = [str(part) for part in error["loc"] if part not in PLACES]
@@ -83,7 +81,6 @@ def problems_of(error: Mapping[str, Any], content_type: str) -> list[Problem]:
 
 
 def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:
-    """One error of a RequestValidationError, with the wrong value."""
     source, *rest = error["loc"]
     if error["type"] == "json_invalid":
         return Problem("", f"is no JSON: {error['ctx']['error']} at character {rest[0]}")

@@ -81,7 +81,6 @@ async def deliver(
 
 
 def _parsed(message: type[M], body: dict[str, Any]) -> M:
-    """A message of a driver. Raises RequestValidationError."""
     try:
         return message.model_validate(body)
     except ValidationError as error:
@@ -89,7 +88,7 @@ def _parsed(message: type[M], body: dict[str, Any]) -> M:
 
 
 def _driven_by(session: Session, run_id: str, introduction: Introduction, token: str) -> RunRow:
-    """The run, if this is its driver's secret. Raises ApiError."""
+    """Return the run if the token is its driver's. Raises ApiError."""
     run = store.run_of(session, run_id)
     if not hmac.compare_digest(hashed(token), run.driver_token):
         status, code = (409, "stale_attempt") if introduction.attempt < run.attempt else (401, "unauthorized")
@@ -98,7 +97,7 @@ def _driven_by(session: Session, run_id: str, introduction: Introduction, token:
 
 
 async def _require_one_folder(service: Service, run_id: str, introduction: Introduction, token: str) -> None:
-    """Raises ApiError if the driver's folder of the run is another one than the service's."""
+    """Raises ApiError if the driver sees another folder of the run than the service."""
     run = await service.database.read(lambda session: _driven_by(session, run_id, introduction, token))
     folder = Path(run.folder)
     if not await asyncio.to_thread(finds_mark, folder, introduction.attempt, run.driver_token):

@@ -79,7 +79,6 @@ class _Collected(Collector):
         self._leases = leases
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """See prometheus_client."""
         counts = [([status], self._counts.get(status, 0)) for status in Status]
         yield _family("rlhfless_runs", "Runs by status", ["status"], counts)
         up = self._service.ray() is not None
@@ -115,7 +114,7 @@ class _Collected(Collector):
         yield _family("rlhfless_run_status_since_seconds", text, [*RUN, "status"], since)
 
     def _latest(self) -> Iterator[GaugeMetricFamily]:
-        """The metrics of rlhfless.telemetry.metrics, as `logging.metrics_port` names them."""
+        """Yield the metrics of rlhfless.telemetry.metrics, under the names of `logging.metrics_port`."""
         families: dict[str, GaugeMetricFamily] = {}
         for run in self._runs:
             for name, value in run.latest.items():

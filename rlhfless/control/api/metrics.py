@@ -69,7 +69,7 @@ async def get_metrics(
 
 
 def metrics_texts(session: Session, run_id: str, after_step: int, until_step: int | None) -> Sequence[Measured]:
-    """The metrics by step, as JSON texts: an object for each row would take longer than all other work."""
+    """Return the metrics by step as JSON texts: an object for each row would take longer than all other work."""
     query = (
         select(MetricsRow.step, MetricsRow.at, cast(MetricsRow.values, Text))
         .where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
@@ -95,7 +95,7 @@ def wanted_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list[Series]:
-    """One curve per metric, in the order of their declarations, each of at most `points` points."""
+    """Return one curve per metric, in the order of their declarations, each of at most `points` points."""
     parsed: list[dict[str, float | None]] = from_json(f"[{','.join(row[2] for row in rows)}]")
     steps = np.array([row[0] for row in rows])
     times = np.array([row[1] for row in rows])
@@ -131,7 +131,7 @@ def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times
 
 
 def described(name: str) -> tuple[str, str]:
-    """Unit and meaning of a metric. A histogram is stored as its quantiles, `<name>/p<percent>`."""
+    """Return unit and meaning of a metric. A histogram is stored as its quantiles, `<name>/p<percent>`."""
     family, _, label = name.partition("/")
     metric = METRICS.get(family)
     if metric is None:

@@ -45,8 +45,6 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page."""
-
     content: bytes
     compressed: bytes
     """The content with gzip."""
@@ -56,7 +54,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """All files of the page by name, read and compressed once."""
+    """Read and compress all files of the page, once."""
     return {file.name: _read(file) for file in FOLDER.iterdir() if file.is_file()}
 
 

@@ -193,7 +193,7 @@ TIMELINE_S = 60.0
 
 
 async def trace_folder(service: Service, run_id: str) -> str:
-    """The folder of a run's trace. Raises ApiError (404) if it has none yet."""
+    """Return the folder of a run's trace. Raises ApiError (404) before its first step."""
     run = await service.run(run_id)
     folder = trace_of(run.folder)
     if folder is None:

@@ -76,7 +76,7 @@ _SCHEMA = {"application/json": {"schema": {"$ref": f"#/components/schemas/{Error
 
 
 def answers(content_type: str, schema: dict[str, Any], description: str) -> dict[int | str, dict[str, Any]]:
-    """The documented answers of a route that does not answer in JSON; its errors are in JSON."""
+    """Document the answers of a route that does not answer in JSON; its errors are in JSON."""
     errors: dict[int | str, dict[str, Any]] = {
         code: {"description": text, "content": _SCHEMA} for code, text in _TEXTS.items()
     }
@@ -87,13 +87,12 @@ T = TypeVar("T", bound=ApiObject)
 
 
 def object_of(kind: type[T], row: Base, **others: Any) -> T:
-    """An object of the API from the columns of its fields' names; `others` come from elsewhere."""
+    """Make an API object from the columns with its fields' names, and from `others`."""
     columns = kind.model_fields.keys() - {"object"} - others.keys()
     return kind(**{name: getattr(row, name) for name in columns}, **others)
 
 
 def run_object(row: RunRow) -> RunObject:
-    """A run."""
     checkpoints = checkpoint_objects(row)
     return object_of(
         RunObject,
@@ -109,18 +108,16 @@ def run_object(row: RunRow) -> RunObject:
 
 
 def checkpoint_objects(row: RunRow) -> list[CheckpointObject]:
-    """The checkpoints of a run, newest first."""
+    """Return the checkpoints of a run, newest first."""
     checkpoints = [CheckpointObject.model_validate(_known(CheckpointObject, entry)) for entry in row.checkpoints]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
 def event_object(row: EventRow) -> EventObject:
-    """An event of a run."""
     return object_of(EventObject, row, id=row.seq, message=redacted_text(row.message), data=redacted(row.data))
 
 
 def rollout_object(row: RolloutRow) -> RolloutObject:
-    """A sample of a run to read."""
     values = _known(RolloutObject, row.data)
     return RolloutObject(
         run_id=row.run_id, step=row.step, **values | {"failures": redacted(values.get("failures", {}))}
@@ -128,5 +125,5 @@ def rollout_object(row: RolloutRow) -> RolloutObject:
 
 
 def _known(kind: type[ApiObject], values: dict[str, Any]) -> dict[str, Any]:
-    """The values that a driver has reported, without fields that this version does not know (delivery.PROTOCOL)."""
+    """Drop fields of a driver's report that this version does not know (delivery.PROTOCOL)."""
     return {name: value for name, value in values.items() if name in kind.model_fields}

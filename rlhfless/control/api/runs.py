@@ -97,7 +97,6 @@ async def create_run(
 
 
 def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec) -> RunRow:
-    """The row of a new, queued run."""
     now = time.time()
     run_id = f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
     return RunRow(
@@ -216,7 +215,7 @@ async def resume_run(
 
 
 def require_below_limits(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
-    """Raises ApiError (409) for a run that has reached a limit: it would start all its functions only to stop again."""
+    """Raises ApiError (409) for a run that has reached a limit: it would start all functions only to stop again."""
     # Only the run's driver knows the time in which it held devices.
     what = reached(limits, Spent(run.cost_usd, run.device_s, 0.0))
     if not what and not changed and run.error is not None and run.error["code"] == "limit_reached":
@@ -227,7 +226,7 @@ def require_below_limits(run: RunRow, limits: LimitsSpec, changed: bool) -> None
 
 
 def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a spec that change when its run is resumed. Raises ApiError (422)."""
+    """Return the keys of a spec that change when its run is resumed. Raises ApiError (422)."""
     for name in changes:
         if name not in ("limits", "allow_changed"):
             message = f"{name!r} cannot change when a run is resumed; `limits` can, and what `allow_changed` lists"
@@ -239,7 +238,7 @@ def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_of(changes: dict[str, Any]) -> tuple[str, ...]:
-    """What may have changed when a run is resumed. Raises ApiError (422)."""
+    """Return the kinds of inputs that may have changed when a run is resumed. Raises ApiError (422)."""
     kinds = changes.get("allow_changed", [])
     if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
         message = f"allow_changed: {shown(kinds)}: should be a list of {', '.join(KINDS)}"

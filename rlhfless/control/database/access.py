@@ -56,8 +56,6 @@ class SecondService(UserError):
 
 
 class Database:
-    """The engine, the writing thread and the reading threads of a database."""
-
     def __init__(self, url: str) -> None:
         """Raises InputError for a malformed URL."""
         self.engine = _engine(url)
@@ -102,7 +100,7 @@ class Database:
             answer.set_result(result)
 
     def _do(self, session: Session, change: Callable[[Session], Any]) -> tuple[Any, Exception | None, Any]:
-        """Do one change; returns its result or its fault, and the runs that it has changed."""
+        """Do one change; return its result or its fault, and the runs that it has changed."""
         session.info.clear()
         try:
             with session.begin_nested():
@@ -116,7 +114,7 @@ class Database:
             return None, error, None
 
     async def read(self, query: Callable[[Session], T]) -> T:
-        """The result of a query. Raises Unavailable."""
+        """Return the result of a query. Raises Unavailable."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_transaction, query)
 
     def _in_transaction(self, query: Callable[[Session], T]) -> T:
@@ -125,7 +123,7 @@ class Database:
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
-        """Raises Unavailable if the database is away."""
+        """Turn errors of an unreachable database into Unavailable."""
         try:
             yield
         except (DBAPIError, PoolTimeout) as error:
@@ -152,7 +150,7 @@ class Database:
 
 
 def _is_away(error: DBAPIError | PoolTimeout) -> bool:
-    """Whether the server, or the file, cannot be reached; the statement itself is right."""
+    """Return whether the server, or the file, cannot be reached; the statement itself is right."""
     if isinstance(error, PoolTimeout) or error.connection_invalidated:
         return True
     return type(error).__name__ in {"OperationalError", "InterfaceError"}
@@ -204,7 +202,6 @@ class NewerDatabase(UserError):
 
 
 def config_of(engine: Engine | None = None) -> Config:
-    """Alembic's configuration; there is no file for it."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
     config.attributes["engine"] = engine
@@ -212,7 +209,7 @@ def config_of(engine: Engine | None = None) -> Config:
 
 
 def migrate(engine: Engine) -> None:
-    """Migrate to the newest version; an empty database gets all tables. Raises NewerDatabase."""
+    """Migrate to the newest version. Raises NewerDatabase."""
     known = {script.revision for script in ScriptDirectory.from_config(config_of()).walk_revisions()}
     with engine.connect() as connection:
         stored = MigrationContext.configure(connection).get_current_revision()

@@ -14,8 +14,6 @@ Json = dict[str, Any]
 
 
 class Base(DeclarativeBase):
-    """The base of all tables."""
-
     type_annotation_map: ClassVar[Any] = {Json: JSON, list[Any]: JSON, float: Double, int: BigInteger, str: Text}
 
 

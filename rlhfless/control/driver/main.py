@@ -83,27 +83,25 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
 
 
 def _refused(folder: Path, error: OtherProtocol) -> int:
-    """End an attempt whose order has another protocol: the service reads the outbox, which all protocols share."""
+    """End an attempt whose order has another protocol. The service reads the outbox, which all protocols share."""
     with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
         return _pause(outbox, "other_protocol", str(error))
 
 
 def _unknown_spec(outbox: Outbox, error: Exception) -> int:
-    """End an attempt whose spec only the service has accepted: the two are of different versions."""
+    """End an attempt whose spec only the service accepts: their versions differ."""
     text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
     return _pause(outbox, "other_version", text)
 
 
 def _pause(outbox: Outbox, code: str, text: str) -> int:
-    """Report that the run is paused before it has begun; returns the exit code."""
+    """Report that the run is paused before it has started; return the exit code."""
     ended = DriverExit(status=Status.PAUSED, reason=text, error=failure(code, text))
     outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
 
 
 class _Attempt:
-    """An attempt of a run, in progress."""
-
     def __init__(self, order: DriverOrder, folder: Path, outbox: Outbox) -> None:
         self._order = order
         self._folder = folder
@@ -169,7 +167,7 @@ class _Attempt:
             self._task.cancel()
 
     def _end_replaced(self, why: str) -> None:
-        """End this attempt: another driver has the run. Called in the link's thread."""
+        """End this attempt: another driver has the run. Called in the client's thread."""
         log.warning("%s", why)
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)

@@ -44,7 +44,7 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 class Reporter(Host):
-    """Host, progress display and metric sink of a run: each reports to the service."""
+    """Host, progress display and metric sink of a run; all report to the service."""
 
     def __init__(self, outbox: Outbox, console: Console, steps: int, devices_s: float) -> None:
         self._outbox = outbox
@@ -78,13 +78,11 @@ class Reporter(Host):
         self.wake()
 
     def status(self, status: Status, reason: str) -> None:
-        """Report the run's status from now on."""
         if status is not self._status:
             self._status = status
             self.put("status", status=status, reason=reason)
 
     def state(self) -> DriverState:
-        """The driver's state, for a push."""
         return DriverState(
             reason=storable(self._reason()),
             left_s=self._left_s(),
@@ -94,7 +92,7 @@ class Reporter(Host):
         )
 
     def _worked(self, run: BaseRun) -> list[DeviceWork]:
-        """The calls since the last push. A push that is lost loses them: they are for the page alone."""
+        """Return the calls since the last push. A lost push loses them: they are for the page alone."""
         count = run.ledger.calls
         calls = run.ledger.calls_after(self._reported_calls)
         self._reported_calls = count
@@ -117,7 +115,6 @@ class Reporter(Host):
     # -- from the service
 
     def receive(self, answer: PushAnswer) -> None:
-        """Take the service's answer to a push."""
         self._loop.call_soon_threadsafe(self._apply_answer, answer)
 
     def _apply_answer(self, answer: PushAnswer) -> None:
@@ -129,7 +126,7 @@ class Reporter(Host):
             self.cancel(StopCause.PAUSE if answer.desired_state == "pause" else StopCause.YIELD)
 
     async def devices(self, wanted: DevicesWanted) -> None:
-        """Wait for the lease of the service."""
+        """Wait for the service's grant."""
         self._wanted = wanted
         end_s = time.monotonic() + self._devices_s
         self.status(Status.PROVISIONING, f"asking for {wanted.minimum} x {wanted.kind}")
@@ -149,7 +146,7 @@ class Reporter(Host):
 
     @property
     def _granted(self) -> int:
-        """The devices that the run may hold; 0 while it waits."""
+        """Devices that the run may hold; 0 while it waits."""
         return 0 if self._answer is None else self._answer.granted
 
     # -- rlhfless.orchestrator.host.Host
@@ -194,7 +191,7 @@ class Reporter(Host):
         self.put("checkpoints", checkpoints=entries)
 
     def _actors(self) -> int | None:
-        """The most generation actors that fit the grant; None without a choice."""
+        """Return the most generation actors that fit the grant; None without a choice."""
         wanted, run = self._wanted, self._run
         if wanted is None or run is None or wanted.maximum == wanted.minimum:
             return None
@@ -202,7 +199,7 @@ class Reporter(Host):
         return run.spec.scaling.generation.min_actors + more
 
     async def settle(self) -> None:
-        """Report the whole usage of a run that has ended."""
+        """Report the final usage."""
         if self._usage is not None:
             await self._usage.report()
 
@@ -267,7 +264,7 @@ FEWEST_S = 5.0
 
 
 def replicas_of(run: BaseRun) -> list[ReplicaNow]:
-    """The replicas of a run, now. Called from another thread: a change meanwhile is reported next time."""
+    """Return the replicas of a run. Called from another thread: a change meanwhile is reported next time."""
     return [
         ReplicaNow(
             function=str(replica.function),
@@ -286,7 +283,7 @@ def replicas_of(run: BaseRun) -> list[ReplicaNow]:
 
 
 def worked_in(run: BaseRun, calls: Sequence[Invocation]) -> list[DeviceWork]:
-    """The calls whose replicas are still in a pool, with their devices."""
+    """Return the calls whose replicas are still in a pool, with their devices."""
     pools = run.pools.values()
     places = {replica.incarnation: pool.places(replica) for pool in pools for replica in list(pool.replicas())}
     return [
@@ -310,8 +307,6 @@ def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> flo
 
 
 class UsageReporter:
-    """Reports the usage of one attempt of a run."""
-
     def __init__(self, ledger: Ledger, put: Callable[..., None]) -> None:
         self._ledger = ledger
         self._put = put
@@ -319,7 +314,7 @@ class UsageReporter:
         self._task: asyncio.Task[None] | None = None
 
     def report_if_due(self, pools: Collection[ReplicaPool]) -> None:
-        """Report the usage up to now in the background, if the last report is old enough."""
+        """Report the usage in the background if the last report is old enough."""
         if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
             return
         for pool in pools:
@@ -328,7 +323,7 @@ class UsageReporter:
         self._task = asyncio.create_task(self.report())
 
     async def report(self) -> None:
-        """Report the usage up to now."""
+        """Report the usage so far."""
         began_s = time.monotonic()
         records = self._ledger.records()
         rows = await asyncio.to_thread(bill, *records, self._ledger.prices)

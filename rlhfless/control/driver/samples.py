@@ -32,8 +32,6 @@ MOST_OF_COLUMN = 2_000
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
-    """Makes objects of samples."""
-
     rewards: Sequence[RewardSpec]
     special_tokens: Sequence[str]
     """Texts of the tokenizer's special tokens: the page shows them apart from other text."""
@@ -48,7 +46,7 @@ class SampleReader:
         return [self._object(group.prompt, sample, "train") for group, sample in found]
 
     def of_evaluation(self, sampled: Experience, greedy: Experience) -> list[dict[str, Any]]:
-        """A few samples of an evaluation: of the same prompts each time, with the greedy response."""
+        """Return a few samples of an evaluation: of the same prompts each time, with the greedy response."""
         best = {group.prompt.prompt_id: group.samples for group in greedy.groups}
         names = dict.fromkeys(group.prompt.source for group in sampled.groups)
         most = min(max(MOST_HELD_OUT // max(len(names), 1), 1), GROUPS)
@@ -86,7 +84,7 @@ class SampleReader:
         }
 
     def _expected(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
-        """The expected answer of each reward that compares with one, as it compares it."""
+        """Yield the expected answer of each reward that compares with an answer, in the form that it compares."""
         for reward in self.rewards:
             if not reward.scores(prompt.source):
                 continue
@@ -99,12 +97,12 @@ class SampleReader:
 
 
 def _chosen(groups: Iterable[Group], most: int) -> list[Group]:
-    """Some groups, by a hash of their prompts' ids: the same whenever the same prompts are drawn."""
+    """Choose groups by a hash of their prompts' ids: the same whenever the prompts are the same."""
     return sorted(groups, key=lambda group: hashlib.blake2b(group.prompt.prompt_id.encode()).digest())[:most]
 
 
 def _extremes(group: Group) -> list[tuple[Group, Sample]]:
-    """The samples with the highest and the lowest reward, and last one whose reward failed: it has no reward."""
+    """Return the samples with the highest and the lowest reward, and a sample whose reward failed."""
     scored = [sample for sample in group.samples if not sample.scored.failures]
     failed = [sample for sample in group.samples if sample.scored.failures]
     ordered = sorted(scored, key=lambda sample: (sample.scored.total, sample.sample_index))
@@ -113,7 +111,7 @@ def _extremes(group: Group) -> list[tuple[Group, Sample]]:
 
 
 def _short(value: Any) -> Any:
-    """A value of a column as JSON value; as text that is cut if it is long."""
+    """Return a column's value as JSON; a long value as a text that is cut."""
     text = json.dumps(storable_values(value), ensure_ascii=False, default=str, allow_nan=True)
     if len(text) <= MOST_OF_COLUMN:
         return json.loads(text, parse_constant=str)

@@ -48,7 +48,7 @@ class StaleOutbox(RuntimeError):
 
 
 class Outbox:
-    """The outbox of one attempt; it may be used from several threads."""
+    """The outbox of one attempt; several threads may use it."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         """Raises StaleOutbox if a newer attempt has begun."""
@@ -75,7 +75,7 @@ class Outbox:
             )
 
     def after(self, seq: int, limit: int = ITEMS_PER_PUSH) -> list[Item]:
-        """The items after this number, in order."""
+        """Return the items after this number, in order."""
         with self._lock:
             return _items_after(self._database, seq, limit)
 
@@ -105,7 +105,7 @@ class Outbox:
 
 
 def undelivered(folder: Path, seq: int) -> list[Item]:
-    """The items of a run's outbox after a number, read from outside its driver; empty if there is no outbox."""
+    """Read a run's outbox from outside its driver: the items after a number; empty if there is no outbox."""
     file = folder / OUTBOX_FILE
     if not file.exists():
         return []
@@ -117,7 +117,7 @@ def undelivered(folder: Path, seq: int) -> list[Item]:
 
 
 def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Item]:
-    """Items after a number, in order. A `limit` below 0 is none."""
+    """Return items after a number, in order. `limit` < 0: all."""
     query = "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq LIMIT ?"
     rows = database.execute(query, (seq, limit)).fetchall()
     return [
@@ -149,7 +149,7 @@ class Replaced(Exception):
 
 
 class Link:
-    """The delivery thread. Only `wake` and `close` are called from other threads."""
+    """The delivery thread. Other threads call only `wake` and `close`."""
 
     def __init__(
         self,
@@ -177,15 +177,14 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="service-link", daemon=True)
 
     def start(self) -> None:
-        """Begin to deliver."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Push at once: there is something to deliver."""
+        """Push at once."""
         self._wake.set()
 
     def close(self, timeout_s: float) -> bool:
-        """Deliver all items; returns whether the service has them. The others stay in the outbox."""
+        """Deliver all items; return whether the service has them. The rest stays in the outbox."""
         self._closing.set()
         self._wake.set()
         self._thread.join(timeout_s)
@@ -218,7 +217,7 @@ class Link:
             self._wake.clear()
 
     def _push(self) -> bool:
-        """Push once; returns whether there is more to deliver."""
+        """Push once; return whether there is more to deliver."""
         items: list[Item] = [] if self._pushed is None else self._outbox.after(self._pushed)
         push = Push(attempt=self._order.attempt, items=items, now=self._state(), marked=self._marked)
         url = self._order.service_url or json.loads(Path(self._order.service_file).read_text("utf-8"))["url"]
