@@ -6,7 +6,6 @@ the rest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,7 @@ class RunContract:
 
     contract: ContractSpec = WeightedSpec()  # noqa: RUF009 (frozen)
     """The contract of the spec."""
-    steps: int = 1
-    """Steps of the whole run; a contract per run is divided among them."""
+    steps: int = 1  # Steps of the whole run; a contract per run is divided among them
     step_contracts: tuple[ContractSpec, ...] = ()
     """One contract per step if they differ; `contract` applies to the steps after the last of these."""
     span: int | None = None
@@ -44,20 +42,11 @@ class RunContract:
         return max(self.steps, 1) if self.span is None else self.span
 
 
-def require_amount(name: str, value: float, unit: str) -> None:
-    """Raises ValueError for a value that is negative or not finite."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value}; give a finite number of {unit}, 0 or more")
-
-
 @dataclass(frozen=True, slots=True)
 class CheapestUnderDeadline:
     """The least cost of a step's generation that ends within `deadline_s` of the step's start."""
 
     deadline_s: float
-
-    def __post_init__(self) -> None:
-        require_amount("deadline_s", self.deadline_s, "seconds")
 
     def __str__(self) -> str:
         return f"cheapest within {self.deadline_s:.6g} s"
@@ -68,9 +57,6 @@ class FastestUnderBudget:
     """The earliest end of a step's generation that costs at most `budget_usd`."""
 
     budget_usd: float
-
-    def __post_init__(self) -> None:
-        require_amount("budget_usd", self.budget_usd, "US dollars")
 
     def __str__(self) -> str:
         return f"fastest for at most {self.budget_usd:.6g} USD"
@@ -85,10 +71,6 @@ class Weighted:
     """
 
     time_weight: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.time_weight <= 1:
-            raise ValueError(f"time_weight is {self.time_weight}; give a number from 0 (cost only) to 1 (time only)")
 
     def __str__(self) -> str:
         return f"time weighted {self.time_weight:.6g}, cost {1 - self.time_weight:.6g}"

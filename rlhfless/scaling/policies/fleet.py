@@ -34,8 +34,6 @@ class Layout:
     others: tuple[int, ...]
     """Slots for all other functions, but not for prefill, which no policy decides."""
     learner_nodes: frozenset[str]
-    alike: tuple[Ints, ...]
-    """Slots for generation actors, in sets of slots that differ only in their place."""
 
     @classmethod
     def of(cls, replica_slots: tuple[ReplicaSlot, ...]) -> Layout:
@@ -55,11 +53,7 @@ class Layout:
         nodes = frozenset(
             replica_slot.node for replica_slot in replica_slots if replica_slot.role is FunctionRole.UPDATES
         )
-        alike: dict[str, list[int]] = {}
-        for slot in generation:
-            alike.setdefault(replica_slots[slot].kind, []).append(slot)
-        sets = tuple(np.array(slots) for slots in alike.values())
-        return cls(replica_slots, generation, others, nodes, sets)
+        return cls(replica_slots, generation, others, nodes)
 
     def max_sequences(self, slot: int) -> int:
         """Sequences that an actor there runs at once."""
@@ -78,6 +72,10 @@ class PolicyContext:
     def awake(self, slot: int) -> bool:
         """Whether a replica there holds its devices and is not on its way out."""
         return self.view.slots[slot].state in RELEASABLE
+
+    def is_learner(self, slot: int) -> bool:
+        """Whether the slot holds a function that is trained."""
+        return self.layout.replica_slots[slot].role is FunctionRole.UPDATES
 
     def absent(self, slot: int) -> bool:
         """Whether there is no replica, so that a Start has an effect."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 from pydantic import TypeAdapter
 
-from fakes.oracles import Straight, device, fleet
 from rlhfless.scaling.policies.contract import (
     CheapestUnderDeadline,
     FastestUnderBudget,
@@ -15,7 +11,6 @@ from rlhfless.scaling.policies.contract import (
     best_of,
     contract_for_step,
 )
-from rlhfless.scaling.policies.cost_aware.plan import Standby
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
 
 
@@ -58,25 +53,3 @@ def test_a_run_that_has_spent_all_has_an_empty_contract():
 
 def test_weights_are_the_same_for_every_step():
     assert contract_for_step(WeightedSpec(time_weight=0.3), steps_left=9) == Weighted(0.3)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: CheapestUnderDeadline(-1), "deadline_s is -1"),
-        (lambda: FastestUnderBudget(math.nan), "budget_usd is nan"),
-        (lambda: Weighted(1.5), "time_weight is 1.5"),
-        (lambda: contract_for_step(WeightedSpec(), steps_left=0), "steps_left is 0"),
-        (lambda: Standby("cold", -1, 0), "cold: actors is -1"),
-        (lambda: Standby("cold", 1, math.inf), "cold: wait_s is inf"),
-        (lambda: device(Straight(), max_sequences=0), "gpu: max_sequences is 0"),
-        (lambda: device(Straight(), kv_capacity_tokens=0), "gpu: kv_capacity_tokens is 0"),
-        (lambda: device(Straight(), usd_per_s=-1), "gpu: usd_per_s is -1"),
-        (lambda: fleet(device(Straight())), "no actor in any tier"),
-        (lambda: fleet(device(Straight(), Standby("warm", 1, 0)), max_actors=0), "max_actors is 0"),
-        (lambda: fleet(device(Straight(), Standby("warm", 1, 0)), weight_sync_s=-1), "weight_sync_s is -1"),
-    ],
-)
-def test_bad_values_are_refused_with_their_name(make, says):
-    with pytest.raises(ValueError, match=says):
-        make()

@@ -1,4 +1,4 @@
-"""The run's own scaler by hand: plan, relieve, release, start ahead. Lengths are known, so figures are exact."""
+"""The run's own scaler by hand: plan, rebalance_tail, release, start ahead. Lengths are known, so figures are exact."""
 
 from __future__ import annotations
 

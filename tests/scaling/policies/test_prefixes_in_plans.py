@@ -12,7 +12,7 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policies.cost_aware.estimates import StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasts import SIMILAR_MEAN, RemainingLengths, _by_mean
-from rlhfless.scaling.policies.cost_aware.relief import Actors, kv_again_s
+from rlhfless.scaling.policies.cost_aware.rebalance import Actors, kv_again_s
 from rlhfless.scaling.policies.fleet import Layout, PolicyContext
 from rlhfless.scaling.policy import StepView
 

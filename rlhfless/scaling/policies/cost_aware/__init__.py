@@ -10,7 +10,7 @@
                these plans the contract takes one: the cheapest before the deadline, with a reserve (`estimates`); the
                fastest within the budget; or the least of time x its price + cost.
     mid-step   About a dozen times a step the forecasts are made again. The actor that ends last gives half of its
-               samples to one that ends sooner, where that gains a tenth (`relief`).
+               samples to one that ends sooner, where that gains a tenth (`rebalance`).
     between    An actor without samples stays, or gives its devices back, whichever costs less until it is needed
                again; other functions do, too (`idle`). Turns on shared devices are the fleet's.
 

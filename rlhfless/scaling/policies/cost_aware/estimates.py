@@ -18,23 +18,19 @@ from rlhfless.scaling.policy import Action, Release, ReplicaSlot, Start
 WARM, STARTING, COLD = "warm", "starting", "cold"
 """How soon an actor at a slot can work."""
 
-OBSERVATIONS = 8
-"""Observations that are kept: enough for a median that ignores outliers, few enough to follow a drift."""
+OBSERVATIONS = 8  # Observations that are kept: enough for a median that ignores outliers, few enough to follow a drift
 
 FIRST_SCATTER, FIRST_STEPS = 0.08, 2
 """Prior scatter of how long steps take beside their plans, and the number of steps as which the prior counts."""
 
-TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution, divided by the median distance from its median."""
+TO_DEVIATION = 1.4826  # Standard deviation of a normal distribution, divided by the median distance from its median
 
 
 class Recent:
-    """The median of the last observations, and their scatter around it. An outlier, such as a first step with cold
-    starts, changes neither much."""
+    """The median of the last observations, and their scatter around it: an outlier changes neither much."""
 
     def __init__(self, value: float = 0.0, scatter: float = 0.0, weight: int = 0) -> None:
-        """`value` and `scatter` apply before the first observation; later this scatter counts as `weight`
-        observations."""
+        """`value` and `scatter` apply before the first observation; later this scatter weighs `weight` observations."""
         self.value = value
         self.count = 0
         self.scatter = scatter
@@ -73,7 +69,7 @@ class StartTimes:
         """By slot: when its start takes effect, and how long it waits for its devices."""
 
     def note_actions(self, now: PolicyContext, actions: Sequence[Action]) -> None:
-        """Notes when the starts among the policy's actions take effect: replicas are timed from then on."""
+        """Note when starts take effect: replicas are timed from then on."""
         for action in actions:
             if isinstance(action, Release):
                 self._asked.pop(action.slot, None)
@@ -82,7 +78,7 @@ class StartTimes:
                 self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), waits_s
 
     def measure(self, now: PolicyContext, slot: int) -> None:
-        """Measures the start of a replica that has loaded its weights and serves now."""
+        """Measure the start of a replica that serves now."""
         if slot in self._asked:
             since_s, waits_s = self._asked.pop(slot)
             replica_slot = now.layout.replica_slots[slot]
@@ -90,11 +86,11 @@ class StartTimes:
             seen.add(max(now.at_s - since_s - waits_s - now.view.fleet.load_s, 0.0))
 
     def forget(self, slot: int) -> None:
-        """Drops the start of a replica that was lost."""
+        """Drop the start of a lost replica."""
         self._asked.pop(slot, None)
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
-        """The standby of a slot, and the seconds until a replica there is up, without its load of weights."""
+        """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
         replica_slot = now.layout.replica_slots[slot]
         if now.view.slots[slot].state is ReplicaState.STARTING:
             since_s, waits_s = self._asked.get(slot, (now.at_s, 0.0))
@@ -108,7 +104,7 @@ class StartTimes:
         return self.standby(now, slot)[1] + now.view.fleet.load_s
 
     def start_s(self, replica_slot: ReplicaSlot) -> float:
-        """Seconds of a cold start, with the wait for devices, until a replica is up, without its load of weights."""
+        """Seconds of a cold start, with the wait for devices, without the load of weights."""
         return replica_slot.reacquire_s + self._up_s(replica_slot)
 
     def _up_s(self, replica_slot: ReplicaSlot) -> float:
@@ -122,19 +118,14 @@ class Spending:
 
     def __init__(self) -> None:
         self.usd = 0.0
-        self.after_usd = Recent()
-        """Cost of a step while nothing is generated."""
-        self.of_plan = Recent(1.0)
-        """Cost of a step while it is generated, by that of its plan: less than 1 where migration releases actors
-        early."""
-        self._at_s = math.inf
-        """When the cost was last added up."""
+        self.after_usd = Recent()  # Cost of a step while nothing is generated
+        self.of_plan = Recent(1.0)  # cost of generation by that of its plan: below 1 where actors are released early
+        self._at_s = math.inf  # When the cost was last added up
         self._begun = 0
-        self._planned_usd = self._generation_usd = self._after_usd = 0.0
-        """Of the step."""
+        self._planned_usd = self._generation_usd = self._after_usd = 0.0  # Of the step
 
     def begin_step(self) -> None:
-        """Learn from the cost of the step before, and count another one from 0."""
+        """Learn from the cost of the previous step."""
         if self._generation_usd > 0:  # steps may begin at once
             if self._begun > 1:  # the first step has cold starts
                 self.after_usd.add(self._after_usd)
@@ -144,16 +135,16 @@ class Spending:
         self._after_usd = self._generation_usd = self._planned_usd = 0.0
 
     def note_plan(self, usd: float) -> None:
-        """Note what the step costs while it is generated, by its plan."""
+        """Note the planned cost of generation."""
         self._planned_usd = usd
 
     def add_until(self, now: PolicyContext, *, generating: bool) -> None:
-        """Add the cost since the last event; called at every event, before its actions. Replicas start and stop at
-        events, so those that are awake now were awake since the last one; a learner is started by its work, which the
-        policy sees only when it is done."""
+        """Add the cost since the last event, before this event's actions: replicas start and stop at events, so those
+        that are awake now were awake since then. A learner's start is seen only when its work is done."""
         passed_s = max(now.at_s - self._at_s, 0.0)
         slots = (*now.layout.generation, *now.layout.others)
-        usd = passed_s * (sum(_usd_per_s(now, slot) for slot in slots) + now.view.fleet.kept_usd_per_s)
+        held_usd_per_s = sum(now.layout.replica_slots[slot].usd_per_s for slot in slots if now.awake(slot))
+        usd = passed_s * (held_usd_per_s + now.view.fleet.kept_usd_per_s)
         self.usd += usd
         if generating:
             self._generation_usd += usd
@@ -162,21 +153,13 @@ class Spending:
         self._at_s = now.at_s
 
 
-def _usd_per_s(now: PolicyContext, slot: int) -> float:
-    """The current price of a replica."""
-    return now.layout.replica_slots[slot].usd_per_s if now.awake(slot) else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class StepMargin:
     """How cautiously a step is planned, so that its deadline is kept with the given probability."""
 
-    confidence: float
-    """That probability."""
-    reserve: float
-    """The time of a step is divided by this before it is planned."""
-    revisits: bool
-    """Whether most prompts of the step were seen before."""
+    confidence: float  # That probability
+    reserve: float  # The time of a step is divided by this before it is planned
+    revisits: bool  # Whether most prompts of the step were seen before
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +168,10 @@ class StepAim:
 
     margin: StepMargin
     began_s: float = 0.0
-    limit_s: float = math.inf
-    """Time at which its generation should have ended."""
-    planned_s: float = math.inf
-    """Time at which its generation ends by the plan."""
-    after_s: float = 0.0
-    """Predicted seconds of the step after generation."""
-    time_usd_per_s: float = 0.0
-    """The value of a second of the step; if it is infinite, nothing may delay its end."""
+    limit_s: float = math.inf  # Time at which its generation should have ended
+    planned_s: float = math.inf  # Time at which its generation ends by the plan
+    after_s: float = 0.0  # Predicted seconds of the step after generation
+    time_usd_per_s: float = 0.0  # The value of a second of the step; if it is infinite, nothing may delay its end
 
 
 class DeadlineMargin:
@@ -201,24 +180,19 @@ class DeadlineMargin:
     def __init__(self, confidence: float) -> None:
         """`confidence`: the probability with which deadlines are to be kept."""
         self._asked = confidence
+        # How long steps took by their plans. Forecasts of known prompts are better, so these steps are kept separately.
         self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
-        """How long steps took beside their plans. Steps with known prompts are kept separately, because their forecasts
-        are better."""
-        self.steps = 0
-        """The number of steps whose generation has ended."""
+        self.steps = 0  # The number of steps whose generation has ended
 
     def of_step(self, steps: int, *, revisits: bool) -> StepMargin:
-        """The margin of a step that begins; `revisits`: whether most of its prompts were seen before.
-
-        A deadline may be for several `steps` together, including this one. Long steps among them are balanced by short
-        ones, so the scatter of their mean counts, which is smaller by sqrt(steps).
-        """
+        """The margin of a step; `revisits`: whether most of its prompts were seen before. A deadline for several
+        `steps` needs a margin for their mean, whose scatter is smaller by sqrt(steps)."""
         normal = NormalDist()
         confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
         return StepMargin(confidence, self._used[revisits].at(confidence), revisits)
 
     def learn(self, at_s: float, aim: StepAim) -> None:
-        """Generation has ended: learns how long it took beside its plan."""
+        """Learn how long a step's generation took by its plan."""
         self.steps += 1
         if math.isfinite(aim.limit_s) and self.steps > 1:  # the first step has no history, so it is not counted
             self._used[aim.margin.revisits].add((at_s - aim.began_s) / (aim.planned_s - aim.began_s))

@@ -25,14 +25,11 @@ from rlhfless.scaling.policies.cost_aware.group_times import Floats, Responses, 
 from rlhfless.scaling.policies.fleet import samples_by_prompt
 from rlhfless.scaling.policy import Ints, StepView
 
-POINTS = 48
-"""Points at which probabilities are computed: of 8,192 tokens they are a fifth apart, and linear between."""
+POINTS = 48  # Points at which probabilities are computed: of 8,192 tokens they are a fifth apart, and linear between
 
-LEAST_CHANCE = 1e-12
-"""Keeps logarithms finite."""
+LEAST_CHANCE = 1e-12  # Keeps logarithms finite
 
-EVEN = 0.5
-"""Confidence of a median: the event is as likely as not."""
+EVEN = 0.5  # Confidence of a median: the event is as likely as not
 
 SIMILAR_MEAN = 1.25
 """Prompts whose forecasts differ by less than this factor may swap places in the sorted list, so that common prefixes
@@ -47,8 +44,7 @@ class RemainingLengths:
     levels: Floats  # [Q], ascending: ranks of the quantiles
     kind: Ints
     """[rows], ascending: row of `table`. Samples of one kind are siblings that have drawn equally many tokens."""
-    table: Floats
-    """[kinds, Q]: remaining tokens, ascending along Q, at least 1."""
+    table: Floats  # [kinds, Q]: remaining tokens, ascending along Q, at least 1
 
     @property
     def known(self) -> bool:

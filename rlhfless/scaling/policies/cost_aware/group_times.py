@@ -32,7 +32,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.policies.contract import require_amount
 from rlhfless.scaling.policy import Ints, ReplicaSlot
 
 Floats = NDArray[np.float64]
@@ -53,12 +52,9 @@ class CapacityError(ValueError):
 class Responses:
     """The samples that a step has to generate; made by `responses`."""
 
-    tokens: Floats
-    """[samples]: predicted response tokens, without the prompt."""
-    prompt: Ints
-    """[samples]: index of the prompt; siblings share one."""
-    prompt_tokens: Floats
-    """[prompts]."""
+    tokens: Floats  # [samples]: predicted response tokens, without the prompt
+    prompt: Ints  # [samples]: index of the prompt; siblings share one
+    prompt_tokens: Floats  # [prompts]
     order: Ints | None = None
     """[samples]: the list to cut, from short to long as predicted, siblings adjacent. For lengths that stand for
     distributions: which sibling is the long one is unknown, so no group may depend on it."""
@@ -82,25 +78,14 @@ class Responses:
 def responses(
     tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike, prefixes: PrefixTree | None = None
 ) -> Responses:
-    """Check and convert `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts] and their `prefixes`.
+    """Convert `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts] and their `prefixes`.
 
-    Raises ValueError that names the argument, the value and the hint.
+    Raises ValueError for a length below 1, or one that is not finite.
     """
-    lengths, index = np.asarray(tokens, float), np.asarray(prompt, np.int64)
-    prompts = np.asarray(prompt_tokens, float)
-    if lengths.ndim != 1 or lengths.size == 0:
-        raise ValueError(f"tokens has the shape {lengths.shape}; give one predicted length per sample, at least one")
-    if index.shape != lengths.shape:
-        raise ValueError(f"prompt has the shape {index.shape} and tokens {lengths.shape}; give one prompt per sample")
-    if not (np.isfinite(lengths).all() and (lengths >= 1).all()):
-        raise ValueError(f"tokens has a value of {lengths.min()}; a response has 1 token or more, finitely many")
-    if prompts.ndim != 1 or index.min() < 0 or index.max() >= prompts.size:
-        raise ValueError(f"prompt has an index outside prompt_tokens, which has the shape {prompts.shape}")
-    if not (np.isfinite(prompts).all() and (prompts >= 0).all()):
-        raise ValueError("prompt_tokens has a value that is negative or not finite")
-    if prefixes is not None and (prefixes.leaf.size != prompts.size or (prefixes.shared_tokens > prompts).any()):
-        raise ValueError(f"prefixes are of {prefixes.leaf.size} prompts, or longer than these {prompts.size}")
-    return Responses(lengths, index, prompts, prefixes=prefixes)
+    lengths = np.asarray(tokens, float)
+    if not (lengths.size and np.isfinite(lengths).all() and (lengths >= 1).all()):
+        raise ValueError(f"tokens is {lengths}; give one predicted length per sample, 1 token or more, finitely many")
+    return Responses(lengths, np.asarray(prompt, np.int64), np.asarray(prompt_tokens, float), prefixes=prefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +148,11 @@ def _knots(table: Floats, tolerance: float) -> list[int]:
 class ActorType:
     """The actors of a run, which are all alike: their engine, and the price of their devices."""
 
-    kind: str
-    """Device kind."""
+    kind: str  # Device kind
     engine: EngineModel
     kv_capacity_tokens: int
-    max_sequences: int
-    """Most sequences that the engine runs at once."""
-    usd_per_s: float
-    """Price of all devices of one actor."""
-
-    def __post_init__(self) -> None:
-        if self.max_sequences < 1:
-            raise ValueError(f"{self.kind}: max_sequences is {self.max_sequences}; give 1 or more")
-        if self.kv_capacity_tokens < 1:
-            raise ValueError(f"{self.kind}: kv_capacity_tokens is {self.kv_capacity_tokens}; give 1 or more")
-        require_amount(f"{self.kind}: usd_per_s", self.usd_per_s, "US dollars")
+    max_sequences: int  # Most sequences that the engine runs at once
+    usd_per_s: float  # Price of all devices of one actor
 
     @cached_property
     def iteration_times(self) -> IterationTimes:

@@ -1,7 +1,7 @@
-"""The state of idle replicas until their next use, and the time of their start ahead of it. Pure.
+"""Whether idle replicas stay or are released, and when they start again. Pure.
 
-Generation is wanted when the next step begins, a service by its first complete group. The duration of each of these is
-estimated from the run so far; the rest of generation in this step is the last forecast (`StepForecast`).
+Actors are needed when the next step starts, a service when the first group is complete. These times are estimated from
+the run so far; the rest of this step's generation is the last forecast (`StepForecast`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.cost_aware.estimates import Recent, StartTimes
 from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note
 from rlhfless.scaling.policy import Action, Release, Start
@@ -24,12 +23,9 @@ class StepForecast:
 
     tokens: float = 0.0
     """Tokens of the step, a prompt with each response: expected, and known when generation has ended."""
-    generated_s: float = 0.0
-    """When its generation is expected to end, or ended."""
-    left: int = 0
-    """Samples that had not ended at the forecast."""
-    look_s: float = 0.0
-    """The latest time of the next forecast."""
+    generated_s: float = 0.0  # When its generation is expected to end, or ended
+    left: int = 0  # Samples that had not ended at the forecast
+    look_s: float = 0.0  # The latest time of the next forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +33,21 @@ class IdleState:
     """What an idle replica does until its next use: it stays awake, or gives its devices back."""
 
     stays: bool
-    usd: float
-    """Cost until the end of the gap, including the cost of a start at its end."""
-    freed_usd_per_s: float
-    """The saving of each second against staying, without the costs of its begin and end."""
+    usd: float  # Cost until the end of the gap, including the cost of a start at its end
+    freed_usd_per_s: float  # The saving of each second against staying, without the costs of its begin and end
 
 
 def cheapest_idle_state(
     now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, again_usd: float = 0.0
 ) -> IdleState:
-    """The cheaper of two states of a replica over a gap of g seconds; at equal costs it stays. A replica whose devices
-    cost d a second, and which is up again after u seconds, pays
+    """The cheaper state of a replica over a gap of g seconds; at equal costs it stays. A replica whose devices cost d a
+    second, and which is up again after u seconds, pays
 
         stay    d g
-        leave   d u + w x
+        leave   d u + w max(u - g, 0)
 
-    where x is the part of u for which replicas that cost w a second wait: as it is started ahead of time, the part that
-    does not fit into the gap. This is the ski-rental problem (Karlin et al., Algorithmica 3, 1988). `again_usd` is the
-    cost of giving the devices back and taking them again (`HeldDevices`).
+    because it is started ahead of time, and replicas that cost w a second wait for the rest of its start. This is the
+    ski-rental problem (Karlin et al., Algorithmica 3, 1988). `again_usd`: `HeldDevices.again_usd`.
     """
     replica_slot = now.layout.replica_slots[slot]
     price, up_s = replica_slot.usd_per_s, starts.start_s(replica_slot)
@@ -65,7 +58,7 @@ def cheapest_idle_state(
 
 
 def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
-    """Releases an idle replica, unless its state is to stay."""
+    """Release an idle replica, unless its state is to stay."""
     if state.stays:
         return []
     inputs: Inputs = {"function": str(now.layout.replica_slots[slot].function), "usd": state.usd}
@@ -73,30 +66,23 @@ def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
-    """The price of a longer step, beside its actors: devices that are paid for anyway, and other functions' replicas
-    that are awake or, as services, soon will be."""
-    total = [now.view.fleet.kept_usd_per_s]
-    for slot in now.layout.others:
-        replica_slot = now.layout.replica_slots[slot]
-        if now.awake(slot) or replica_slot.role is not FunctionRole.UPDATES:
-            total.append(replica_slot.usd_per_s)
-    return math.fsum(total)
+    """The price of a second of a step without its actors: devices that are paid for anyway, and replicas of other
+    functions that are awake or, as services, soon will be."""
+    others = (slot for slot in now.layout.others if now.awake(slot) or not now.is_learner(slot))
+    prices = (now.layout.replica_slots[slot].usd_per_s for slot in others)
+    return math.fsum([now.view.fleet.kept_usd_per_s, *prices])
 
 
 class HeldDevices:
-    """The leases of a run's devices, from what the policy sees at its events.
-
-    A device that is given back stays paid for until its lease is over (`RentalTerms`). If it is needed again before
-    that, nothing is saved and nothing lost. If later, the next lease is rounded up as well, and the function that needs
-    the device waits for it.
-    """
+    """The leases of a run's devices. A released device is paid for until its lease is over (`RentalTerms`): needed
+    again before that, its release saves nothing; later, another lease is rounded up and waited for."""
 
     def __init__(self) -> None:
         self._leases: dict[str, tuple[float, float]] = {}
         """By device: when its lease began, and when it was last seen to be held."""
 
     def note_held(self, now: PolicyContext) -> None:
-        """Notes the devices that are held; called at every event."""
+        """Note the devices that are held, at every event."""
         terms = now.view.fleet.terms
         if terms.free:
             return
@@ -112,8 +98,8 @@ class HeldDevices:
                     self._leases[device] = since_s, now.at_s
 
     def again_usd(self, now: PolicyContext, slot: int, gap_s: float, lease_s: float) -> float:
-        """Cost of giving a slot's devices back for a gap, beside what is saved: paid time in the gap; and, if the lease
-        ends before it does, another lease of about `lease_s` and the wait for it."""
+        """Cost of releasing a slot's devices for a gap: paid time in the gap; and, if the lease ends before the gap,
+        another lease of about `lease_s` and the wait for it."""
         replica_slot, terms = now.layout.replica_slots[slot], now.view.fleet.terms
         ends = [
             terms.paid_until_s(self._leases.get(device, (now.at_s, now.at_s))[0], now.at_s)
@@ -133,42 +119,36 @@ class IdleScheduler:
         self._starts = starts
         self._held = held
         self._step_s = Recent()
-        self._after = Recent()
-        """From the end of generation until the next step begins, per token of the step."""
+        self._after = Recent()  # From the end of generation until the next step begins, per token of the step
         self._wanted_s: dict[int, Recent] = {}
-        """By slot of a service: from the step's begin until its first complete group. A service that comes up late
-        delays the whole step, so it is started for the earliest."""
+        """By slot of a service: from the step's start until its first complete group. A late service delays the whole
+        step, so it is started for the earliest."""
         self._worked_s: dict[int, float] = {}
-        """By slot of an actor: when the generation of the last step that was planned with it ended, or when it was
-        first seen without work."""
+        """By slot of an actor: when generation of the last step with it ended, or when it was first seen idle."""
         self._began_s: dict[int, float] = {}
-        self._generated_s: dict[int, float] = {}
-        """By step: when its generation ended."""
+        self._generated_s: dict[int, float] = {}  # By step: when its generation ended
         self._last: tuple[float, float, float] | None = None
-        """Of the generation that no step has begun after: its end, its tokens, and how long a learner that was not up
-        yet takes to start, which it does once in a run."""
+        """(end, tokens, seconds of the learner's first start) of the last generation with no later step."""
         self._first_group = False
 
     def after_s(self, tokens: float) -> float:
-        """From the end of the generation of a step of so many tokens until the next one begins."""
+        """Seconds from the end of generation of a step of so many tokens until the next step."""
         return self._after.value * tokens
 
     def _soonest_s(self, tokens: float) -> float:
-        """As `after_s`, at the earliest: an actor that comes up late delays its step. Of one step there is one time."""
+        """As `after_s`, at the earliest: a late actor delays its step."""
         return (self._after.least if self._after.count > 1 else self._after.value) * tokens
 
     def after_at_s(self, confidence: float, tokens: float) -> float:
-        """An upper bound of `after_s` with this probability."""
+        """Upper bound of `after_s` with this probability."""
         return max(self._after.at(confidence) * tokens, 0.0)
 
     def between_usd(self, now: PolicyContext, slot: int, tokens: float) -> float:
-        """Cost of an actor from the end of a step of so many tokens until the next one begins; 0 while that time is
-        not known."""
+        """Cost of an actor between two steps of so many tokens; 0 while that time is unknown."""
         return self._over(now, slot, self.after_s(tokens)).usd
 
     def begin_step(self, now: PolicyContext) -> list[Action]:
-        """A step begins: services are started ahead of their first complete group. How long actors were idle before it
-        is known now; steps that overlap begin before the one before them ends."""
+        """Start services ahead of their first complete group, and learn how long actors were idle."""
         self._began_s[now.view.step] = now.at_s
         if self._last is not None:
             generated_s, tokens, start_s = self._last
@@ -182,20 +162,19 @@ class IdleScheduler:
         return actions
 
     def note_first_group(self, now: PolicyContext) -> None:
-        """Notes, at the heartbeat after it, when the first group of siblings was complete."""
+        """Note at the next heartbeat when the first group was complete."""
         if not self._first_group and now.view.finished.any():
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
                 self._first_group = True
                 for slot in now.layout.others:
-                    if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES:
+                    if not now.is_learner(slot):
                         self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
 
     def end_generation(self, now: PolicyContext, actors: Sequence[int], forecast: StepForecast) -> list[Action]:
-        """Generation has ended, so all actors are idle, and `actors` are to be up again when the next step begins."""
-        replica_slots = now.layout.replica_slots
-        learners = [slot for slot in now.layout.others if replica_slots[slot].role is FunctionRole.UPDATES]
-        start_s = max((self._starts.start_s(replica_slots[s]) for s in learners if not now.awake(s)), default=0.0)
+        """All actors are idle, and `actors` should be up again when the next step starts."""
+        learners = (slot for slot in now.layout.others if now.is_learner(slot) and not now.awake(slot))
+        start_s = max((self._starts.start_s(now.layout.replica_slots[slot]) for slot in learners), default=0.0)
         self._generated_s[now.view.step] = now.at_s
         self._last = now.at_s, forecast.tokens, start_s
         self._worked_s |= dict.fromkeys(actors, now.at_s)
@@ -211,13 +190,13 @@ class IdleScheduler:
         return actions
 
     def _ahead(self, now: PolicyContext, slot: int, gap_s: float) -> Start:
-        """Starts a replica so that it is up at the end of a gap."""
+        """Start a replica so that it is up at the end of a gap."""
         return Start(slot, now.at_s + gap_s - self._starts.start_s(now.layout.replica_slots[slot]))
 
     def end_work(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
-        """A function other than generation has finished its work of the step. The learner keeps the run's state, and
-        is never released."""
-        if not now.awake(slot) or now.layout.replica_slots[slot].role is FunctionRole.UPDATES:
+        """A function other than generation has finished its work of the step. The learner is never released: it keeps
+        the run's state."""
+        if not now.awake(slot) or now.is_learner(slot):
             return []
         wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
         ended_s = self._generated_s.get(now.view.step, now.at_s)
@@ -225,21 +204,21 @@ class IdleScheduler:
         return release(now, slot, self._over(now, slot, gap_s))
 
     def _over(self, now: PolicyContext, slot: int, gap_s: float, idle_s: float = 0.0) -> IdleState:
-        """The state of a replica until its next use in `gap_s`, which has been idle for `idle_s`."""
+        """The state of a replica that has been idle for `idle_s` until its next use in `gap_s`."""
         free = now.view.fleet.terms.free
         again_usd = 0.0 if free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
         return cheapest_idle_state(now, slot, self._starts, idle_s + gap_s, again_usd)
 
     def end_step(self, step: int, end_s: float) -> None:
-        """Learns how long the step took."""
+        """Learn how long the step took."""
         began_s = self._began_s.pop(step, None)
         if began_s is not None:
             self._step_s.add(end_s - began_s)
         self._generated_s.pop(step, None)
 
     def state_of(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
-        """The state of a generation actor without work until the next step. How long it has been idle counts as well:
-        an actor that the plans leave out for some steps is not awaited at the next one."""
+        """The state of an idle actor until the next step. Its idle time so far counts, too, so that an actor that plans
+        leave out is released once that has cost as much as a start."""
         idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
         if not self._after.count:  # nothing could start an actor in time for a step whose begin is not known

@@ -26,18 +26,15 @@ from functools import cached_property
 import numpy as np
 
 from rlhfless.records import Decision
-from rlhfless.scaling.policies.contract import CheapestUnderDeadline, Contract, FastestUnderBudget, require_amount
+from rlhfless.scaling.policies.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType, Floats, GroupTimes, Responses
 from rlhfless.scaling.policy import Ints
 
-RESOLUTION = 1.004
-"""Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent."""
+RESOLUTION = 1.004  # Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent
 
-ROUNDING = 1e-9
-"""Share of a limit by which an end that was added up from its parts may be later."""
+ROUNDING = 1e-9  # Share of a limit by which an end that was added up from its parts may be later
 
-LIMITS = 32
-"""Limits of the frontier: for a cluster of 64 devices they are 14 percent apart."""
+LIMITS = 32  # Limits of the frontier: for a cluster of 64 devices they are 14 percent apart
 
 REFINED = 3
 """Number of the best plans of the frontier that are tried again at the least limit at which their actors suffice: that
@@ -48,16 +45,10 @@ is where each number of actors is at its best."""
 class Standby:
     """Actors that can work after the same wait."""
 
-    tier: str
-    """`warm`, `starting` or `cold`."""
+    tier: str  # `warm`, `starting` or `cold`
     actors: int
     wait_s: float
     """From the start of the step until an actor is up: 0 if warm, else the rest of its start. It is paid for."""
-
-    def __post_init__(self) -> None:
-        if self.actors < 0:
-            raise ValueError(f"{self.tier}: actors is {self.actors}; give 0 or more")
-        require_amount(f"{self.tier}: wait_s", self.wait_s, "seconds")
 
 
 @dataclass(frozen=True)
@@ -73,14 +64,6 @@ class FleetOptions:
     """Cost of one actor from the end of the step until it works in the next one: of staying, or of leaving and starting
     again."""
 
-    def __post_init__(self) -> None:
-        if self.max_actors < 1:
-            raise ValueError(f"max_actors is {self.max_actors}; give 1 or more")
-        require_amount("weight_sync_s", self.weight_sync_s, "seconds")
-        require_amount("between_usd", self.between_usd, "US dollars")
-        if not any(standby.actors for standby in self.standby):
-            raise ValueError("the fleet has no actor in any tier; offer at least one `Standby` with actors")
-
     @property
     def soonest(self) -> list[Standby]:
         """[actors]: the tier of each actor, the soonest first, at most `max_actors`."""
@@ -95,12 +78,10 @@ class ActorPlan:
     tier: str
     samples: Ints
     """Indices into the responses, from the longest to the shortest: the order in which they go to the engine."""
-    ready_s: float
-    """From the start of the step until it can work: its wait, and the load of the new weights."""
+    ready_s: float  # From the start of the step until it can work: its wait, and the load of the new weights
     finish_s: float
     """From the start of the step until its last sample ends. It is paid for until then, and can be released then."""
-    usd: float
-    """Until then, and between this step and the next."""
+    usd: float  # Until then, and between this step and the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +91,10 @@ class GenerationPlan:
     contract: Contract
     feasible: bool
     """Whether the contract can be kept; if not, the plan is the fastest, or the one with the least total cost."""
-    actors: tuple[ActorPlan, ...]
-    """The actors with the longest samples come first."""
-    step_s: float
-    """When the last actor ends."""
-    usd: float
-    """Cost of all actors, each until its own end, and of having them between this step and the next."""
-    waiting_usd: float
-    """Cost of what waits for them until the last one ends."""
+    actors: tuple[ActorPlan, ...]  # The actors with the longest samples come first
+    step_s: float  # When the last actor ends
+    usd: float  # Cost of all actors, each until its own end, and of having them between this step and the next
+    waiting_usd: float  # Cost of what waits for them until the last one ends
     reason: str
     time_usd_per_s: float
     """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
@@ -199,8 +176,7 @@ def plan(
 class _Cut:
     """All samples of the list, each on one actor; the longest samples first."""
 
-    begins: Ints
-    """[actors]: each group ends where the one before begins, the first one at the end of the list."""
+    begins: Ints  # [actors]: each group ends where the one before begins, the first one at the end of the list
     ends_s: Floats  # [actors]
     step_s: float
     usd: float
@@ -219,8 +195,7 @@ class _Search:
         self._times = GroupTimes(options.actor, step, self._order)
         self._standby = options.soonest
         self._ready_s = [standby.wait_s + options.weight_sync_s for standby in self._standby]
-        self._tried: dict[float, _Cut | None] = {}
-        """By limit; None if it cannot be kept."""
+        self._tried: dict[float, _Cut | None] = {}  # By limit; None if it cannot be kept
         cheapest = self.within(math.inf)
         assert cheapest is not None  # without a limit one actor does all
         self.cheapest = cheapest

@@ -29,7 +29,7 @@ from rlhfless.scaling.policies.cost_aware.idle import (
     waiting_usd_per_s,
 )
 from rlhfless.scaling.policies.cost_aware.plan import ROUNDING, FleetOptions, GenerationPlan, Standby, plan
-from rlhfless.scaling.policies.cost_aware.relief import PASSED_SHARE, Actors, goal_of, is_due, relieve
+from rlhfless.scaling.policies.cost_aware.rebalance import PASSED_SHARE, Actors, goal_of, is_due, rebalance_tail
 from rlhfless.scaling.policies.fleet import Contexts, PolicyContext, assign_to_least, awake_beside, start
 from rlhfless.scaling.policy import (
     Action,
@@ -60,8 +60,7 @@ class SlotPlan:
     plan: GenerationPlan
     slots: tuple[int, ...]  # [actors]
     samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
-    limit_s: float
-    """Seconds from now until generation should have ended."""
+    limit_s: float  # Seconds from now until generation should have ended
 
     @property
     def hurries(self) -> bool:
@@ -82,8 +81,7 @@ class CostAware:
         self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
         self._spending = Spending()
-        self._since = 0.0, 0.0
-        """When the steps that share a limit began, and the cost of the run until then."""
+        self._since = 0.0, 0.0  # When the steps that share a limit began, and the cost of the run until then
         self._steps = 0
         self._drawn: set[int] = set()
         """Steps that are being drawn. An actor that is idle in one of several has work in the others."""
@@ -223,9 +221,9 @@ class CostAware:
         if is_due(now, self._forecast) and now.left:
             actors = self._actors_now(now)
             tokens = now.tokens + float(actors.means.sum())
-            freed = any(self._idle.state_of(now, int(s[0]), self._forecast).freed_usd_per_s for s in now.layout.alike)
+            freed = self._idle.state_of(now, now.layout.generation[0], self._forecast).freed_usd_per_s > 0
             after_s = self._idle.after_at_s(self._aim.margin.confidence, tokens)
-            actions = relieve(now, actors, goal_of(now, self._aim, after_s, freed))
+            actions = rebalance_tail(now, actors, goal_of(now, self._aim, after_s, freed))
             self._forecast = _forecast(now, tokens, actors.last()[1])
             loads = np.bincount(actors.home, minlength=now.slots)
         for slot in now.layout.generation if self._drawn == {now.view.step} else ():

@@ -13,7 +13,7 @@ from fakes.views import ABSENT, MODEL, UP, fleet_of, replica_slot, view_of
 from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim, StepMargin
 from rlhfless.scaling.policies.cost_aware.forecasts import RemainingLengths
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType
-from rlhfless.scaling.policies.cost_aware.relief import Actors, Goal, goal_of, relieve
+from rlhfless.scaling.policies.cost_aware.rebalance import Actors, Goal, goal_of, rebalance_tail
 from rlhfless.scaling.policies.fleet import Layout, PolicyContext
 from rlhfless.scaling.policy import Move, Note, SlotView, Start
 
@@ -61,7 +61,7 @@ def test_one_that_may_take_longer_draws_alone() -> None:
 
 def test_half_of_the_last_actors_samples_move_to_one_with_nothing_left() -> None:
     now, actors = actors_of([100] * 8, [0] * 8)
-    first, *rest = relieve(now, actors, LATE)
+    first, *rest = rebalance_tail(now, actors, LATE)
     assert isinstance(first, Move)
     assert (first.source, first.target, first.samples.size) == (0, 1, 4)
     (reason,) = (action for action in rest if isinstance(action, Note))
@@ -73,20 +73,20 @@ def test_half_of_the_last_actors_samples_move_to_one_with_nothing_left() -> None
 def test_a_target_that_has_to_start_first_is_started_if_that_pays() -> None:
     """An iteration takes 10 ms more for each sequence: 90 s for eight, 50 s for four after 41 s of start and load."""
     slow = ActorType("h100", dataclasses.replace(MODEL, sequence_s=0.01), 10_000, 8, 0.001)
-    assert not relieve(*actors_of([1000] * 8, [0] * 8, (UP, ABSENT), 40.0, slow), LATE)
-    actions = relieve(*actors_of([1000] * 8, [0] * 8, (UP, ABSENT), 20.0, slow), LATE)
+    assert not rebalance_tail(*actors_of([1000] * 8, [0] * 8, (UP, ABSENT), 40.0, slow), LATE)
+    actions = rebalance_tail(*actors_of([1000] * 8, [0] * 8, (UP, ABSENT), 20.0, slow), LATE)
     assert [type(action) for action in actions] == [Start, Move, Note]
 
 
 def test_nothing_moves_where_it_gains_less_than_a_tenth() -> None:
     now, actors = actors_of([100] * 4, [0] * 4)  # 1.2 s, or 1.1 for each half
-    assert not relieve(now, actors, LATE)
+    assert not rebalance_tail(now, actors, LATE)
 
 
 def test_in_time_samples_move_only_if_the_time_is_worth_it() -> None:
     for usd_per_s, moves in ((0.0, False), (0.001, False), (1.0, True)):
         now, actors = actors_of([100] * 8, [0] * 8)
-        assert bool(relieve(now, actors, Goal(10.0, usd_per_s, 0.5))) == moves
+        assert bool(rebalance_tail(now, actors, Goal(10.0, usd_per_s, 0.5))) == moves
 
 
 def test_the_goal_is_the_limit_less_what_comes_after_generation() -> None:

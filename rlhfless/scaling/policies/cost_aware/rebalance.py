@@ -1,12 +1,12 @@
-"""In mid-step: forecasts the remaining work of each actor, and relieves the actor that ends last where that pays. Pure.
+"""Rebalance the tail of a step: move samples off the actor that ends last, where that pays. Pure.
 
-The end of an actor follows from the plan's closed form (`group_times`), for the samples that it has. Each has the
-remaining length of a typical draw (`typical_draw`), but the longest is the one by which all have ended with the
-confidence that is asked. If that end is too late, or time is worth more than it costs, the half of the last actor's
-samples that should end first moves to another actor, which has little left or is started for it.
+The end of an actor follows from the closed form (`group_times`) for its samples. Each has the remaining length of a
+typical draw (`typical_draw`), but the longest is the one by which all have ended with the requested confidence. If that
+end is too late, or time is worth more than it costs, the half of the last actor's samples that should end first
+migrates to another actor, which has little left or is started for it.
 
-A look is due when a share of the samples that were left at the last one has ended, or when a share of the time
-predicted then has passed; so a step has about a dozen looks, however many samples and heartbeats it has.
+Forecasts are renewed when a share of the remaining samples has ended, or a share of the predicted time has passed:
+about a dozen times a step, however many samples and heartbeats it has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.prefixes.trie import NONE
-from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.policies.cost_aware.estimates import StartTimes, StepAim
 from rlhfless.scaling.policies.cost_aware.forecasts import EVEN, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.group_times import ActorType
@@ -26,14 +25,11 @@ from rlhfless.scaling.policies.cost_aware.idle import StepForecast
 from rlhfless.scaling.policies.fleet import Inputs, PolicyContext, note, start
 from rlhfless.scaling.policy import Action, Ints, Move
 
-LEFT_SHARE = 0.75
-"""A look is due when only this share of the samples that were left at the last one is still left."""
+LEFT_SHARE = 0.75  # Forecasts are renewed when only this share of the samples of the last forecast is left
 
-PASSED_SHARE = 0.25
-"""Or when this share of the time that the last look predicted has passed."""
+PASSED_SHARE = 0.25  # Or when this share of the time that the last forecast predicted has passed
 
-SURE = 0.99
-"""Confidence that a move does not delay the step, if nothing may delay it."""
+SURE = 0.99  # Confidence that a move does not delay the step, if nothing may delay it
 
 LEAST_GAIN = 0.1
 """Hysteresis: a move may turn out wrong, so it must save at least this share of the time, and of the cost given up."""
@@ -41,14 +37,11 @@ LEAST_GAIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the rest of the step is judged by."""
+    """Criteria for the rest of the step."""
 
-    limit_s: float
-    """Seconds from now until all samples should have ended."""
-    time_usd_per_s: float
-    """The value of a second less of the step."""
-    confidence: float
-    """Confidence of the estimated ends."""
+    limit_s: float  # from now until all samples should have ended
+    time_usd_per_s: float  # value of ending the step a second sooner
+    confidence: float  # of the estimated ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +50,15 @@ class HalfMove:
 
     source: int
     target: int
-    rows: Ints
-    """Of the unfinished samples."""
-    again_s: float
-    """Seconds until the target has their KV."""
-    left_s: float
-    """Seconds until the source has ended the rest."""
-    end_s: float
-    """Seconds until the target has ended all its samples."""
-    gains_s: float
-    """Seconds by which both have ended sooner than the source would have."""
+    rows: Ints  # of the unfinished samples
+    again_s: float  # until the target has their KV
+    left_s: float  # until the source has ended the rest
+    end_s: float  # until the target has ended all its samples
+    gains_s: float  # by which both have ended sooner than the source would have
 
 
 class Actors:
-    """The generation actors in mid-step, their samples, and when each will have ended its samples."""
+    """The generation actors in mid-step, their samples, and when each will have ended them."""
 
     def __init__(
         self,
@@ -91,8 +79,7 @@ class Actors:
         self._unended = lengths.unended(self._grid)
         self.until_up_s = {slot: starts.until_serving_s(now, slot) for slot in devices}
         """By slot: seconds until an actor there works; an absent one has to start."""
-        self.end_s = dict.fromkeys(devices, 0.0)
-        """By slot: seconds until all its samples have ended; 0 without samples."""
+        self.end_s = dict.fromkeys(devices, 0.0)  # By slot: seconds until all its samples have ended; 0 without samples
 
     def compute_ends(self, confidence: float) -> None:
         """Computes when each actor ends, such that each actor has ended by its own with this confidence."""
@@ -113,7 +100,7 @@ class Actors:
         return self.until_up_s[slot] + self._devices[slot].drain_s(draw, self.context[rows], longest)
 
     def apply(self, move: HalfMove) -> None:
-        """Gives the samples of a move to its target, and both actors their new ends."""
+        """Reassign the samples of a move."""
         self.home[move.rows] = move.target
         self.until_up_s[move.target] += move.again_s
         self.end_s |= {move.source: move.left_s, move.target: move.end_s}
@@ -125,7 +112,7 @@ class Actors:
 
 
 def is_due(now: PolicyContext, last: StepForecast) -> bool:
-    """Whether it is time for a look."""
+    """Whether forecasts should be renewed."""
     return now.left <= LEFT_SHARE * last.left or now.at_s >= last.look_s
 
 
@@ -139,9 +126,9 @@ def goal_of(now: PolicyContext, aim: StepAim, after_s: float, freed: bool) -> Go
     return Goal(limit_s, aim.time_usd_per_s, confidence)
 
 
-def relieve(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
-    """Moves samples off the actor that ends last, as long as that helps. In a step that is late, a new end is judged
-    with the confidence of a move that must not fail."""
+def rebalance_tail(now: PolicyContext, actors: Actors, goal: Goal) -> list[Action]:
+    """Move samples off the actor that ends last, as long as that helps. In a late step, ends are judged with the
+    confidence of a move that must not fail."""
     before, notes = actors.home.copy(), list[Action]()
     confidence = goal.confidence ** (1 / max(np.unique(before).size, 1))  # so that all end in time with the goal's
     actors.compute_ends(confidence)
@@ -199,7 +186,7 @@ def _next_move(now: PolicyContext, actors: Actors, goal: Goal, confidence: float
 
 
 def _moves(now: PolicyContext, actors: Actors, before: Ints) -> list[Action]:
-    """Moves samples from their slots `before` to where they are now; a target without an actor is started."""
+    """Move samples from their slots `before` to where they are now, and start absent targets."""
     moved = np.flatnonzero(before != actors.home)
     actions = start(now, np.unique(actors.home[moved]).tolist())
     for pair in np.unique(before[moved] * now.slots + actors.home[moved]).tolist():
@@ -215,23 +202,13 @@ def kv_again_s(now: PolicyContext, actors: Actors, source: int, rows: Ints) -> f
     engine = now.layout.replica_slots[source].engine
     if not rows.size or engine is None:
         return now.view.fleet.move_s
-    view, shared = now.view, 0
-    group = view.group[actors.samples[rows]]
-    if view.prefixes is not None:
-        shared = int(view.prefixes.shared_tokens[group].mean())
-    shared_s = _prefixes_s(now, engine.model, group)
+    view, shared, shared_s = now.view, 0, 0.0
+    group, tree = view.group[actors.samples[rows]], now.view.prefixes
+    if tree is not None:
+        shared, used = int(tree.shared_tokens[group].mean()), np.unique(tree.levels[:, group])
+        for prefix in used[used != NONE].tolist():
+            tokens = int(tree.own_tokens[prefix])
+            shared_s += engine.model.prefill_s(tokens, int(tree.tokens[prefix]) - tokens)
     mean = int(actors.context[rows].mean())
     own_s = (engine.model.prefill_s(mean) - engine.model.prefill_s(shared)) * rows.size
     return view.fleet.move_s + own_s + shared_s
-
-
-def _prefixes_s(now: PolicyContext, model: EngineModel, groups: Ints) -> float:
-    """Seconds in which another actor computes the shared prefixes of some prompts."""
-    tree = now.view.prefixes
-    if tree is None:
-        return 0.0
-    used, own, total_s = np.unique(tree.levels[:, groups]), tree.own_tokens, 0.0
-    for prefix in used[used != NONE].tolist():
-        tokens = int(own[prefix])
-        total_s += model.prefill_s(tokens, int(tree.tokens[prefix]) - tokens)
-    return total_s
