@@ -30,10 +30,9 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
 )
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples, RolloutRequest, StageJournal
-from rlhfless.orchestrator.policy_runner import PolicyRunner
-from rlhfless.orchestrator.precompute import Precomputation
-from rlhfless.orchestrator.prefill import PrefillActors
+from rlhfless.orchestrator.prompt_kv import Precomputation, PrefillActors
 from rlhfless.orchestrator.prompt_selection import PromptHistory
+from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import UNASSIGNED, Event, Generated, Heartbeat, Lost, Serving

@@ -147,7 +147,7 @@ class LiveFleet:
         starts: EngineStarts | None = None,
     ) -> None:
         """`pools`: the pool of the generation actors first. Every other pool but that of prefill, which is scaled by
-        what waits there (rlhfless.orchestrator.prefill) and of which policies see nothing, has one replica."""
+        what waits there (rlhfless.orchestrator.prompt_kv) and of which policies see nothing, has one replica."""
         self._spec = spec
         self._call = call
         self._actors = pools[0]

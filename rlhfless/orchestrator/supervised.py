@@ -20,7 +20,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.base_run import BaseRun
 from rlhfless.orchestrator.ledger import StepAttempt
-from rlhfless.orchestrator.summary import own_seconds
+from rlhfless.orchestrator.step_metrics import own_seconds
 from rlhfless.records import FloatArray, StepRecord, Work
 from rlhfless.records.rollouts import Example
 from rlhfless.scaling.accounting import Phase

@@ -27,7 +27,7 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
 )
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
-from rlhfless.orchestrator.policy_runner import EvenSplit, PolicyRunner
+from rlhfless.orchestrator.scaler import EvenSplit, PolicyRunner
 from rlhfless.records import (
     Decision,
     FinishReason,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rlhfless.orchestrator import step
 from rlhfless.orchestrator.experience import LOGPROBS
-from rlhfless.orchestrator.step import evaluate_held_out, figures_of, mean_reward, pass_at
+from rlhfless.orchestrator.step import evaluate_held_out
+from rlhfless.orchestrator.step_metrics import figures_of, mean_reward, pass_at
 from rlhfless.records import Experience, FinishReason, Group, Prompt, Rollout, Score
 from rlhfless.spec import EvaluationSpec, ScoringSpec
 
@@ -94,7 +95,7 @@ async def test_the_samples_of_an_evaluation_are_told(monkeypatch: pytest.MonkeyP
 
     async def average() -> None: ...
 
-    monkeypatch.setattr(step, "drawn", drawn)
+    monkeypatch.setattr(step, "generate_scored", drawn)
     run: Any = SimpleNamespace(
         clock=SimpleNamespace(interrupt=lambda: None),
         held_out_request=lambda step, greedy: (step, greedy),

@@ -14,7 +14,7 @@ from fakes.fake_cluster import group
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.group_based import GRPO, STD_FLOOR
 from rlhfless.orchestrator.experience import LOGPROBS, added_up, readable, without_failures
-from rlhfless.orchestrator.summary import reward_metrics
+from rlhfless.orchestrator.step_metrics import reward_metrics
 from rlhfless.records import Experience, Group, Score
 from rlhfless.rewards import RewardError
 from rlhfless.spec import GRPOSpec, ScoringSpec

@@ -11,7 +11,7 @@ from fakes.fake_cluster import FakeFleet, FakePool, runner
 from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import ReplicaState, sample_seed
 from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Event, Lost, Start, StepBegan, StepView
 

@@ -15,7 +15,7 @@ from fakes.tiny_scenario import actor, setup_of
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples
-from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.fitted import LinearEngine
@@ -122,9 +122,9 @@ class Live:
     def end(self, samples: np.ndarray) -> None:
         """These samples have ended by now."""
         for number in samples.tolist():
-            self.table.on[number] = 0
+            self.table.request_of[number] = 0
             self.table.apply_heartbeat(0, {}, {self.table.items[number].key: Ended(1, truncated=False)})
-            del self.table.on[number]
+            del self.table.request_of[number]
 
 
 class Simulated:

@@ -12,7 +12,7 @@ from fakes.fake_cluster import FakeFleet, FakePool
 from fakes.fake_run import SPEC, Reader, draw, until
 from rlhfless.functions.generation.messages import Ended
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policy import (
     Action,
@@ -189,7 +189,7 @@ async def test_a_contract_that_cannot_be_kept_is_said_once(caplog: pytest.LogCap
     told = {"feasible": False, "reason": "no plan ends before 9 s", "nearest": "cheapest within 9 s"}
     late, fine = (Decision(3, 100.0, "plan", "1 actors", {"feasible": True, **more}) for more in (told, {}))
     policy = Scripted(StepBegan=[Note(late), Note(late), Note(fine), Note(late), Assign(0, ints(0, 1))])
-    with caplog.at_level(logging.WARNING, "rlhfless.orchestrator.policy_runner"):
+    with caplog.at_level(logging.WARNING, "rlhfless.orchestrator.scaler"):
         scene = Scene(FakePool("a"), "p", policy)
         await until(lambda: bool(scene.pool["a"].running))
         await scene.ended("a")

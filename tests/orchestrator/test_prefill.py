@@ -13,7 +13,7 @@ from fakes.fake_cluster import CALL, FakeCluster, pool_of
 from fakes.fake_run import until
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
-from rlhfless.orchestrator.prefill import Offers, PrefillActors
+from rlhfless.orchestrator.prompt_kv import Offers, PrefillActors
 from rlhfless.records import FunctionName, WeightVersion
 from rlhfless.scaling.engine_speeds import EngineSpeeds
 from rlhfless.scaling.function_specs import Bounds

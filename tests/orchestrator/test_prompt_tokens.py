@@ -3,7 +3,7 @@
 import pytest
 
 from fakes.builders import drawn
-from rlhfless.orchestrator.summary import draft_metrics, prompt_token_metrics
+from rlhfless.orchestrator.step_metrics import draft_metrics, prompt_token_metrics
 from rlhfless.records import Experience, FunctionName, Group, Invocation, Prompt, Work
 from rlhfless.telemetry.metrics import METRICS
 

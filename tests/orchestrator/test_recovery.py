@@ -14,7 +14,7 @@ from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.orchestrator.ledger import StepClock
 from rlhfless.orchestrator.recovery import Recovered, Recovery
 from rlhfless.orchestrator.run import RLRun
-from rlhfless.orchestrator.summary import tokens_per_s
+from rlhfless.orchestrator.step_metrics import tokens_per_s
 from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 

@@ -150,7 +150,7 @@ def test_a_prompt_of_the_journal_that_is_gone_from_the_data_is_named() -> None:
     journal = Journal(Path(":memory:"))
     journal.begin_attempt()
     journal.begin_groups(1, ["gone"])
-    with pytest.raises(InputError, match=r"(?s)begun to draw responses to prompt 'gone'.*put it back"):
+    with pytest.raises(InputError, match=r"(?s)started to generate responses to prompt 'gone'.*put it back"):
         Draws(spec_of({"type": "partial"}), order_of(9), journal, random.Random(0)).request(2)
 
 

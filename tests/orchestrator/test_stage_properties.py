@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fakes.fake_cluster import FakeFleet, FakePool
 from fakes.fake_run import SPEC, Reader, draw
 from rlhfless.orchestrator.generation import GenerationStage
-from rlhfless.orchestrator.policy_runner import PolicyRunner
+from rlhfless.orchestrator.scaler import PolicyRunner
 from rlhfless.records import Rollout, sample_seed
 from rlhfless.scaling.policy import Action, Assign, Event, Move, StepView
 

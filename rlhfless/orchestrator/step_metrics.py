@@ -1,23 +1,25 @@
-"""The figures of a step and of an evaluation, under the names that telemetry declares."""
+"""The metrics of a step and of an evaluation, under the names that telemetry declares."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rlhfless.orchestrator.experience import has_signal
+from rlhfless.orchestrator.experience import has_signal, usable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.run import RLRun, StepContext
 from rlhfless.prefixes.trie import shared_prefixes
-from rlhfless.records import Experience, FinishReason, Invocation, Score, Work
+from rlhfless.records import Experience, FinishReason, Group, Invocation, Score, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE, added
 from rlhfless.scaling.accounting import Phase, StepTimes, length, union
+from rlhfless.spec import EvaluationSpec, RunSpec, ScoringSpec
 
 
-def drawn_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
+def rollout_metrics(experience: Experience, kept: Experience, prompts: int) -> dict[str, float]:
     """Figures of the rollouts of a step for `prompts` prompts. `kept` are those that did not fail."""
     samples = experience.samples
     lengths = np.array([sample.model_tokens for sample in samples])
@@ -46,7 +48,7 @@ def step_metrics(
     learned: Mapping[str, float],
 ) -> dict[str, float]:
     """All metrics of a step that ends now. `kept` is the part of its experience that was trained on; `drawn` are the
-    result of `drawn_metrics`."""
+    result of `rollout_metrics`."""
     begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
@@ -169,3 +171,53 @@ def unique_prompt_tokens(experience: Experience) -> int:
     prompts = [group.prompt.token_ids for group in experience.groups]
     counts = [len(group.samples) for group in experience.groups]
     return shared_prefixes(prompts, counts, last_alone=False).unique_tokens
+
+
+def evaluation_metrics(sampled: Experience, greedy: Experience, spec: RunSpec) -> dict[str, float]:
+    """Compute `reward_mean` over all held-out prompts, and `figures_of` each set, with `<set>/` before the names."""
+    sets = dict.fromkeys(group.prompt.source for group in sampled.groups)
+    return mean_reward(sampled, spec.scoring) | {
+        f"{name}/{figure}" if name else figure: value
+        for name in sets
+        for figure, value in figures_of(_of(sampled, name), _of(greedy, name), spec.evaluation).items()
+    }
+
+
+def mean_reward(sampled: Experience, scoring: ScoringSpec) -> dict[str, float]:
+    """`reward_mean`: the mean weighted reward over the samples of all sets. One whose reward failed counts if samples
+    like it are learned from (`scoring.on_failure`)."""
+    scores = [sample.scored for sample in sampled.samples]
+    totals = [score.total for score in scores if usable(score.failures, scoring)]
+    return {"reward_mean": math.fsum(totals) / len(totals)} if totals else {}
+
+
+def figures_of(sampled: Experience, greedy: Experience, spec: EvaluationSpec) -> dict[str, float]:
+    """Of every reward part: `<part>`, its mean over the samples, which is mean@k for any k; `<part>_greedy`, its mean
+    over the greedy responses; and `<part>_pass@<k>` for each k that the spec asks for."""
+    greedy_means = {f"{part}_greedy": value for part, value in mean_parts(greedy.scores).items()}
+    passed: dict[str, float] = {}
+    for part in mean_parts(sampled.scores):
+        counts = [_counts(group, part, spec.pass_from) for group in sampled.groups]
+        for k in spec.pass_at:
+            # A prompt with fewer than k samples whose reward did not fail is left out.
+            if enough := [(n, c) for n, c in counts if n >= k]:
+                passed[f"{part}_pass@{k}"] = pass_at(k, enough)
+    return mean_parts(sampled.scores) | passed | greedy_means
+
+
+def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float:
+    """The chance that at least one of k samples of a prompt passes, mean over prompts of which (n samples, c that
+    passed) are known, n >= k: 1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al., arXiv 2107.03374, eq. 1)."""
+    return math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
+
+
+def _counts(group: Group, part: str, pass_from: float) -> tuple[int, int]:
+    """Samples of a prompt that have a reward part, and those of them with a high enough one. A failed part is missing:
+    it says nothing about the response."""
+    values = [sample.scored.parts[part] for sample in group.samples if part in sample.scored.parts]
+    return len(values), sum(value >= pass_from for value in values)
+
+
+def _of(experience: Experience, source: str) -> Experience:
+    """The groups whose prompts are of a set."""
+    return Experience(tuple(group for group in experience.groups if group.prompt.source == source))
