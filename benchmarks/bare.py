@@ -23,7 +23,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.util import processes
 
 Request = tuple[tuple[int, ...], int]  # prompt tokens, seed
@@ -164,7 +163,6 @@ def main() -> None:
     pipe, parent, max_model_len = map(int, sys.argv[1:4])
     model, cores = sys.argv[4], set(map(int, sys.argv[5:]))
     processes.die_with(parent)
-    require_no_numba()
     os.environ.update(CPU_ENVIRONMENT)
     if cores:
         os.sched_setaffinity(0, cores)

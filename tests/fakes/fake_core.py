@@ -135,7 +135,6 @@ def fake_core(
     del arguments["worker_extension_cls"], arguments["weight_transfer_config"]
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(core_module, "engine_arguments", return_value=arguments))
-        patched.enter_context(mock.patch.object(core_module, "require_no_numba"))
         patched.enter_context(
             mock.patch.dict("os.environ", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
         )

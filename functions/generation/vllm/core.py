@@ -43,7 +43,6 @@ from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_fo
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
 from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
-from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
 from rlhfless.weights.digest import merged
@@ -64,9 +63,6 @@ class Core:
     """One vLLM engine. Not thread-safe; it need not be, because its process has one loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Raises RuntimeError on CPUs where numba is imported already."""
-        if settings.device == "cpu":
-            require_no_numba()
         started = time.monotonic()
         _register_model_class(settings)
         quantised_layers.install()
