@@ -1,9 +1,10 @@
-"""`rlhfless data`: rows of a data set as the run reads them."""
+"""`rlhfless data` and `rlhfless models`: rows as a run reads them, and models that come with rlhfless or from runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +15,10 @@ from rlhfless.util.text import WrittenFloat
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from rlhfless.bundled.warm_start import WarmStartProgress
     from rlhfless.prepare.shown_rows import ShownPiece, ShownRow, ShownSequence
     from rlhfless.spec import RunSpec
+
 
 LEARNED_MARKS = "⟦", "⟧"
 """Around what is learned, where there are no colours."""
@@ -40,11 +43,15 @@ MOST_CHARACTERS = 2_000
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    data = typer.Typer(help="Look at the data of a spec.", no_args_is_help=True)
+    data = typer.Typer(help="Show the data of a spec.", no_args_is_help=True)
     data.command()(show)
     # Without this, typer would make a group with one command into that command.
     data.callback()(lambda: None)
     app.add_typer(data, name="data")
+    models = typer.Typer(help="Build the bundled models, and export models from runs.", no_args_is_help=True)
+    models.command()(tiny)
+    models.command()(export)
+    app.add_typer(models, name="models")
 
 
 def show(
@@ -62,7 +69,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per row.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show a row of each data set: as given, as the policy reads it, what is learned, and what rewards get.
+    """Show a row of each data set: as given, as the policy reads it, what is learned, and what rewards receive.
 
     Example: rlhfless data show run.yaml --row 3
     """
@@ -221,3 +228,46 @@ def _rendered(pieces: tuple[ShownPiece, ...], marks: tuple[str, str]) -> Text:
         made.append(legible(piece.text), style=_STYLES[piece.learned, piece.special])
     made.append(marks[1] if learned else "")
     return made
+
+
+def tiny(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")] = Path("tiny"),
+    seed: Annotated[int, typer.Option(help="Seed of the model and of the data.")] = 0,
+    untaught: Annotated[
+        bool, typer.Option("--untaught", help="Use random weights, in seconds, to check that a run works end to end.")
+    ] = False,
+) -> None:
+    """Build a tiny model with a counting task: a first run in minutes, without a GPU or a download."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlhfless import bundled
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("teaching the model to count", total=None)
+
+        def show(progress: WarmStartProgress) -> None:
+            description = f"teaching the model to count (loss {progress.loss:.3f})"
+            bar.update(task, total=progress.steps, completed=progress.step, description=description)
+
+        recipe = bundled.Recipe(warm_start=bundled.WarmStartRecipe(steps=0)) if untaught else bundled.Recipe()
+        paths = bundled.build(out, seed=seed, recipe=recipe, on_progress=show)
+    typer.echo(f"{paths.folder} holds model/, {paths.train.name} and {paths.held_out.name}")
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Folder or URL of the checkpoint, or a run's folder for its newest one."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; it must not exist.")],
+) -> None:
+    """Copy the model and tokenizer of a checkpoint in Hugging Face format, without the optimizer's state."""
+    from rlhfless.records.checkpoints import export_model
+
+    notes = export_model(checkpoint, out)
+    typer.echo(f"{out} holds the model of {notes.run_id} after step {notes.step}")

@@ -22,9 +22,6 @@ from typer.core import TyperGroup
 from rlhfless import __version__
 from rlhfless.cli import (
     data,
-    devices,
-    keys,
-    models,
     plan,
     rewards,
     run,
@@ -106,7 +103,7 @@ def _options(
     """The options of every command. `_Group` reads `debug`."""
 
 
-for _module in (run, validate, data, plan, devices, selftest, rewards, simulate, trace, models, service, runs, keys):
+for _module in (run, validate, data, plan, selftest, rewards, simulate, trace, service, runs):
     _module.register(app)
 
 

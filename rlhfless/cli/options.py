@@ -21,7 +21,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key, such as `steps=10` or `rewards.0.weight=2`. May be given many times.",
+        help="Override a key, such as `steps=10` or `rewards.0.weight=2`. Repeatable.",
     ),
 ]
 
@@ -30,13 +30,15 @@ Engines = Annotated[
     typer.Option(
         "--engines",
         metavar="NAME",
-        help="Compare engines by their published runs: vllm, sglang, tensorrt-llm. Runs draw with vLLM alone.",
+        help="Engines to compare by their published runs: vllm, sglang, tensorrt-llm. Runs use vLLM only.",
     ),
 ]
 
 Quantizations = Annotated[
     list[str] | None,
-    typer.Option("--quantization", metavar="FORMAT", help="Compare values of generation.quantization: off, int8, fp8."),
+    typer.Option(
+        "--quantization", metavar="FORMAT", help="Values of generation.quantization to compare: off, int8, fp8."
+    ),
 ]
 
 Speculations = Annotated[
@@ -44,18 +46,20 @@ Speculations = Annotated[
     typer.Option(
         "--speculation",
         metavar="METHOD",
-        help="Compare values of generation.speculation.method: off, auto, ngram, suffix. Needs a run that speculated.",
+        help="Values of generation.speculation.method to compare: off, auto, ngram, suffix (with --lengths-of).",
     ),
 ]
 
 SharedPrefixes = Annotated[
     list[str] | None,
-    typer.Option("--share-prefixes", metavar="BOOL", help="Compare values of learner.share_prefixes: true, false."),
+    typer.Option("--share-prefixes", metavar="BOOL", help="Values of learner.share_prefixes to compare: true, false."),
 ]
 
 Limit = Annotated[
     int | None,
-    typer.Option("--limit", min=1, max=1000, help="Most rows, the best first; by default 20, and all of --devices."),
+    typer.Option(
+        "--limit", min=1, max=1000, help="Maximum number of rows, best first. Default: 20, or all of --devices."
+    ),
 ]
 
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
@@ -63,6 +67,9 @@ Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with ru
 Database = Annotated[
     str | None,
     typer.Option(
-        "--database", metavar="URL", envvar=DATABASE_VARIABLE, help="PostgreSQL; by default SQLite in the data folder."
+        "--database",
+        metavar="URL",
+        envvar=DATABASE_VARIABLE,
+        help="PostgreSQL URL. Default: SQLite in the data folder.",
     ),
 ]

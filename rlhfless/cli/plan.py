@@ -42,20 +42,21 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NxKIND",
-            help="Such as 8xh100, or 8xl40s+2xh100 with the learner's last; by default this machine's.",
+            help="Devices, such as 8xh100, or 8xl40s+2xh100 with the learner's last. Default: this machine's.",
         ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare devices and placements: these, or the best of the price book.")
+        bool,
+        typer.Option(
+            "--compare", help="Compare devices and placements: those of --devices, or the best of the price book."
+        ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write run.yaml and values.yaml of a compared row here.")
+        Path | None, typer.Option(metavar="DIR", help="Folder to write run.yaml and values.yaml of a compared row to.")
     ] = None,
     row: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="The row that is written, by its number in the table; by default the first that runs."
-        ),
+        typer.Option(min=1, help="Number of the row to write. Default: the first that can run."),
     ] = None,
     engines: Engines = None,
     quantization: Quantizations = None,
@@ -65,22 +66,23 @@ def plan(
     bench: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ENGINE:NxKIND:FILE", help="Scale an engine to a file of `vllm bench serve --save-result`."
+            metavar="ENGINE:NxKIND:FILE",
+            help="Scale an engine's speed to this file of `vllm bench serve --save-result`.",
         ),
     ] = None,
     lengths_of: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Take response lengths and latencies of this recorded run."),
+        typer.Option(metavar="DIR", help="Use response lengths and latencies of this recorded run."),
     ] = None,
     measured: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take speeds of this report of `rlhfless selftest SPEC --out FILE`."),
+        typer.Option(metavar="FILE", help="Use the speeds in this report of `rlhfless selftest SPEC --out FILE`."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Memory per device and phase, the nearest change that fits, and the time and cost of the run.
+    """Show memory per device and phase, the nearest change that fits, and the time and cost of the run.
 
-    `--compare` shows where it would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
+    `--compare` shows where the run would be faster or cheaper. `rlhfless runs plan` and `runs compare` ask a service.
     """
     from rlhfless.planning.inputs import local_devices, parsed_sides, question_of
     from rlhfless.planning.question import edited

@@ -21,7 +21,7 @@ _RESPONSE_CHARS = 32
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    rewards = typer.Typer(help="Look at the rewards of a spec.", no_args_is_help=True)
+    rewards = typer.Typer(help="Try out the rewards of a spec.", no_args_is_help=True)
     rewards.command("test")(try_out)
     # Without this, typer would make a group with one command into that command.
     rewards.callback()(lambda: None)

@@ -35,18 +35,18 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="RUN", help="Folder of a run that was interrupted: go on where it was."),
+        typer.Option("--resume", metavar="RUN", help="Folder of an interrupted run to resume."),
     ] = None,
     allow_changed: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-changed",
             metavar="WHAT",
-            help="With --resume: go on although this has changed: data, model, code, or schedule (learning rates).",
+            help="With --resume: accept changes of data, model, code, or schedule (learning rates).",
         ),
     ] = None,
 ) -> None:
-    """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
+    """Run a spec: generate, score, learn, and write trace, metrics and checkpoints."""
     from rlhfless.orchestrator.resuming import hold_inputs
     from rlhfless.planning.inputs import on_these_devices
     from rlhfless.planning.preflight import preflight

@@ -36,15 +36,15 @@ Url = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="Of the service; else RLHFLESS_URL, else the one of ./rlhfless-data, else http://127.0.0.1:8080.",
+        help="URL of the service. Default: RLHFLESS_URL, the one in ./rlhfless-data, or http://127.0.0.1:8080.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LengthsOf = Annotated[
-    str | None, typer.Option(metavar="RUN", help="Take response lengths and latencies of this earlier run.")
+    str | None, typer.Option(metavar="RUN", help="Use response lengths and latencies of this earlier run.")
 ]
 RunId = Annotated[
-    str, typer.Argument(metavar="RUN", help="Id or name of a run, or the beginning of its id; `last` is the newest.")
+    str, typer.Argument(metavar="RUN", help="Id or name of a run, or a prefix of its id; `last` is the newest.")
 ]
 
 _WHOLE_ID = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{8}")
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    runs = typer.Typer(help="Start, watch and steer the runs of a service.", no_args_is_help=True)
+    runs = typer.Typer(help="Start, watch and control the runs of a service.", no_args_is_help=True)
     for command in (
         create,
         plan,
@@ -84,9 +84,9 @@ def register(app: typer.Typer) -> None:
 def create(
     spec: SpecFile,
     overrides: Overrides = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it ends.")] = False,
     idempotency_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="The same key and spec are one run, however often it is sent.")
+        str | None, typer.Option(metavar="KEY", help="Requests with the same key and spec create only one run.")
     ] = None,
     url: Url = None,
     as_json: Json = False,
@@ -112,7 +112,7 @@ def plan(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """What a run would need, take and cost on the service's devices. Starts nothing."""
+    """Show memory, time and cost of a run on the service's devices. Starts nothing."""
     from rlhfless.cli.runs_tables import plan_lines
     from rlhfless.planning.objects import PlanObject
     from rlhfless.spec.load import load_values
@@ -132,7 +132,7 @@ def compare(
         typer.Option(
             "--devices",
             metavar="NxKIND",
-            help="Such as 8xh100 or 8xl40s+2xh100; by default the service's and the best of the price book.",
+            help="Devices, such as 8xh100 or 8xl40s+2xh100. Default: the service's and the best of the price book.",
         ),
     ] = None,
     engines: Engines = None,
@@ -141,14 +141,15 @@ def compare(
     share_prefixes: SharedPrefixes = None,
     lengths_of: LengthsOf = None,
     deadline_s: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
+        float | None,
+        typer.Option(metavar="SECONDS", help="Deadline of the whole run in seconds; devices that meet it come first."),
     ] = None,
     limit: Limit = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """On which devices, and how placed, a run would be faster or cheaper. Starts nothing."""
-    from rlhfless.cli.comparison_table import comparison_lines
+    """Show on which devices and with which placement a run would be faster or cheaper. Starts nothing."""
+    from rlhfless.cli.plan_compare import comparison_lines
     from rlhfless.planning.objects import ComparisonObject
     from rlhfless.spec.load import load_values
 
@@ -173,11 +174,11 @@ def list_runs(
     status: Annotated[list[str] | None, typer.Option(help="Only these statuses.")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only runs with this label.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
-    after: Annotated[str | None, typer.Option(metavar="RUN", help="Go on after this run.")] = None,
+    after: Annotated[str | None, typer.Option(metavar="RUN", help="Continue the list after this run.")] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The runs of the service, newest first."""
+    """List the runs of the service, newest first."""
     from rlhfless.cli.runs_tables import runs_table
     from rlhfless.telemetry.terminal import Terminal
 
@@ -201,25 +202,25 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def show(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """One run."""
+    """Show a run."""
     with _client(url) as client:
         _print_run(client.get_run(_id(client, run)), as_json)
 
 
 def watch(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """Follow a run until it has ended. Ctrl-C ends only the watching."""
+    """Follow a run until it ends. Ctrl-C stops watching, not the run."""
     with _client(url) as client:
         _watch(client, client.get_run(_id(client, run)), as_json)
 
 
 def cancel(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """Stop a run for good; what it has saved stays."""
+    """Stop a run for good. Its files stay."""
     with _client(url) as client:
         _print_run(client.cancel_run(_id(client, run)), as_json)
 
 
 def pause(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """Stop a run after its step, with a checkpoint; it gives its devices back."""
+    """Checkpoint and stop a run after its current step; its devices are released."""
     with _client(url) as client:
         _print_run(client.pause_run(_id(client, run)), as_json)
 
@@ -227,16 +228,16 @@ def pause(run: RunId, url: Url = None, as_json: Json = False) -> None:
 def resume(
     run: RunId,
     limits: Annotated[
-        list[str] | None, typer.Option("--limit", metavar="KEY=VALUE", help="A new limit, such as max_cost_usd=20.")
+        list[str] | None, typer.Option("--limit", metavar="KEY=VALUE", help="New limit, such as max_cost_usd=20.")
     ] = None,
     allow_changed: Annotated[
         list[str] | None,
-        typer.Option("--allow-changed", metavar="WHAT", help="Go on although this has changed: data, model or code."),
+        typer.Option("--allow-changed", metavar="WHAT", help="Accept changes of data, model or code."),
     ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Go on with a paused run."""
+    """Resume a paused run."""
     from rlhfless.spec import document
 
     raised = {name: document.parse_value(value) for name, value in map(_label, limits or ())}
@@ -245,7 +246,7 @@ def resume(
 
 
 def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """Remove an ended run, with its folder."""
+    """Delete a finished run and its folder."""
     with _client(url) as client:
         run_id = _id(client, run)
         client.delete_run(run_id)
@@ -255,7 +256,7 @@ def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
 def logs(
     run: RunId, lines: Annotated[int, typer.Option(min=1, max=5000)] = 100, url: Url = None, as_json: Json = False
 ) -> None:
-    """The end of a run's log."""
+    """Show the end of a run's log."""
     with _client(url) as client:
         run_id = _id(client, run)
         text = client.logs(run_id, lines)
@@ -266,7 +267,7 @@ def logs(
 
 
 def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """Device time and cost of a run, by function."""
+    """Show device time and cost of a run, by function."""
     from rlhfless.cli.runs_tables import usage_table
 
     with _client(url) as client:
@@ -274,7 +275,7 @@ def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
 
 
 def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_json: Json = False) -> None:
-    """What has happened in a run."""
+    """List the events of a run."""
     with _client(url) as client:
         page = client.events(_id(client, run), after, limit)
     if as_json:
@@ -288,7 +289,7 @@ def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_js
 
 
 def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
-    """The checkpoints of a run, newest first."""
+    """List the checkpoints of a run, newest first."""
     with _client(url) as client:
         page = client.checkpoints(_id(client, run))
     if as_json:
@@ -313,7 +314,7 @@ def samples(
     as_json: Json = False,
 ) -> None:
     """Print a few samples of the newest steps and evaluations, with what was expected and each reward."""
-    from rlhfless.cli.trace_samples import print_samples
+    from rlhfless.cli.trace import print_samples
 
     filters = {"data_set": dataset, "prompt_id": prompt, "search": search, "result": "failed" if failed else None}
     given = {name: value for name, value in filters.items() if value is not None}
@@ -390,7 +391,7 @@ def _print_run(run: RunObject, as_json: bool) -> None:
 
 
 def _watch(client: Client, run: RunObject, as_json: bool) -> None:
-    from rlhfless.cli.runs_watch import exit_code_of, watch_run
+    from rlhfless.cli.runs_tables import exit_code_of, watch_run
 
     ended = watch_run(client, run, as_json)
     if code := exit_code_of(ended):

@@ -38,15 +38,16 @@ def selftest(
     spec: OptionalSpecFile = None,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write the report, as JSON, for an issue or a plan.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="File to write the report to, as JSON, for an issue or a plan."),
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="Test every node of this Ray cluster.")
+        str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="Ray cluster whose nodes are all tested.")
     ] = None,
 ) -> None:
-    """Check drivers, memory, engine, learner and weights in minutes, with a bundled model or the model of SPEC.
+    """Check drivers, memory, engine, learner and weights within minutes, with a bundled model or that of SPEC.
 
-    Ends with the step time that follows from what was measured; `rlhfless plan --measured` plans with it.
+    Ends with the step time predicted from the measurements; `rlhfless plan --measured` uses them.
     """
     from transformers.utils.logging import disable_progress_bar
 

@@ -1,8 +1,9 @@
-"""`rlhfless up` and `rlhfless down`: the service, with its API and page."""
+"""`rlhfless up`, `down`, `migrate` and `keys`: the service of a data folder."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -28,6 +29,12 @@ from rlhfless.spec.explain import explain
 from rlhfless.spec.sizes import MOST_SIZES
 from rlhfless.util.folders import OTHERS
 
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from rlhfless.control.keys import Scope
+
+
 UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
 
@@ -39,12 +46,20 @@ def register(app: typer.Typer) -> None:
     app.command()(up)
     app.command()(down)
     app.command()(migrate)
+    keys = typer.Typer(help="API keys of a service.", no_args_is_help=True)
+    keys.command()(create)
+    keys.command()(put)
+    keys.command("list")(list_keys)
+    keys.command()(revoke)
+    app.add_typer(keys, name="keys")
 
 
 def up(
     data: Data = DATA_FOLDER,
-    host: Annotated[str, typer.Option(help="Address to listen on. Off loopback an API key is needed.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Other addresses than loopback need an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8080,
     database: Database = None,
     ray_address: Annotated[
         str | None,
@@ -56,43 +71,44 @@ def up(
     ] = None,
     ray_cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="In Kubernetes: the RayCluster, of whose pending pods reasons are told."),
+        typer.Option(metavar="NAME", help="In Kubernetes: the RayCluster whose pending pods are explained."),
     ] = None,
     watch_nodes: Annotated[
-        bool, typer.Option("--watch-nodes", help="With --ray-cluster: also leave nodes that are cordoned or tainted.")
+        bool, typer.Option("--watch-nodes", help="With --ray-cluster: also leave cordoned or tainted nodes.")
     ] = False,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND=N", help="Devices for runs, where nodes come when they are needed."),
+        typer.Option(metavar="KIND=N", help="Devices for runs on a cluster that adds nodes on demand."),
     ] = None,
-    max_drivers: Annotated[int, typer.Option(min=1, help="Runs with a driver at a time; others are queued.")] = 4,
+    max_drivers: Annotated[
+        int, typer.Option(min=1, help="Maximum number of running drivers; other runs are queued.")
+    ] = 4,
     driver_memory: Annotated[
         float | None,
-        typer.Option(metavar="GIB", min=0.5, help="Memory of a driver; by default a quarter of what there is."),
+        typer.Option(metavar="GIB", min=0.5, help="Memory of a driver. Default: a quarter of the machine's."),
     ] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=N", help="The largest runs that specs may ask for, by the keys of `sizes`."),
+        typer.Option(metavar="KEY=N", help="Upper limits of what specs may ask for, by the keys of `sizes`."),
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Folder that specs may name files in; by default the current one."),
+        typer.Option(metavar="PATH", help="Folder in which specs may name files. Default: the current one."),
     ] = None,
     code: Annotated[
-        list[str] | None, typer.Option(metavar="PACKAGE", help="Specs may name code of this package.")
+        list[str] | None, typer.Option(metavar="PACKAGE", help="Package whose code specs may name.")
     ] = None,
     retention_days: Annotated[
-        float | None, typer.Option(min=0.01, help="Remove ended runs, with their folders, after so many days.")
+        float | None, typer.Option(min=0.01, help="Delete finished runs and their folders after this many days.")
     ] = None,
     public_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Under which clients reach the service.")
+        str | None, typer.Option(metavar="URL", help="URL at which clients reach the service.")
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when it answers; it goes on in the background.")
+        bool, typer.Option("--detach", help="Return once the service answers, and keep it running in the background.")
     ] = False,
 ) -> None:
-    """Start the service: API and page at http://127.0.0.1:8080. Ctrl-C stops runs in order; they go on at the next
-    `up`."""
+    """Start the service: API and page at http://127.0.0.1:8080. Ctrl-C stops it; its runs resume at the next `up`."""
     values: dict[str, Any] = {
         "data": data,
         "host": host,
@@ -200,7 +216,7 @@ def _answers(url: str) -> bool:
 
 
 def down(data: Data = DATA_FOLDER) -> None:
-    """Stop the service of a data folder with its runs, in order. They go on at the next `up`."""
+    """Stop the service of a data folder and its runs. They resume at the next `up`."""
     from rlhfless.control.serve import stop_service
 
     os.umask(OTHERS)
@@ -209,7 +225,7 @@ def down(data: Data = DATA_FOLDER) -> None:
 
 
 def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
-    """Bring the tables of a service's database up to date, as `rlhfless up` does first. Idempotent."""
+    """Update the schema of the service's database, as `rlhfless up` does at its start. Idempotent."""
     from rlhfless.control.database.access import database_of
     from rlhfless.control.database.access import migrate as bring_up_to_date
 
@@ -217,3 +233,119 @@ def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
     opened = database_of(ServiceSettings(data=data, database=database))
     bring_up_to_date(opened.engine)
     typer.echo(f"the tables of {opened.engine.url.render_as_string(hide_password=True)} are up to date", err=True)
+
+
+LEAST_CHARACTERS = 32
+"""Fewest characters of a secret: only an unsalted hash is stored, so the secret must be impossible to guess."""
+
+
+def create(
+    name: Annotated[str, typer.Argument(help="Name of the key, such as the person or system that uses it.")],
+    scope: Annotated[
+        str, typer.Option(help="What the key allows: read, run (start and control runs), or admin.")
+    ] = "run",
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+) -> None:
+    """Create a key and print it once. A running service accepts it within seconds."""
+    from rlhfless.control.keys import make_key
+
+    chosen = _scope(scope)
+    with _session(data, database) as session:
+        _, secret = make_key(session, name, chosen)
+        session.commit()
+    typer.echo(secret)
+
+
+def put(
+    name: Annotated[str, typer.Argument(help="Name of the key, such as the person or system that uses it.")],
+    file: Annotated[Path, typer.Option("--from", metavar="FILE", help="File with the secret, such as a mounted one.")],
+    scope: Annotated[
+        str, typer.Option(help="What the key allows: read, run (start and control runs), or admin.")
+    ] = "run",
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+) -> None:
+    """Store an existing secret under this name, and revoke the name's earlier key. Idempotent."""
+    from rlhfless.control.keys import put_key
+
+    chosen = _scope(scope)
+    try:
+        secret = file.read_text("utf-8").strip()
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error.strerror}", param_hint="--from") from error
+    if len(secret) < LEAST_CHARACTERS:
+        what = f"the secret in {file} has {len(secret)} characters, fewer than {LEAST_CHARACTERS}"
+        raise typer.BadParameter(f"{what}; `openssl rand -hex 32` makes one", param_hint="--from")
+    with _session(data, database) as session:
+        key = put_key(session, name, chosen, secret).id
+        session.commit()
+    typer.echo(key)
+
+
+def list_keys(
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List all keys, without their secrets."""
+    from sqlalchemy import select
+
+    from rlhfless.cli.runs_tables import time_of
+    from rlhfless.control.database.tables import KeyRow
+
+    with _session(data, database) as session:
+        rows = list(session.scalars(select(KeyRow).order_by(KeyRow.created_at)))
+    if as_json:
+        shown = ("id", "name", "scopes", "created_at", "revoked_at")
+        typer.echo(json.dumps([{field: getattr(row, field) for field in shown} for row in rows], indent=2))
+        return
+    if not rows:
+        typer.echo("there are no keys; `rlhfless keys create NAME` makes one")
+    for row in rows:
+        state = "" if row.revoked_at is None else f"  revoked {time_of(row.revoked_at)}"
+        typer.echo(f"{row.id}  {row.scopes[-1]:<5}  {time_of(row.created_at)}  {row.name}{state}")
+
+
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, such as key_0a1b2c3d4e5f, or its name.")],
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+) -> None:
+    """Revoke a key. Idempotent."""
+    from sqlalchemy import or_, select
+
+    from rlhfless.control.database.tables import KeyRow
+    from rlhfless.util.errors import UserError
+
+    with _session(data, database) as session:
+        keys = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))
+        if not keys:
+            raise UserError(f"there is no key {key!r}; `rlhfless keys list` shows all")
+        valid = [row for row in keys if row.revoked_at is None]
+        if len(valid) > 1:
+            raise UserError(f"several keys are named {key!r}: name one of {', '.join(row.id for row in valid)}")
+        for row in valid:
+            row.revoked_at = time.time()
+        session.commit()
+    typer.echo(f"revoked {(valid or keys)[0].id}")
+
+
+def _scope(text: str) -> Scope:
+    from rlhfless.control.keys import SCOPES
+
+    chosen = next((known for known in SCOPES if known == text), None)
+    if chosen is None:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(SCOPES)}", param_hint="--scope")
+    return chosen
+
+
+def _session(data: str, database: str | None) -> Session:
+    from sqlalchemy.orm import Session
+
+    from rlhfless.control.database.access import database_of, migrate
+
+    os.umask(OTHERS)
+    opened = database_of(ServiceSettings(data=data, database=database))
+    migrate(opened.engine)
+    return Session(opened.engine, expire_on_commit=False)

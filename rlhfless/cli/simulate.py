@@ -25,41 +25,44 @@ def simulate(
         typer.Argument(metavar="SCENARIO...", help="Scenario files; with --calibrate, folders of recorded runs."),
     ] = None,
     policies: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Only these of the scenario's policies, by label.")
+        str | None, typer.Option(metavar="A,B", help="Labels of the scenario's policies to simulate. Default: all.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds, instead of the scenario's number.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds. Default: the scenario's.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Folder of the reports; with --calibrate or --replay, the file to write."),
+        typer.Option(metavar="PATH", help="Folder for reports; with --calibrate or --replay, the file to write."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that work in parallel.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of parallel processes.")] = 1,
     runs: Annotated[
         int | None,
-        typer.Option(min=2, max=MOST_TENANTS, help="So many runs on the cluster: in parts of it, or in turns."),
+        typer.Option(
+            min=2, max=MOST_TENANTS, help="Number of runs that share the cluster, in parts of it or in turns."
+        ),
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Replay a recorded run: predicted beside measured seconds.")
+        Path | None, typer.Option(metavar="DIR", help="Recorded run to replay, with predicted and measured seconds.")
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="With --replay: what another policy would have done; a name, or module:Class."
-        ),
+        typer.Option(metavar="NAME", help="With --replay: another policy, by name or module:Class."),
     ] = None,
-    actors: Annotated[int | None, typer.Option(min=1, help="With --replay: so many generation actors.")] = None,
+    actors: Annotated[
+        int | None, typer.Option(min=1, help="With --replay: another number of generation actors.")
+    ] = None,
     kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="With --replay: other accelerators, extrapolated by data sheets.")
+        str | None,
+        typer.Option(metavar="KIND", help="With --replay: another kind of accelerator, extrapolated from data sheets."),
     ] = None,
     ahead: Annotated[
         int | None,
-        typer.Option(min=0, max=16, help="With --replay: so many steps drawn ahead of the learner; 0 is sync."),
+        typer.Option(min=0, max=16, help="With --replay: steps generated ahead of the learner; 0 is sync."),
     ] = None,
     latency: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --replay: a file that --calibrate has written.")
+        Path | None, typer.Option(metavar="FILE", help="With --replay: a file written by --calibrate.")
     ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit the latency model to recorded runs.")] = False,
 ) -> None:
-    """Compare scaling policies on a scenario, without any device: time, cost and regret, with confidence intervals."""
+    """Compare scaling policies on a scenario without devices: time, cost and regret, with confidence intervals."""
     paths = inputs or []
     if calibrate:
         _calibrate(_require_some(paths, "folder of a recorded run"), out or Path("latency.yaml"))

@@ -1,19 +1,22 @@
-"""`rlhfless trace`: the work and cost of a recorded run."""
+"""`rlhfless trace`: bill, times, samples and length forecasts of a recorded run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhfless.cli.options import TraceFolder
-from rlhfless.cli.trace_samples import samples
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rlhfless.cli.length_scores import ForecastScore
+    from rlhfless.records.traces import Trace, TracedPrompt, TracedRollout
+
 
 SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
 """Quantiles whose coverage `rlhfless trace lengths` shows."""
@@ -21,7 +24,7 @@ SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    trace = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True)
+    trace = typer.Typer(help="Show the trace of a run.", no_args_is_help=True)
     trace.command()(summary)
     trace.command()(compare)
     trace.command()(lengths)
@@ -30,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def summary(folder: TraceFolder) -> None:
-    """Print the bill of a run, how the time of its steps was spent, and how long its responses were."""
+    """Print a run's cost, where its steps spent their time, and its response lengths."""
 
     from rlhfless.cli.report import trace_report
     from rlhfless.records.traces import read_trace, trace_folder
@@ -44,7 +47,7 @@ def summary(folder: TraceFolder) -> None:
 
 
 def compare(first: TraceFolder, second: TraceFolder) -> None:
-    """Print which share of the samples of two runs has the same tokens, such as a resumed run and an unbroken one."""
+    """Print the share of samples with the same tokens in two runs, such as a resumed and an uninterrupted one."""
     from rlhfless.records.traces import compare_samples, read_trace, trace_folder
 
     result = compare_samples(read_trace(trace_folder(first)), read_trace(trace_folder(second)))
@@ -57,8 +60,7 @@ def compare(first: TraceFolder, second: TraceFolder) -> None:
 
 
 def lengths(folder: TraceFolder) -> None:
-    """Print how well response lengths could be forecast: each step from the steps before it, compared with two simple
-    forecasts."""
+    """Print how well response lengths could be forecast from earlier steps, compared with two simple forecasts."""
 
     from rlhfless.cli.length_scores import score_forecasts
     from rlhfless.records.traces import read_trace, trace_folder
@@ -91,3 +93,111 @@ def _lengths_report(run_id: str, scores: Sequence[ForecastScore]) -> RenderableT
         "when half of its samples have finished."
     )
     return Group(Text(run_id, style="bold"), "", made, "", Text(legend, style="dim"))
+
+
+SHOWN = 10
+"""Samples that are printed by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesWanted:
+    """Which samples are printed. None: all."""
+
+    step: int | None = None
+    prompt: str | None = None
+    """A prompt id, or the beginning of one."""
+    search: str | None = None
+    """A text in the prompt or the response, in any case."""
+    failed: bool = False
+    """Only samples with a failed reward."""
+
+
+def samples(
+    folder: TraceFolder,
+    step: Annotated[int | None, typer.Option("--step", help="Only samples of this step.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="ID", help="Only samples of this prompt, over all steps.")
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option("--search", metavar="TEXT", help="Only samples with this text in prompt or response.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only samples with a failed reward.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Print at most this many samples.")] = SHOWN,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
+) -> None:
+    """Print prompts and responses with their rewards. Needs a run with `logging.record_tokens`."""
+    from rlhfless.records.schema import TraceError
+    from rlhfless.records.traces import read_trace, trace_folder
+
+    where = trace_folder(folder)
+    trace = read_trace(where)
+    if trace.rollouts and all(rollout.text is None for rollout in trace.rollouts):
+        raise TraceError(f"{where} has no text of responses; record it with logging.record_tokens: true")
+    found = list(selected(trace, SamplesWanted(step, prompt, search, failed)))
+    prompts = {each.prompt_id: each for each in trace.prompts}
+    shown = [as_object(rollout, prompts.get(rollout.prompt_id)) for rollout in found[:limit]]
+    if as_json:
+        for sample in shown:
+            typer.echo(json.dumps(sample, ensure_ascii=False))
+    else:
+        print_samples(shown)
+        typer.echo(f"{min(limit, len(found)):,} of {len(found):,} samples", err=True)
+
+
+def selected(trace: Trace, wanted: SamplesWanted) -> Iterator[TracedRollout]:
+    """The samples of a trace that are wanted, by step, then prompt and sample index."""
+    prompts = {each.prompt_id: each.text for each in trace.prompts}
+    for rollout in sorted(trace.rollouts, key=lambda one: (one.step, one.prompt_id, one.sample_index)):
+        texts = (prompts.get(rollout.prompt_id, ""), rollout.text or "")
+        if wanted.step not in (None, rollout.step):
+            continue
+        if wanted.prompt is not None and not rollout.prompt_id.startswith(wanted.prompt):
+            continue
+        if wanted.failed and not rollout.reward_failures:
+            continue
+        if wanted.search is not None and not any(wanted.search.casefold() in text.casefold() for text in texts):
+            continue
+        yield rollout
+
+
+def as_object(rollout: TracedRollout, prompt: TracedPrompt | None) -> dict[str, Any]:
+    """A sample as JSON values."""
+    return {
+        "step": rollout.step,
+        "prompt_id": rollout.prompt_id,
+        "sample_index": rollout.sample_index,
+        "prompt": None if prompt is None else prompt.text,
+        "columns": None if prompt is None else prompt.columns,
+        "response": rollout.text,
+        "finish_reason": str(rollout.finish_reason),
+        "response_tokens": rollout.response_tokens,
+        "reward": rollout.reward,
+        "rewards": dict(rollout.reward_parts),
+        "failures": dict(rollout.reward_failures),
+    }
+
+
+def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Print samples, objects as of `as_object`, for people; each prompt once for its samples of a step."""
+    from rlhfless.telemetry.numbers import decimal
+    from rlhfless.util.text import legible
+
+    before = None
+    for sample in samples:
+        if (where := (sample["step"], sample.get("split", "train"), sample["prompt_id"])) != before:
+            before = where
+            held_out = ", held out" if where[1] == "held_out" else ""
+            typer.secho(legible(f"step {where[0]}{held_out}, prompt {where[2]}"), bold=True)
+            typer.echo(legible("(the prompt was not recorded)" if sample["prompt"] is None else sample["prompt"]))
+            for name, value in sample.get("expected", {}).items():
+                typer.echo(legible(f"{name} expects: {value}"))
+            typer.echo("")
+        parts = [f"{name} {decimal(value)}" for name, value in sample["rewards"].items()]
+        drawn = "greedy" if sample.get("greedy") else f"sample {sample['sample_index']}"
+        end = "cut off" if sample["finish_reason"] == "length" else sample["finish_reason"]
+        head = f"{drawn}: reward {decimal(sample['reward'])} ({', '.join(parts) or 'no part'})"
+        typer.secho(legible(f"{head}, {sample['response_tokens']} tokens, {end}"), dim=True)
+        for name, cause in sample["failures"].items():
+            typer.secho(legible(f"{name} failed: {cause}"), fg="red")
+        typer.echo(legible(sample["response"] or ""))
+        typer.echo("")

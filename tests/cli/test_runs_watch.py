@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.cli.runs_watch import DrivenTime
+from rlhfless.cli.runs_tables import DrivenTime
 from rlhfless.control.objects import EventObject
 
 
