@@ -9,14 +9,15 @@ driver that was believed dead can do no harm.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhfless.functions.cuda import require_shareable
 from rlhfless.functions.lease import Lease, LeaseTerms
@@ -26,6 +27,8 @@ from rlhfless.records import SleepTier, Slept
 from rlhfless.util.errors import UserError
 
 T = TypeVar("T")
+P = ParamSpec("P")
+F = TypeVar("F", bound="Function")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class FunctionSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankedSettings(FunctionSettings):
+class DistributedSettings(FunctionSettings):
     """The settings that every function with ranks has."""
 
     rank_bindings: tuple[DeviceBinding, ...]
@@ -112,6 +115,29 @@ class RankedSettings(FunctionSettings):
     """Limit of a call of all ranks, and of each collective operation."""
     planned: Planned = field(default_factory=dict)
     """What the memory plan counts for one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult(Generic[T]):
+    """The value of a call, and its work."""
+
+    value: T
+    usage: CallUsage = CallUsage()
+
+
+def admitted(
+    body: Callable[Concatenate[F, Call, P], Awaitable[CallResult[T]]],
+) -> Callable[Concatenate[F, Call, P], Coroutine[Any, Any, Reply[T]]]:
+    """Make a method that drivers call: admit the call, run the body, and reply with its times and work."""
+
+    @functools.wraps(body)
+    async def method(self: F, call: Call, *arguments: P.args, **keywords: P.kwargs) -> Reply[T]:
+        self.admit(call)
+        start_s = time.time()
+        worked = await body(self, call, *arguments, **keywords)
+        return self.reply(worked.value, start_s, worked.usage)
+
+    return method
 
 
 def settings_key(settings: FunctionSettings) -> str:

@@ -32,7 +32,7 @@ RELEASE_POLL_S = 0.1
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
-class Parking:
+class HostOffload:
     """The storages of some tensors, in use or parked. Not thread-safe."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -4,18 +4,15 @@ ranks, their settings, and the class that a rank works with.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import ray
-
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, CallUsage, RankedSettings, Reply
+from rlhfless.functions.base import Call, CallResult, DistributedSettings, admitted
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.controller import RankedFunction
+from rlhfless.functions.ranks.controller import DistributedFunction
 from rlhfless.records import FloatArray
 from rlhfless.scaling.function_specs import FunctionSpec
 from rlhfless.scaling.placement import Allocation
@@ -30,12 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnSettings(RankedSettings):
+class PerTokenSettings(DistributedSettings):
     """The settings of a replica."""
 
     function: str
     worker: str
-    """Import path of a ColumnWorker."""
+    """Import path of a PerTokenWorker."""
     model: ModelSpec
     """The policy's."""
     dtype: DType
@@ -50,10 +47,10 @@ class ColumnSettings(RankedSettings):
     """Folders from which to import the worker: the driver's own `sys.path`."""
 
 
-class ColumnWorker(Protocol):
+class PerTokenWorker(Protocol):
     """One rank of a function that computes a column."""
 
-    def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None) -> None:
         """Load the model; with a mesh, this rank's part of it. *Collective* then."""
         ...
 
@@ -71,7 +68,7 @@ PHASE = "logprobs"
 """The phase of the memory plan."""
 
 
-class ColumnActor(RankActor[ColumnSettings]):
+class PerTokenActor(RankActor[PerTokenSettings]):
     """A rank; rank 0 gives the values of all."""
 
     def _load(self, address: str) -> None:
@@ -82,32 +79,32 @@ class ColumnActor(RankActor[ColumnSettings]):
         add_import_paths(settings.import_paths)
         with self._at_work(PHASE):
             mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
-            self._worker: ColumnWorker = load_target(settings.worker)(settings, self._threads, mesh)
+            self._worker: PerTokenWorker = load_target(settings.worker)(settings, self._threads, mesh)
 
     def kept_on_device(self) -> Iterable[torch.Tensor]:
         return self._worker.kept_on_device()
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """See ColumnWorker.compute. *Collective.*"""
+        """See PerTokenWorker.compute. *Collective.*"""
         with self._at_work(PHASE):
             values, shared_tokens = self._worker.compute(batch)
         return None if self._number else values, shared_tokens
 
 
-class ColumnFunction(RankedFunction):
+class PerTokenFunction(DistributedFunction):
     """One replica, split over its ranks."""
 
-    actor = ColumnActor
+    actor = PerTokenActor
 
-    async def __init__(self, settings: ColumnSettings) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: PerTokenSettings) -> None:  # type: ignore[misc]
         self.named = settings.function
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     @staticmethod
-    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> ColumnSettings:
+    def settings_of(launch: Launch, kind: FunctionSpec, allocation: Allocation) -> PerTokenSettings:
         """The settings of a replica in an allocation whose devices are bound."""
         spec = launch.spec
-        return ColumnSettings(
+        return PerTokenSettings(
             run_id=launch.run_id,
             lease=launch.lease,
             function=kind.name,
@@ -125,12 +122,7 @@ class ColumnFunction(RankedFunction):
             import_paths=import_paths(),
         )
 
-    async def compute(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
-        """The column `[tokens]` of a packed batch, 0 on tokens that the model did not draw."""
-        self.admit(call)
-        start_s = time.time()
-        answers: list[tuple[FloatArray | None, int]] = await self._group.all("compute", ray.put(batch))
-        (values,) = (values for values, _ in answers if values is not None)
-        shared_tokens = sum(shared for _, shared in answers)
-        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared_tokens, sequences=batch.sequences)
-        return self.reply(values, start_s, usage)
+    @admitted
+    async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
+        """Compute the output `[tokens]` of a packed batch; 0 on tokens that were not generated."""
+        return await self._per_token(batch)

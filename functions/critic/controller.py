@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import ray
-
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.base import Call, CallResult, admitted
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.training.controller import TrainedFunction, TrainedSettings, TrainingActor
 from rlhfless.records import FloatArray
@@ -69,15 +66,7 @@ class CriticFunction(TrainedFunction):
             planned=launch.planned(kind, allocation),
         )
 
-    async def compute(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
+    @admitted
+    async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
         """Values `[tokens]` of a packed batch of whole groups, 0 on tokens that the policy did not draw."""
-        self.admit(call)
-        start_s = time.time()
-        answers: list[tuple[FloatArray | None, int]] = await self._group.all("compute", ray.put(batch))
-        (values,) = (values for values, _ in answers if values is not None)
-        usage = CallUsage(
-            input_tokens=len(batch.tokens),
-            cached_tokens=sum(shared for _, shared in answers),
-            sequences=batch.sequences,
-        )
-        return self.reply(values, start_s, usage)
+        return await self._per_token(batch)

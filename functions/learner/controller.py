@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.base import Call, CallResult, CallUsage, Reply, admitted
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.training.controller import TrainedFunction, TrainedSettings, TrainingActor
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
@@ -132,11 +132,6 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         self._published = [version for version in self._store.versions() if version.step != PERTURBED_STEP]
         self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
 
-    def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """See LearnerRank.evaluate. *Collective.*"""
-        with self._at_work("learn"):
-            return self._rank.evaluate(batch)
-
     def publish(
         self, run_id: str, attempt: int, step: int, perturbed: bool, averaged: bool
     ) -> tuple[PublishedWeights, ...]:
@@ -211,11 +206,6 @@ class SupervisedActor(TrainingActor[LearnerSettings]):
 
         self._rank = self._joined(address, SupervisedRank, self._settings.run_type, self._settings.dpo)
 
-    def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """See SupervisedRank.evaluate. *Collective.*"""
-        with self._at_work("learn"):
-            return self._rank.evaluate(batch)
-
 
 class LearnerFunction(TrainedFunction):
     """The learner's front."""
@@ -229,7 +219,7 @@ class LearnerFunction(TrainedFunction):
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     def actor_of(self, settings: LearnerSettings) -> type:
-        """See RankedFunction."""
+        """See DistributedFunction."""
         return LearnerActor if settings.run_type == "rlhf" else SupervisedActor
 
     @staticmethod
@@ -261,33 +251,30 @@ class LearnerFunction(TrainedFunction):
             planned=launch.planned(kind, allocation),
         )
 
-    async def export_state(self, call: Call) -> Reply[bool]:
+    @admitted
+    async def export_state(self, _: Call) -> CallResult[bool]:
         """Write the ranks' state beside the weights, in shared memory. Returns False if there is no room for it."""
-        self.admit(call)
-        start_s = time.time()
-        written: list[bool] = await self._group.all("export_state", self._exported)
-        return self.reply(all(written), start_s)
+        written: list[bool] = await self._group.call("export_state", self._exported)
+        return CallResult(all(written))
 
-    async def import_state(self, call: Call) -> Reply[None]:
+    @admitted
+    async def import_state(self, call: Call) -> CallResult[None]:
         """Continue from the state that the previous group exported after `call`'s step, and delete it. Idempotent."""
-        if self._step == call.step:
-            self.admit(call)
-            return self.reply(None, time.time())
-        reply = await self._take_state(call, "restore", self._exported)
-        shutil.rmtree(self._exported, ignore_errors=True)
-        return reply
+        if self._step != call.step:
+            await self._restore(call, self._exported)
+            shutil.rmtree(self._exported, ignore_errors=True)
+        return CallResult(None)
 
     @property
     def _exported(self) -> str:
         return str(Path(self._settings.store.folder) / EXPORTED)
 
-    async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
+    @admitted
+    async def evaluate(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
         """Logprobs `[tokens]` of the current policy: before the first update of a step they are the old ones. Of a
         reward model, scores (rlhfless.functions.learner.supervised)."""
-        self.admit(call)
-        start_s = time.time()
-        values = (await self._group.all("evaluate", ray.put(batch)))[0]
-        return self.reply(values, start_s, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
+        values = (await self._group.call("evaluate", ray.put(batch)))[0]
+        return CallResult(values, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
     async def publish(self, call: Call, *, perturbed: bool = False, averaged: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
@@ -299,9 +286,11 @@ class LearnerFunction(TrainedFunction):
         self.admit(call)
         await self._wait_learned(call.step)
         start_s = time.time()
-        ((written,), *_) = await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed, averaged)
+        ((written,), *_) = await self._group.call_all(
+            "publish", call.run_id, call.attempt, call.step, perturbed, averaged
+        )
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
-        logprobs = (await self._group.all("probe", perturbed, averaged))[-1]
+        logprobs = (await self._group.call_all("probe", perturbed, averaged))[-1]
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
@@ -315,13 +304,12 @@ class LearnerFunction(TrainedFunction):
         learning = self._learning is not None and not self._learning[1].done()
         return version.step == self._step and not learning
 
-    async def feed(self, call: Call, version: WeightVersion, workers: Sequence[int]) -> Reply[tuple[int, ...]]:
+    @admitted
+    async def feed(self, _: Call, version: WeightVersion, workers: Sequence[int]) -> CallResult[tuple[int, ...]]:
         """See LearnerActor.feed. Returns how many workers have taken the version on each GPU; nothing if it is not
         offered any more."""
-        self.admit(call)
-        start_s = time.time()
-        taken: list[int] = await self._group.all("feed", version, tuple(workers)) if self._offers(version) else []
-        return self.reply(tuple(taken), start_s)
+        taken: list[int] = await self._group.call_all("feed", version, tuple(workers)) if self._offers(version) else []
+        return CallResult(tuple(taken))
 
     async def _wait_learned(self, step: int) -> None:
         """Wait until the weights have taken a step."""

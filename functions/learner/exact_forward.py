@@ -30,7 +30,7 @@ Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 """(name, the model's tensor) -> the tensor to compute with, whole. Collective."""
 
 
-class Probing:
+class ExactForward:
     """A blank twin of a policy's model. Its buffers, which are small, are the policy's own."""
 
     def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool, quantization: Quantization = "off") -> None:

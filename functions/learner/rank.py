@@ -11,9 +11,9 @@ import torch
 from rlhfless.algorithms.base import LossInputs, LossOutputs, algorithm_of, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.learner.exact_forward import Probing
+from rlhfless.functions.learner.exact_forward import ExactForward
 from rlhfless.functions.policy import PolicyNetwork, response_logprobs
-from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
+from rlhfless.functions.ranks.shares import all_reduce_rows, share_logprobs
 from rlhfless.functions.training.publishing import Lent, gathered_as, published_stream, sampling
 from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
@@ -59,14 +59,14 @@ class LearnerRank(TrainingRank):
             init_method=init_method,
             timeout_s=timeout_s,
         )
-        self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code, quantization=quantization)
+        self._probing = ExactForward(self._policy, trust_remote_code=model.trust_remote_code, quantization=quantization)
 
     def _load(self, device: torch.device) -> PolicyNetwork:
         return load_trained_policy(self._spec, self._training, device, self._mesh)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
-        return of_all_ranks(self._policy, self._evaluate_share(batch))
+        return all_reduce_rows(self._policy, self._evaluate_share(batch))
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
         """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""

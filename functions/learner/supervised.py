@@ -13,7 +13,7 @@ from rlhfless.algorithms.supervised import SupervisedInputs, objective_of
 from rlhfless.functions.batching import MicroBatches, cut_pairs, deal_pairs
 from rlhfless.functions.critic.rank import load_critic, values_of
 from rlhfless.functions.policy import Outputs, PolicyNetwork, logprob_outputs, response_outputs
-from rlhfless.functions.ranks.shares import of_all_ranks, share_outputs
+from rlhfless.functions.ranks.shares import all_reduce_rows, share_outputs
 from rlhfless.functions.training.rank import TrainingRank, load_trained_policy
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
@@ -66,7 +66,7 @@ class SupervisedRank(TrainingRank):
         average of its weights, if one is kept. *Collective.*"""
         with self.averaged():
             values, _ = share_outputs(self._policy, batch, self._outputs, self._training.pass_tokens)
-            return of_all_ranks(self._policy, values)
+            return all_reduce_rows(self._policy, values)
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """See TrainingRank. *Collective.*"""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 
-from rlhfless.functions.base import RankedSettings
+from rlhfless.functions.base import DistributedSettings
 from rlhfless.functions.cuda import ALLOCATOR, EXPANDABLE, PINNED, require_cuda
 from rlhfless.functions.loopback import (
     LOOPBACK,
@@ -25,14 +25,14 @@ from rlhfless.records import SleepTier, Slept
 if TYPE_CHECKING:
     import torch
 
-    from rlhfless.functions.host_offload import Parking
+    from rlhfless.functions.host_offload import HostOffload
 
 
 class Asleep(RuntimeError):
     """The call needs tensors that a sleeping rank keeps in the host's memory."""
 
 
-S = TypeVar("S", bound=RankedSettings)
+S = TypeVar("S", bound=DistributedSettings)
 
 
 class RankActor(Generic[S]):
@@ -40,7 +40,11 @@ class RankActor(Generic[S]):
 
     named = ""
     """The function, in errors."""
-    _parking: Parking | None = None
+    phases: ClassVar[Mapping[str, str]] = {}
+    """The methods of `_rank` that `call` may call, with their phase of the memory plan."""
+    _rank: Any
+    """The model of this rank; set by `_load`."""
+    _parking: HostOffload | None = None
     """The tensors that are parked while the rank sleeps; made by the first sleep."""
 
     def __init__(self, settings: S, rank: int) -> None:
@@ -98,19 +102,24 @@ class RankActor(Generic[S]):
     def _load(self, address: str) -> None:
         raise NotImplementedError
 
+    def call(self, method: str, *arguments: object, **keywords: object) -> Any:
+        """Call a method of the rank's model in its phase. *Collective.*"""
+        with self._at_work(self.phases[method]):
+            return getattr(self._rank, method)(*arguments, **keywords)
+
     def kept_on_device(self) -> Iterable[torch.Tensor]:
         """All tensors that this rank keeps on its device between two calls; none: it cannot sleep."""
         return ()
 
     def sleep(self) -> Slept:
         """Move the tensors that the rank keeps on its device to the host's memory. Idempotent."""
-        from rlhfless.functions.host_offload import Parking, held_bytes
+        from rlhfless.functions.host_offload import HostOffload, held_bytes
         from rlhfless.functions.sharding import default_device
 
         device = default_device()
         before = held_bytes(device)
         if self._parking is None:  # the tensors are the same ones for the life of the rank
-            self._parking = Parking(self.kept_on_device())
+            self._parking = HostOffload(self.kept_on_device())
         self._parking.park()
         held = held_bytes(device)
         return Slept(SleepTier.HOST, max(before - held, 0), held)

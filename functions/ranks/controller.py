@@ -13,15 +13,24 @@ argument, leaves them in step, and they go on. After a lost rank the fleet start
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rlhfless.functions.base import Call, Function, FunctionBroken, RankedSettings, ReplicaInfo, Reply
-from rlhfless.records import SleepTier, Slept
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.base import (
+    Call,
+    CallResult,
+    CallUsage,
+    DistributedSettings,
+    Function,
+    FunctionBroken,
+    ReplicaInfo,
+    admitted,
+)
+from rlhfless.records import FloatArray, SleepTier, Slept
 from rlhfless.scaling.accelerators import NODE_LABEL
 from rlhfless.util.errors import UserError, class_and_line, first_line
 
@@ -42,13 +51,18 @@ class RankGroup:
         self._function = function
         self._broken: BaseException | None = None
 
-    async def all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
+    async def call_all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
         """Call a method of every rank at the same time; the answers, by rank. See `_judge` for what it raises, also
         after `limit_s`, or else the group's own limit."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
         return await self._answers(method, calls, limit_s or self._limit_s)
 
-    async def first(self, method: str, *arguments: object) -> Any:
+    async def call(self, method: str, *arguments: object, **keywords: object) -> list[Any]:
+        """Call a method of the model of every rank (see RankActor.call); otherwise as `call_all`."""
+        calls = [rank.call.remote(method, *arguments, **keywords) for rank in self.ranks]
+        return await self._answers(method, calls, self._limit_s)
+
+    async def call_rank0(self, method: str, *arguments: object) -> Any:
         """Call a method of rank 0 alone."""
         return (await self._answers(method, [getattr(self.ranks[0], method).remote(*arguments)], self._limit_s))[0]
 
@@ -141,7 +155,7 @@ SILENT_SHARE = 0.5
 give up a replica that is silent for a whole one."""
 
 
-class RankedFunction(Function):
+class DistributedFunction(Function):
     """A front that owns a rank actor for each of `settings.rank_bindings`. Awaitable, as Serve wants it."""
 
     named: str
@@ -149,7 +163,7 @@ class RankedFunction(Function):
     actor: ClassVar[type]
     """The class of a rank's actor: a RankActor."""
 
-    async def __init__(self, settings: RankedSettings) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: DistributedSettings) -> None:  # type: ignore[misc]
         super().__init__(settings)
         self._lease_s = settings.lease.renewed_s
         self._looking: asyncio.Task[list[Any]] | None = None
@@ -157,11 +171,11 @@ class RankedFunction(Function):
         self._group = RankGroup(ranks, settings.call_timeout_s, self.named)
         with self.starting():
             # Rank 0 opens the rendezvous on its own node; the others need its address.
-            on_one_node = len(set(await self._group.all("node"))) == 1
-            address = await self._group.first("rendezvous", on_one_node)
-            await self._group.all("start", address, on_one_node)
+            on_one_node = len(set(await self._group.call_all("node"))) == 1
+            address = await self._group.call_rank0("rendezvous", on_one_node)
+            await self._group.call_all("start", address, on_one_node)
 
-    def _rank_actor(self, settings: RankedSettings, rank: int) -> Any:
+    def _rank_actor(self, settings: DistributedSettings, rank: int) -> Any:
         options = {
             "num_cpus": 0,
             "num_gpus": 0,
@@ -177,47 +191,51 @@ class RankedFunction(Function):
         """The class of a rank's actor."""
         return self.actor
 
-    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
+    @admitted
+    async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
         """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
-        self.admit(call)
-        start_s = time.time()
-        pids = await self._group.all("pid")
-        return self.reply(self.info(tuple(pids), self._step_of_weights), start_s)
+        pids = await self._group.call_all("pid")
+        return CallResult(self.info(tuple(pids), self._step_of_weights))
+
+    async def _per_token(self, batch: PackedBatch) -> CallResult[FloatArray]:
+        """Compute a per-token output `[tokens]`. Rank 0 has the values of all ranks; each rank counts the prompt
+        tokens that its sequences shared."""
+        answers: list[tuple[FloatArray | None, int]] = await self._group.call_all("compute", ray.put(batch))
+        (values,) = (values for values, _ in answers if values is not None)
+        shared_tokens = sum(shared for _, shared in answers)
+        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared_tokens, sequences=batch.sequences)
+        return CallResult(values, usage)
 
     @property
     def _step_of_weights(self) -> int:
         """The last training step of its weights."""
         return 0
 
-    async def renew(self, call: Call) -> Reply[None]:
+    @admitted
+    async def renew(self, _: Call) -> CallResult[None]:
         """See Function.renew; silent while a rank is, and broken if one is for SILENT_SHARE of a lease."""
-        self.admit(call)
-        start_s = time.time()
         if self._looking is None or self._looking.done():
             # Ended before the driver gives up the whole replica, so that the rank is named.
             limit_s = self._lease_s * SILENT_SHARE
-            self._looking = asyncio.create_task(self._group.all("alive", limit_s=limit_s))
+            self._looking = asyncio.create_task(self._group.call_all("alive", limit_s=limit_s))
         await asyncio.shield(self._looking)
-        return self.reply(None, start_s)
+        return CallResult(None)
 
-    async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:  # noqa: ARG002 - their state is nowhere else
+    @admitted
+    async def sleep(self, call: Call, tier: SleepTier) -> CallResult[Slept]:  # noqa: ARG002 - their state is nowhere else
         """See Function.sleep: in HOST, whatever is asked for."""
-        self.admit(call)
-        start_s = time.time()
-        slept: list[Slept] = await self._group.all("sleep")
+        slept: list[Slept] = await self._group.call_all("sleep")
         freed, held = sum(each.freed_bytes for each in slept), sum(each.held_bytes for each in slept)
-        return self.reply(Slept(SleepTier.HOST, freed, held), start_s)
+        return CallResult(Slept(SleepTier.HOST, freed, held))
 
-    async def wake(self, call: Call) -> Reply[None]:
+    @admitted
+    async def wake(self, _: Call) -> CallResult[None]:
         """See Function.wake."""
-        self.admit(call)
-        start_s = time.time()
-        await self._group.all("wake")
-        return self.reply(None, start_s)
+        await self._group.call_all("wake")
+        return CallResult(None)
 
-    async def stop(self, call: Call) -> Reply[None]:
+    @admitted
+    async def stop(self, _: Call) -> CallResult[None]:
         """End the ranks; the front cannot work after that."""
-        self.admit(call)
-        start_s = time.time()
         self._group.end()
-        return self.reply(None, start_s)
+        return CallResult(None)

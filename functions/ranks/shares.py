@@ -56,7 +56,7 @@ def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget
         pieces = cut(own, budget_tokens, packing=policy.packing)
         parts += [dataclasses.replace(part, indices=group[part.indices]) for part in pieces.parts]
         saved += prompt_tokens(own) - pieces.prompt_tokens
-    return of_all_ranks(policy, outputs_of(policy, batch, outputs, parts)), saved
+    return all_reduce_rows(policy, outputs_of(policy, batch, outputs, parts)), saved
 
 
 def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]:
@@ -67,7 +67,7 @@ def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]
     return [np.flatnonzero(groups == group) for group in order]
 
 
-def of_all_ranks(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
+def all_reduce_rows(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
     """The sum over the ranks, on each of them: values of shares become those of the batch. *Collective*."""
     if policy.mesh is None:
         return values

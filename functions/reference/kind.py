@@ -44,7 +44,7 @@ def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPha
 KIND = FunctionSpec(
     FunctionName.REFERENCE,
     FunctionRole.COLUMN,
-    "rlhfless.functions.per_token:ColumnFunction",
+    "rlhfless.functions.per_token:PerTokenFunction",
     _wanted,
     lambda spec: held(spec, "hold_reference"),
     _phases,

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.host_offload import kept_by
-from rlhfless.functions.per_token import ColumnSettings
+from rlhfless.functions.per_token import PerTokenSettings
 from rlhfless.functions.policy import load_policy, logprob_outputs
 from rlhfless.functions.ranks.shares import by_group
 from rlhfless.records import FloatArray
@@ -17,9 +17,9 @@ from rlhfless.spec import ModelSpec
 
 
 class FrozenPolicy:
-    """Logprobs under the model of the spec, as it was before training. See ColumnWorker."""
+    """Logprobs under the model of the spec, as it was before training. See PerTokenWorker."""
 
-    def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
         self._policy = load_policy(
             self.model_of(settings),
@@ -32,16 +32,16 @@ class FrozenPolicy:
         self._settings = settings
 
     @staticmethod
-    def model_of(settings: ColumnSettings) -> ModelSpec:
+    def model_of(settings: PerTokenSettings) -> ModelSpec:
         """The model that is loaded."""
         return settings.model
 
     def kept_on_device(self) -> Iterator[torch.Tensor]:
-        """See ColumnWorker."""
+        """See PerTokenWorker."""
         return kept_by(self._policy.model)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """See ColumnWorker.compute."""
+        """See PerTokenWorker.compute."""
         settings = self._settings
         logprobs = logprob_outputs(self._policy, settings.temperature)
         return by_group(self._policy, batch, logprobs, settings.micro_batch_tokens)

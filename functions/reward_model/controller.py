@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
 
-from rlhfless.functions.base import Call, CallUsage, RankedSettings, Reply
+from rlhfless.functions.base import Call, CallResult, CallUsage, DistributedSettings, admitted
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.controller import RankedFunction
+from rlhfless.functions.ranks.controller import DistributedFunction
 from rlhfless.functions.scoring.deployment import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, RewardSample, combined
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelSettings(RankedSettings):
+class RewardModelSettings(DistributedSettings):
     """The settings of a reward model replica."""
 
     rewards: tuple[RewardModelSpec, ...]
@@ -56,7 +55,7 @@ class RewardModelActor(RankActor[RewardModelSettings]):
             return [model.share(samples) for model in self._models]
 
 
-class RewardModelFunction(RankedFunction):
+class RewardModelFunction(DistributedFunction):
     """One replica with all reward models of the run, each split over its ranks. Its calls raise RewardError if one
     cannot be used."""
 
@@ -80,20 +79,19 @@ class RewardModelFunction(RankedFunction):
             planned=launch.planned(kind, allocation),
         )
 
-    async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
+    @admitted
+    async def score(self, _: Call, groups: Sequence[Group]) -> CallResult[list[list[Score]]]:
         """The reward models' part of every sample's score, in their order."""
-        self.admit(call)
-        start_s = time.time()
         samples = samples_of(groups)
         rewards = self._settings.rewards
         # By rank and reward model, the outcomes of the rank's share by the index of their sample.
-        shares: list[list[Mapping[int, Outcome]]] = await self._group.all("score", ray.put(samples))
+        shares: list[list[Mapping[int, Outcome]]] = await self._group.call_all("score", ray.put(samples))
         columns = [_in_order(of_ranks, len(samples)) for of_ranks in zip(*shares, strict=True)]
         weights = {spec.label: spec.weight for spec in rewards}
         scores = combined(weights, columns, len(samples), self._settings.on_failure)
         tokens = sum(sample.tokens for group in groups for sample in group.samples)
         usage = CallUsage(sequences=len(samples), input_tokens=tokens * len(rewards))
-        return self.reply(by_group(scores, groups), start_s, usage)
+        return CallResult(by_group(scores, groups), usage)
 
 
 def _in_order(of_ranks: Sequence[Mapping[int, Outcome]], samples: int) -> list[Outcome | None]:

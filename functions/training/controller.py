@@ -10,16 +10,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
-from rlhfless.functions.base import Call, CallUsage, RankedSettings, Reply
+from rlhfless.functions.base import Call, CallResult, CallUsage, DistributedSettings, Reply, admitted
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.ranks.controller import RankedFunction
+from rlhfless.functions.ranks.controller import DistributedFunction
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, ModelSpec, TrainingSpec
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ Learned: TypeAlias = Reply[Mapping[str, float]]
 """The metrics of a training step."""
 
 
-class TrainedFunction(RankedFunction):
+class TrainedFunction(DistributedFunction):
     """The front of a trained model; `actor` is a TrainingActor."""
 
     async def __init__(self, settings: TrainedSettings) -> None:  # type: ignore[misc]
@@ -60,50 +59,45 @@ class TrainedFunction(RankedFunction):
 
     async def _learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Learned:
         start_s = time.time()
-        metrics = dict((await self._group.all("learn", ray.put(batch), passes))[0])
+        metrics = dict((await self._group.call_all("learn", ray.put(batch), passes))[0])
         self._step = call.step
         shared = int(metrics.pop("shared_prompt_tokens", 0))
         tokens, sequences = passes.epochs * len(batch.tokens), passes.epochs * batch.sequences
         usage = CallUsage(input_tokens=tokens, cached_tokens=shared, sequences=sequences)
         return self.reply(metrics, start_s, usage)
 
-    async def check_shared_storage(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
+    @admitted
+    async def check_shared_storage(self, _: Call, token: str) -> CallResult[tuple[str, ...]]:
         """Why ranks cannot read a file that the run has written, or write beside it; empty if all can."""
-        self.admit(call)
-        start_s = time.time()
-        answers: list[str | None] = await self._group.all("check_shared_storage", token)
-        return self.reply(tuple(sorted({fault for fault in answers if fault})), start_s)
+        answers: list[str | None] = await self._group.call_all("check_shared_storage", token)
+        return CallResult(tuple(sorted({fault for fault in answers if fault})))
 
-    async def restore(self, call: Call, location: str) -> Reply[None]:
+    @admitted
+    async def restore(self, call: Call, location: str) -> CallResult[None]:
         """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
-        return await self._take_state(call, "restore", location)
+        await self._restore(call, location)
+        return CallResult(None)
 
-    async def _take_state(self, call: Call, method: str, place: str) -> Reply[None]:
-        """Go on from a state, which a method of the ranks reads from a place."""
-        self.admit(call)
-        start_s = time.time()
-        await self._group.all(method, place)
+    async def _restore(self, call: Call, location: str) -> None:
+        await self._group.call("restore", location)
         self._learning, self._step = None, call.step
-        return self.reply(None, start_s)
 
-    async def checkpoint(self, call: Call, location: str, notes: Mapping[str, Any], background: bool) -> Reply[bool]:
+    @admitted
+    async def checkpoint(self, _: Call, location: str, notes: Mapping[str, Any], background: bool) -> CallResult[bool]:
         """Save model, optimiser and the run's `notes`, beside and renamed. Returns whether it is still being written:
         with `background`, and where there is memory for a copy of the state."""
-        self.admit(call)
-        start_s = time.time()
-        later: list[bool] = await self._group.all("save", location, notes, background)
-        return self.reply(all(later), start_s)
+        later: list[bool] = await self._group.call("save", location, notes, background=background)
+        return CallResult(all(later))
 
-    async def wait_written(self, call: Call) -> Reply[None]:
+    @admitted
+    async def wait_written(self, _: Call) -> CallResult[None]:
         """Wait until the checkpoint that was begun is complete. Raises CheckpointError."""
-        self.admit(call)
-        start_s = time.time()
-        await self._group.all("wait_written")
-        return self.reply(None, start_s)
+        await self._group.call_all("wait_written")
+        return CallResult(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedSettings(RankedSettings):
+class TrainedSettings(DistributedSettings):
     """The settings of a replica."""
 
     model: ModelSpec
@@ -119,6 +113,12 @@ R = TypeVar("R", bound="TrainingRank")
 class TrainingActor(RankActor[S]):
     """Rank `rank` of the model."""
 
+    phases: ClassVar[Mapping[str, str]] = {
+        "evaluate": "learn",
+        "export_state": "checkpoint",
+        "restore": "restore",
+        "save": "checkpoint",
+    }
     _rank: TrainingRank
     """Set by `_load`."""
 
@@ -150,25 +150,10 @@ class TrainingActor(RankActor[S]):
             metrics = self._rank.learn(batch, passes)
         return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
-    def save(self, location: str, notes: Mapping[str, Any], background: bool) -> bool:
-        """See TrainingRank.save. *Collective.*"""
-        with self._at_work("checkpoint"):
-            return self._rank.save(location, notes, background=background)
-
     @ray.method(concurrency_group="waits")
     def wait_written(self) -> None:
         """See TrainingRank.wait_written."""
         self._rank.wait_written()
-
-    def export_state(self, folder: str) -> bool:
-        """See TrainingRank.export_state. *Collective.*"""
-        with self._at_work("checkpoint"):
-            return self._rank.export_state(Path(folder))
-
-    def restore(self, location: str) -> None:
-        """See TrainingRank.restore. *Collective.*"""
-        with self._at_work("restore"):
-            self._rank.restore(location)
 
     def check_shared_storage(self, token: str) -> str | None:
         """Why a file of the run cannot be read on this node, or another written beside it; None if both can."""

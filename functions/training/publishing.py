@@ -45,7 +45,7 @@ LIVE: Mapping[str, torch.Tensor] = MappingProxyType({})
 """The model's own tensors."""
 
 Lent = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
-"""See Parking.lent."""
+"""See HostOffload.lent."""
 
 Substitute = Callable[[str, torch.Tensor], torch.Tensor]
 """(name of the parameter, its exact value, whole) -> the value that is published."""

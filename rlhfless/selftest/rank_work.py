@@ -20,7 +20,7 @@ from rlhfless.functions.attention_check import head_width, padded_difference
 from rlhfless.functions.attention_check import packed_difference as kernel_difference
 from rlhfless.functions.attention_kernels import packed_rows_take, uses_varlen
 from rlhfless.functions.compiled_layers import compile_layers, restore_layers
-from rlhfless.functions.host_offload import Parking, held_bytes
+from rlhfless.functions.host_offload import HostOffload, held_bytes
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.policy import CHECK_TOLERANCE
 from rlhfless.functions.training.checkpoint import drain
@@ -124,7 +124,7 @@ def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
 def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
     """Sleep and wake twice: the first time also makes room in the host's memory, which is kept. Returns the second
     one's seconds and bytes, and whether the logprobs are what they were."""
-    before, parking, device = rank.evaluate(packed), Parking(rank.kept_on_device()), rank._policy.device
+    before, parking, device = rank.evaluate(packed), HostOffload(rank.kept_on_device()), rank._policy.device
     for _ in range(2):
         held = held_bytes(device)
         began_s = time.perf_counter()

@@ -16,7 +16,7 @@ from fakes.engine_settings import LONG
 from fakes.ranks import PATIENCE_S, Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
-from rlhfless.functions.per_token import ColumnSettings
+from rlhfless.functions.per_token import PerTokenSettings
 from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.functions.sharding import join_frozen
@@ -41,7 +41,7 @@ def run(work: Work, folder: Path, ranks: int, **given: Any) -> list[Any]:
 
 
 def refer(mesh: Any, model: str, batches: list, share_prefixes: bool) -> list:
-    settings = ColumnSettings(
+    settings = PerTokenSettings(
         run_id="run",
         lease=LONG,
         function="reference",

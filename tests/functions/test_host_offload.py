@@ -9,7 +9,7 @@ import torch
 
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import host_offload as parking_module
-from rlhfless.functions.host_offload import GIB, Parking, held_bytes, require_free
+from rlhfless.functions.host_offload import GIB, HostOffload, held_bytes, require_free
 from rlhfless.functions.ranks.actor import Asleep, RankActor
 from rlhfless.weights.store import FolderStore
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def test_views_and_aliases_are_whole_again() -> None:
     whole = torch.arange(1000.0)
     row, tied = whole[100:200], whole.view(10, 100)
-    parking = Parking([whole, row, torch.empty(0)])
+    parking = HostOffload([whole, row, torch.empty(0)])
     assert parking.size_bytes == 4000
     for _ in range(2):
         parking.park()
@@ -33,7 +33,7 @@ def test_views_and_aliases_are_whole_again() -> None:
 
 def test_memory_is_free_while_it_is_parked_and_does_not_grow() -> None:
     tensors = [torch.full((4 * MIB,), 1.0) for _ in range(4)]
-    parking = Parking(tensors)
+    parking = HostOffload(tensors)
     before = held_bytes(CPU)
     parking.park()
     asleep = held_bytes(CPU)
@@ -52,10 +52,10 @@ def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path)
         expected = [awake.learn(batch, Passes(2)) for _ in range(2)]
         weights, probe = awake.weights(), awake.probe_logprobs((1, 7, 3))
     with learner() as sleeper:
-        size_bytes = Parking(sleeper.kept_on_device()).size_bytes
+        size_bytes = HostOffload(sleeper.kept_on_device()).size_bytes
         for step in range(2):
             sleeper_store.put("run", 1, step, sleeper.published()[0])  # it reads the shards' own memory
-            parking = Parking(sleeper.kept_on_device())
+            parking = HostOffload(sleeper.kept_on_device())
             assert parking.size_bytes == size_bytes
             parking.park()
             parking.restore()
@@ -67,7 +67,7 @@ def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path)
 
 def test_what_is_parked_is_lent_for_a_while() -> None:
     tensors = [torch.full((2 * MIB,), float(number)) for number in range(5)]
-    row, parking = tensors[3][10:20], Parking(tensors)
+    row, parking = tensors[3][10:20], HostOffload(tensors)
     with parking.lent([tensors[1]]):  # awake: nothing is done
         assert tensors[1].sum() == 2.0 * MIB
     parking.park()
@@ -88,7 +88,7 @@ def test_a_sleeping_learner_publishes_what_it_did_awake(learner, batch) -> None:
     with learner() as rank:
         rank.learn(batch, Passes())
         expected = {name: tensor.clone() for name, tensor in rank.published_everywhere(None).tensors}
-        parking = Parking(rank.kept_on_device())
+        parking = HostOffload(rank.kept_on_device())
         parking.park()
         asleep = {name: tensor.clone() for name, tensor in rank.published_everywhere(parking.lent).tensors}
         assert asleep.keys() == expected.keys()
@@ -100,9 +100,9 @@ def test_a_sleeping_learner_publishes_what_it_did_awake(learner, batch) -> None:
 def test_a_learner_keeps_weights_and_both_moments_on_its_device(learner) -> None:
     with learner() as rank:
         weights = sum(tensor.nbytes for tensor in rank.weights().values())
-        assert Parking(rank.kept_on_device()).size_bytes == pytest.approx(3 * weights, rel=0.05)
+        assert HostOffload(rank.kept_on_device()).size_bytes == pytest.approx(3 * weights, rel=0.05)
     with learner(offload=True) as rank:
-        assert Parking(rank.kept_on_device()).size_bytes < 0.01 * weights
+        assert HostOffload(rank.kept_on_device()).size_bytes < 0.01 * weights
 
 
 class ReservationManager(RankActor):

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from fakes.engine_settings import LONG
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.loading import is_finite
-from rlhfless.functions.per_token import ColumnFunction, ColumnSettings
+from rlhfless.functions.per_token import PerTokenFunction, PerTokenSettings
 from rlhfless.functions.policy import load_policy
 from rlhfless.functions.reference.kind import KIND
 from rlhfless.spec import ModelSpec
@@ -117,7 +117,7 @@ async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path, 
     edit(llama, **{UP: None})
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
     model = ModelSpec(path=str(llama))
-    settings = ColumnSettings(
+    settings = PerTokenSettings(
         run_id="run",
         lease=LONG,
         function=KIND.name,
@@ -130,6 +130,6 @@ async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path, 
         rank_bindings=(binding,),
         call_timeout_s=60,
     )
-    function = await in_process(ColumnFunction, settings)
+    function = await in_process(PerTokenFunction, settings)
     with pytest.raises(InputError, match=f"lacks tensor '{UP}'"):
         await function.describe(Call("run", 1, 0))

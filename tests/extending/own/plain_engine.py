@@ -26,7 +26,7 @@ from rlhfless.functions.generation.engine import (
     SampleRequest,
 )
 from rlhfless.functions.generation.response_text import closing_ids, response_text
-from rlhfless.functions.host_offload import Parking, held_bytes
+from rlhfless.functions.host_offload import HostOffload, held_bytes
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.weights.check import check_consumed
 from rlhfless.weights.digest import Digest
@@ -58,7 +58,7 @@ class PlainEngine:
         self._end_ids = closing_ids(self._tokenizer)
         dtype = getattr(torch, settings.dtype)
         self._model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device).eval()
-        self._parking = Parking(self._model.parameters())
+        self._parking = HostOffload(self._model.parameters())
 
     @classmethod
     async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:

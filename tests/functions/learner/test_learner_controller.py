@@ -1,4 +1,4 @@
-"""The learner's front without Ray: which call waits for which. Its ranks answer when the test lets them."""
+"""The learner's controller without Ray: which call waits for which. Its ranks answer when the test lets them."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Method:
         return None
 
 
-class Front(LearnerFunction):
+class Controller(LearnerFunction):
     def _rank_actor(self, settings: Any, rank: int) -> Any:
         return Rank(rank)
 
 
-async def front_of(
+async def controller_of(
     monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0, store: str = "nowhere"
-) -> Front:
+) -> Controller:
     monkeypatch.setattr(controller.ray, "put", lambda batch: batch)
     settings = LearnerSettings(
         run_type="rlhf",
@@ -89,30 +89,30 @@ async def front_of(
         rank_bindings=(DeviceBinding("cpu", ("0",), exclusive=False),) * ranks,
         call_timeout_s=call_timeout_s,
     )
-    front = Front.__new__(Front)
-    await cast("Any", front).__init__(settings)  # Serve awaits the constructor, too
-    return front
+    function = Controller.__new__(Controller)
+    await cast("Any", function).__init__(settings)  # Serve awaits the constructor, too
+    return function
 
 
-def learn(front: Front) -> asyncio.Task[Any]:
-    return asyncio.create_task(front.learn(STEP, cast("PackedBatch", Batch()), Passes()))
+def learn(function: Controller) -> asyncio.Task[Any]:
+    return asyncio.create_task(function.learn(STEP, cast("PackedBatch", Batch()), Passes()))
 
 
 async def test_weights_are_given_while_no_step_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = await front_of(monkeypatch, ranks=2)
+    function = await controller_of(monkeypatch, ranks=2)
     before, after = (WeightVersion("run", 1, step, "digest") for step in (0, STEP.step))
-    assert (await front.offers(STEP, before)).value
-    assert not (await front.offers(STEP, after)).value
-    assert (await front.feed(STEP, before, [1, 2])).value == 3
-    learning = learn(front)
+    assert (await function.offers(STEP, before)).value
+    assert not (await function.offers(STEP, after)).value
+    assert (await function.feed(STEP, before, [1, 2])).value == (1, 2)
+    learning = learn(function)
     await asyncio.sleep(0)
-    assert not (await front.offers(STEP, before)).value
-    assert (await front.feed(STEP, before, [1, 2])).value == 0, "nothing is given of weights that move"
-    for rank in front._group.ranks:
+    assert not (await function.offers(STEP, before)).value
+    assert (await function.feed(STEP, before, [1, 2])).value == (), "nothing is given of weights that move"
+    for rank in function._group.ranks:
         rank.learned.set_result({})
     await learning
-    assert not (await front.offers(STEP, before)).value
-    assert (await front.feed(STEP, after, [0, 1])).value == 1
+    assert not (await function.offers(STEP, before)).value
+    assert (await function.feed(STEP, after, [0, 1])).value == (0, 1)
 
 
 async def test_a_learner_that_was_replaced_leaves_the_store_to_the_next(
@@ -120,7 +120,7 @@ async def test_a_learner_that_was_replaced_leaves_the_store_to_the_next(
 ) -> None:
     """Serve restarts a learner that was killed; its lease runs out beside the one that the driver has started."""
     store = tmp_path / "store"
-    restarted, following = [await front_of(monkeypatch, store=str(store)) for _ in range(2)]
+    restarted, following = [await controller_of(monkeypatch, store=str(store)) for _ in range(2)]
     restarted.admit(STEP)
     store.mkdir()  # by the ranks
     (store / "weights").touch()
@@ -131,19 +131,19 @@ async def test_a_learner_that_was_replaced_leaves_the_store_to_the_next(
     following.clean_up()
     assert not store.exists()
     store.mkdir()
-    (await front_of(monkeypatch, store=str(store))).clean_up()  # never called: nothing else was
+    (await controller_of(monkeypatch, store=str(store))).clean_up()  # never called: nothing else was
     assert not store.exists()
 
 
 @pytest.mark.parametrize("first", ["learn", "publish"])
 async def test_a_publication_follows_the_step_that_it_is_of(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    front = await front_of(monkeypatch)
-    (rank,) = front._group.ranks
-    learning = learn(front) if first == "learn" else None
-    publishing = asyncio.create_task(front.publish(STEP))
+    function = await controller_of(monkeypatch)
+    (rank,) = function._group.ranks
+    learning = learn(function) if first == "learn" else None
+    publishing = asyncio.create_task(function.publish(STEP))
     for _ in range(5):
         await asyncio.sleep(0)
-    learning = learning or learn(front)
+    learning = learning or learn(function)
     for _ in range(5):
         await asyncio.sleep(0)
     assert "publish" not in rank.asked
@@ -154,26 +154,26 @@ async def test_a_publication_follows_the_step_that_it_is_of(monkeypatch: pytest.
 
 
 async def test_it_fails_as_the_step_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = await front_of(monkeypatch)
-    learning, publishing = learn(front), asyncio.create_task(front.publish(STEP))
+    function = await controller_of(monkeypatch)
+    learning, publishing = learn(function), asyncio.create_task(function.publish(STEP))
     await asyncio.sleep(0)
-    front._group.ranks[0].learned.set_exception(ValueError("no advantages"))
+    function._group.ranks[0].learned.set_exception(ValueError("no advantages"))
     for task in (learning, publishing):
         with pytest.raises(ValueError, match="no advantages"):
             await task
-    assert "publish" not in front._group.ranks[0].asked
+    assert "publish" not in function._group.ranks[0].asked
 
 
 async def test_a_step_that_is_not_asked_for_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = await front_of(monkeypatch, call_timeout_s=0.05)
+    function = await controller_of(monkeypatch, call_timeout_s=0.05)
     with pytest.raises(TimeoutError, match="no call asked to learn step 3"):
-        await front.publish(STEP)
+        await function.publish(STEP)
 
 
 async def test_every_rank_takes_part_in_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = await front_of(monkeypatch, ranks=2)
-    assert (await front.publish(Call("run", 1, 0))).value.probe == PROBE
-    for rank in front._group.ranks:
+    function = await controller_of(monkeypatch, ranks=2)
+    assert (await function.publish(Call("run", 1, 0))).value.probe == PROBE
+    for rank in function._group.ranks:
         assert [name for name in rank.asked if name in ("publish", "probe")] == ["publish", "probe"]
 
 
@@ -224,7 +224,7 @@ async def test_a_failing_rank_ends_all_and_is_named(
     monkeypatch.setattr(controller, "GRACE_S", 0.05)
     ranks = [outcome(given) for given in outcomes]
     with pytest.raises(error, match=said):
-        await RankGroup(ranks, 0.1, "learner").all("learn")
+        await RankGroup(ranks, 0.1, "learner").call_all("learn")
     assert killed == ranks
 
 
@@ -232,4 +232,4 @@ async def test_what_all_ranks_refuse_ends_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(controller.ray, "kill", lambda _: pytest.fail("no rank may be ended"))
     ranks = [outcome(raised(ValueError("no advantages"))) for _ in range(2)]
     with pytest.raises(ValueError, match="no advantages"):
-        await RankGroup(ranks, 1, "learner").all("learn")
+        await RankGroup(ranks, 1, "learner").call_all("learn")

@@ -20,7 +20,7 @@ from fakes.tiny_learner import make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions import sharding
-from rlhfless.functions.host_offload import Parking
+from rlhfless.functions.host_offload import HostOffload
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.training import checkpoint
 from rlhfless.records.checkpoints import CheckpointError
@@ -74,7 +74,7 @@ def fed(learner: LearnerRank, _: int, batch: PackedBatch) -> tuple:
     """What each rank can give engines on its GPU, awake and asleep."""
     learner.learn(batch, Passes())
     awake = arrays(dict(learner.published_everywhere(None).tensors))
-    parking = Parking(learner.kept_on_device())
+    parking = HostOffload(learner.kept_on_device())
     parking.park()
     asleep = arrays(dict(learner.published_everywhere(parking.lent).tensors))
     parking.restore()

@@ -39,7 +39,7 @@ class SecondPolicy:
         return FunctionSpec(
             name,
             FunctionRole.COLUMN,
-            "rlhfless.functions.per_token:ColumnFunction",
+            "rlhfless.functions.per_token:PerTokenFunction",
             wanted,
             lambda _: Bounds(),
             phases,

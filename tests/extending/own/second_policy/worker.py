@@ -1,6 +1,6 @@
 """One rank of the second policy; its process alone imports torch."""
 
-from rlhfless.functions.per_token import ColumnSettings
+from rlhfless.functions.per_token import PerTokenSettings
 from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.spec import ModelSpec
 
@@ -9,5 +9,5 @@ class SecondPolicyWorker(FrozenPolicy):
     """The reference's way, with another model."""
 
     @staticmethod
-    def model_of(settings: ColumnSettings) -> ModelSpec:
+    def model_of(settings: PerTokenSettings) -> ModelSpec:
         return settings.model.model_copy(update={"path": settings.own.path})
