@@ -8,8 +8,7 @@ get from one place to another. `ratio` is a figure's rate divided by the copy's.
 publish   digest, write, sync, rename          (FolderStore.put), in one file and in parts by turns
 read      map and digest, no copy              (FolderStore.read)
 load      the same inside a real engine, with packing for its kernels, and the prefix cache's reset
-fetch     by another node, over HTTP and this machine's loopback, with a digest (HttpStore.read): all of a version, and
-          what changed since the one before, if a share of its bfloat16 elements has other bits
+fetch     by another node, over HTTP and this machine's loopback, with a digest (HttpStore.read)
 two       the same version to two nodes at once: each pulls it, or one broadcast, with gloo in the place of NCCL
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import shutil
 import statistics
@@ -40,7 +38,7 @@ from where import machine
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, Transport
-from rlhfless.weights import http, parts
+from rlhfless.weights import parts
 from rlhfless.weights.broadcast import Broadcaster, BroadcastReader
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.http import HttpStore
@@ -48,9 +46,6 @@ from rlhfless.weights.http_server import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader
 
 ROUNDS = 7
-SHARES = (0.13, 0.05, 0.01)
-"""Of elements with other bits: published figures of bfloat16 runs are 1 to 13 % of all bytes."""
-
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 97},
     "mid": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 16, "vocab_size": 16384},
@@ -116,30 +111,22 @@ def measure_store(store: FolderStore, size_mb: int) -> None:
 
 
 def measure_fetch(folder: Path, size_mb: int) -> None:
-    """Another node's fetch of a version, whole and by what changed."""
+    """Another node's fetch of a version."""
     random = torch.Generator().manual_seed(0)
     tensors = {f"layer.{i}": torch.randn(size_mb * 500_000 // 16, generator=random).bfloat16() for i in range(16)}
     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
     copy_s = _copy_s(tensors)
+    times = []
     with HttpStoreServer(folder / "served") as server:
-        for share in (1.0, *SHARES):
-            times, fetched = [], 0
-            for number in range(ROUNDS):
-                cache = folder / f"cache-{share}-{number}"
-                reader = HttpStore(server.token, cache)
-                _fetch(reader, server.put("before", 0, number, tensors))
-                (cache / http._RATE).write_text(str(0.0 if share < 1 else math.inf))  # as of a slow network
-                changed = {name: _changed(tensor, share, random) for name, tensor in tensors.items()}
-                stored = server.put("bench", 0, number, changed)
-                started = time.perf_counter()
-                _fetch(reader, stored)
-                times.append(time.perf_counter() - started)
-                made = list((folder / "served").glob("*.changes"))
-                fetched = made[0].stat().st_size if made and made[0].stat().st_size else stored.size_bytes
-                server.retain(set())
-                shutil.rmtree(cache)
-            _row(f"fetch: {share:.0%} changed", size_bytes, statistics.median(times), copy_s)
-            print(f"{'':28} {fetched / 1e6:8.1f} MB over the network, {fetched / stored.size_bytes:.3f} of all")
+        for number in range(ROUNDS):
+            reader = HttpStore(server.token, folder / f"cache-{number}")
+            stored = server.put("bench", 0, number, tensors)
+            started = time.perf_counter()
+            _fetch(reader, stored)
+            times.append(time.perf_counter() - started)
+            server.retain(set())
+            shutil.rmtree(folder / f"cache-{number}")
+    _row("fetch", size_bytes, statistics.median(times), copy_s)
 
 
 def measure_two(folder: Path, size_mb: int) -> None:
@@ -171,12 +158,6 @@ def _received(reader: WeightReader, stored: StoredWeights) -> tuple[str, Transpo
     way = reader.transport
     reader.release()
     return digest.hexdigest(), way
-
-
-def _changed(tensor: torch.Tensor, share: float, random: torch.Generator) -> torch.Tensor:
-    """Another bit in a share of the elements."""
-    bits = tensor.view(torch.int16)
-    return torch.where(torch.rand(bits.shape, generator=random) < share, bits ^ 1, bits).view(tensor.dtype)
 
 
 def _fetch(reader: HttpStore, stored: StoredWeights) -> None:

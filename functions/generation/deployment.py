@@ -57,7 +57,7 @@ from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import Transport
 from rlhfless.spec.imports import add_import_paths, import_paths
 from rlhfless.util.tasks import gather_or_cancel
-from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
+from rlhfless.weights.check import check_probe, default_tolerance
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 log = logging.getLogger(__name__)
@@ -83,21 +83,6 @@ class GenerationSettings(FunctionSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProof:
-    """The evidence that weight loads reach the tensors of an engine."""
-
-    moved_nats: float
-    """Largest movement of a probe token's logprob."""
-    tensors: int
-    read_back: int
-    """Tensors that can be read back from the engine's layers; the probe alone covers the others."""
-    chart_s: float = 0.0
-    """Seconds to find where the layers hold them."""
-    load_s: float = 0.0
-    """The other seconds of the load and its checks."""
-
-
-@dataclass(frozen=True, slots=True)
 class Loaded:
     """A load that has passed its checks."""
 
@@ -105,6 +90,8 @@ class Loaded:
     """Its label."""
     transport: Transport | None
     """How the tensors came; None if they were there already, or the engine does not say."""
+    read_back: int
+    """Tensors of which elements were read back from the engine's layers; the probe alone covers the others."""
 
 
 class WrongVersion(RuntimeError):
@@ -146,7 +133,6 @@ class GenerationFunction(Function):
                 fault = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
                 raise fault or error from error
         self._loaded: PublishedWeights | None = None
-        self._proof: LoadProof | None = None
         self._loading = asyncio.Lock()
         self._runs: dict[RequestRun, int] = {}
         """The requests under way, each with the attempt that asked."""
@@ -174,7 +160,7 @@ class GenerationFunction(Function):
         Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
         """
         self.admit(call)
-        start_s, transport = time.time(), None
+        start_s, report = time.time(), None
         async with self._loading:
             await self._end_earlier(call)
             if self._loaded is None or self._loaded.version != published.version:
@@ -182,42 +168,14 @@ class GenerationFunction(Function):
                 with self._engine_faults("a load"):
                     # KV has no memory before the weights are there: a load may need what KV takes.
                     await self._engine.wake("weights")
-                    transport = await self._load_and_check(published, in_flight)
+                    report = await self._load_and_check(published, in_flight)
                 self._loaded = published
             elif self._engine.rest.tier is not None:
                 with self._engine_faults("waking up"):
                     await self._wake_and_check()
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
-        return self.reply(Loaded(published.version.label, transport), start_s, usage)
-
-    async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[LoadProof]:
-        """Load a perturbed version, which must move the probe's logprobs to where the learner says.
-
-        Done once, before the first real load: it finds tensors, such as tied heads, that stay stale. Raises
-        WeightCheckFailed, StoreNotShared.
-        """
-        self.admit(call)
-        self._settings.engine.store.require_shared()
-        start_s = time.time()
-        async with self._loading:
-            await self._end_earlier(call)
-            self._loaded = None
-            if self._proof is not None and self._engine.rest.empty:
-                return self.reply(self._proof, start_s)  # to an earlier driver; a load follows
-            with self._engine_faults("the proof of loading"):
-                await self._engine.wake()
-                before = await self._engine.logprobs(perturbed.probe.token_ids)
-                report = await self._engine.load(perturbed)
-                after = await self._engine.logprobs(perturbed.probe.token_ids)
-            tolerance = self._settings.probe_tolerance
-            with _read_back_decides(report, perturbed, after, tolerance):
-                check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
-            moved = largest_difference(before, after)
-        usage = CallUsage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
-        read_back, chart_s = (0, 0.0) if report is None else (report.read_back, report.chart_s)
-        load_s = time.time() - start_s - chart_s
-        self._proof = LoadProof(moved, perturbed.tensors, read_back, chart_s, load_s)
-        return self.reply(self._proof, start_s, usage)
+        transport, read_back = (None, published.tensors) if report is None else (report.transport, report.read_back)
+        return self.reply(Loaded(published.version.label, transport, read_back), start_s, usage)
 
     async def _end_earlier(self, call: Call) -> None:
         """Drop the samples of earlier attempts: the stream to a driver that was killed ends when it next yields, and a
@@ -226,7 +184,7 @@ class GenerationFunction(Function):
             if attempt < call.attempt:
                 await run.cancel()
 
-    async def _load_and_check(self, published: PublishedWeights, in_flight: bool) -> Transport | None:
+    async def _load_and_check(self, published: PublishedWeights, in_flight: bool) -> LoadReport | None:
         self._cached.clear()
         engine, tokens = self._engine, published.probe.token_ids
         if engine.rest.parts or engine.rest.empty:
@@ -238,7 +196,7 @@ class GenerationFunction(Function):
             report, logprobs = await asyncio.gather(load, engine.logprobs(tokens))
         with _read_back_decides(report, published, logprobs, self._settings.probe_tolerance):
             check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
-        return None if report is None else report.transport
+        return report
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         """Draw the samples of a request; yields finished groups, progress heartbeats, and the end.

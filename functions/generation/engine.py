@@ -181,8 +181,6 @@ class LoadReport:
     seconds: float
     transport: Transport | None = None
     """How the tensors came; None if the engine does not say."""
-    chart_s: float = 0.0
-    """The part of `seconds` for finding where the layers hold what is read back; 0 if that was known."""
 
 
 EnginePart = Literal["weights", "kv_cache"]

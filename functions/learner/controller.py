@@ -92,13 +92,6 @@ class LearnerSettings(TrainedSettings):
     """Newest versions that stay in the store: those that steps may still draw with (scaling.memory.kept_versions)."""
 
 
-PERTURBED_STEP = -1
-"""Step number of the perturbed version, which no training step can have."""
-
-PERTURBATION_SEED = 20_000
-"""An arbitrary seed: the perturbation only has to be the same for the weights and for the probe."""
-
-
 class LearnerActor(TrainingActor[LearnerSettings]):
     """Rank `rank` of the learner; rank 0 publishes."""
 
@@ -129,16 +122,14 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
         settings = self._settings
         self._store = settings.store.open(self.node())
-        self._published = [version for version in self._store.versions() if version.step != PERTURBED_STEP]
+        self._published = list(self._store.versions())
         self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
 
-    def publish(
-        self, run_id: str, attempt: int, step: int, perturbed: bool, averaged: bool
-    ) -> tuple[PublishedWeights, ...]:
+    def publish(self, run_id: str, attempt: int, step: int, averaged: bool) -> tuple[PublishedWeights, ...]:
         """Write the weights to the store; rank 0 returns what it wrote, with samples and no logprobs. *Collective.*"""
         from rlhfless.functions.training.checkpoint import drain
 
-        with self._at_work("publish"), self._as_published(perturbed, averaged):
+        with self._at_work("publish"), self._as_published(averaged):
             tokens = self._settings.probe_token_ids if self._settings.read_back else ()
             stream, samples = self._rank.published(tokens)
             if averaged:
@@ -146,7 +137,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             try:
                 if self._number:
                     return ()
-                stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, stream)
+                stored = self._store.put(run_id, attempt, step, stream)
             finally:
                 drain(stream)  # also if the store is full: the other ranks wait for each tensor
             self._settings.store.mark()
@@ -170,15 +161,13 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             finally:
                 drain(stream)  # the other ranks wait for each tensor
 
-    def probe(self, perturbed: bool, averaged: bool) -> tuple[float, ...]:
+    def probe(self, averaged: bool) -> tuple[float, ...]:
         """The learner's own logprobs of the probe. *Collective.*"""
-        with self._at_work("publish"), self._as_published(perturbed, averaged):
+        with self._at_work("publish"), self._as_published(averaged):
             return self._rank.probe_logprobs(self._settings.probe_token_ids)
 
-    def _as_published(self, perturbed: bool, averaged: bool) -> contextlib.AbstractContextManager[None]:
-        if averaged:
-            return self._rank.averaged()
-        return self._rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext()
+    def _as_published(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        return self._rank.averaged() if averaged else contextlib.nullcontext()
 
     def _forget_average(self) -> None:
         """Delete the last average, which no engine loads any more; one of no updates is the same version as the
@@ -187,9 +176,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
             self._store.delete(self._averaged)
 
     def _forget_old(self, version: WeightVersion) -> None:
-        """Keep the versions that engines may still load, and the perturbed one for engines that start later."""
-        if version.step == PERTURBED_STEP:
-            return
+        """Keep the versions that engines may still load."""
         self._published = [*(each for each in self._published if each != version), version]
         while len(self._published) > self._settings.kept_versions:
             self._store.delete(self._published.pop(0))
@@ -276,21 +263,18 @@ class LearnerFunction(TrainedFunction):
         values = (await self._group.call("evaluate", ray.put(batch)))[0]
         return CallResult(values, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
-    async def publish(self, call: Call, *, perturbed: bool = False, averaged: bool = False) -> Reply[PublishedWeights]:
+    async def publish(self, call: Call, *, averaged: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
         If it is called together with the step's `learn`, it runs after that; raises what `learn` raised, or
-        TimeoutError if `learn` is not called. `perturbed`: a version in which every tensor is slightly off, for the
-        proof that loads reach every tensor. `averaged`: the average of the weights (`learner.ema_decay`).
+        TimeoutError if `learn` is not called. `averaged`: the average of the weights (`learner.ema_decay`).
         """
         self.admit(call)
         await self._wait_learned(call.step)
         start_s = time.time()
-        ((written,), *_) = await self._group.call_all(
-            "publish", call.run_id, call.attempt, call.step, perturbed, averaged
-        )
+        ((written,), *_) = await self._group.call_all("publish", call.run_id, call.attempt, call.step, averaged)
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
-        logprobs = (await self._group.call_all("probe", perturbed, averaged))[-1]
+        logprobs = (await self._group.call_all("probe", averaged))[-1]
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -21,7 +19,6 @@ from rlhfless.records import FloatArray, WeightSample
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.spec.generation import Quantization
 from rlhfless.weights.files import TensorStream
-from rlhfless.weights.perturb import perturbed_by
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
 """The columns of the batch from which a loss is computed."""
@@ -98,7 +95,7 @@ class LearnerRank(TrainingRank):
         And elements of those that were taken, which an engine that has loaded them reads back; none without `tokens`,
         which select them.
         """
-        stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
+        stream = published_stream(self._model, self._spec.dtype, self._policy.device)
         samples: dict[str, WeightSample] = {}
         return (sampling(stream, tokens, samples) if tokens else stream), samples
 
@@ -115,24 +112,11 @@ class LearnerRank(TrainingRank):
         is float32: the answer of an engine that has loaded them, up to the engine's own rounding. *Collective.*
         """
 
-        def fetch(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            published = gathered_as(name, tensor, self._spec.dtype, self._policy.device, self._substitute)
+        def fetch(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            published = gathered_as(tensor, self._spec.dtype, self._policy.device)
             return published.to(tensor.dtype)
 
         return self._probing.logprobs(token_ids, fetch)
-
-    @contextmanager
-    def perturbed(self, seed: int) -> Iterator[None]:
-        """Within the block what is published is perturbed, by `seed` and each parameter's name.
-
-        `published` and `probe_logprobs` see the perturbed values: with them an engine's load is
-        proven to reach every tensor. The shards are not touched.
-        """
-        self._substitute = perturbed_by(seed)
-        try:
-            yield
-        finally:
-            self._substitute = None
 
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None

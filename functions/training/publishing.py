@@ -1,8 +1,7 @@
-"""The weights that the learner publishes: in the published format, perturbed or not, one tensor after the other.
+"""The weights that the learner publishes: in the published format, one tensor after the other.
 
 Names and layout are as in a Hugging Face checkpoint of the model, and a tensor that two modules share appears once, so
-that an engine's weight loader takes them as it takes a checkpoint. What is done to a tensor (`Substitute`) is done to
-the gathered one, on its way out: the shards are never written to.
+that an engine's weight loader takes them as it takes a checkpoint.
 
 Only the rank that writes, the first, has whole tensors; each other one sends its part of them. The samples that an
 engine's weights are compared with are taken from the gathered tensor, on its way out and before the file gets it.
@@ -47,15 +46,11 @@ LIVE: Mapping[str, torch.Tensor] = MappingProxyType({})
 Lent = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
 """See HostOffload.lent."""
 
-Substitute = Callable[[str, torch.Tensor], torch.Tensor]
-"""(name of the parameter, its exact value, whole) -> the value that is published."""
-
 
 def published_stream(
     model: PreTrainedModel,
     dtype: DType,
     device: torch.device,
-    substitute: Substitute | None = None,
     tensors: Mapping[str, torch.Tensor] = LIVE,
     *,
     everywhere: bool = False,
@@ -66,12 +61,12 @@ def published_stream(
     stream has none. Each is used within `lent`, and is a copy then. *Collective*: every rank must take all that there
     are."""
     gather = whole if everywhere else whole_on_first
-    fetch = partial(_fetched, dtype=dtype, device=device, substitute=substitute, gather=gather)
+    fetch = partial(_fetched, dtype=dtype, device=device, gather=gather)
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for unit in _units(model, tensors):
             with lent(unit.values()) if lent else nullcontext():
-                gathered = {name: fetch(name, value) for name, value in unit.items()}
+                gathered = {name: fetch(value) for name, value in unit.items()}
                 if lent:
                     gathered = {name: value if value is None else value.clone() for name, value in gathered.items()}
             present = {name: value for name, value in gathered.items() if value is not None}
@@ -81,28 +76,21 @@ def published_stream(
     return TensorStream(_layout(model, dtype), streamed())
 
 
-def gathered_as(
-    name: str, value: torch.Tensor, dtype: DType, device: torch.device, substitute: Substitute | None
-) -> torch.Tensor:
+def gathered_as(value: torch.Tensor, dtype: DType, device: torch.device) -> torch.Tensor:
     """A parameter or buffer, whole on every rank, as it is published. *Collective*."""
-    gathered = _fetched(name, value, dtype, device, substitute, whole)
+    gathered = _fetched(value, dtype, device, whole)
     assert gathered is not None, "it is gathered on every rank"
     return gathered
 
 
 def _fetched(
-    name: str,
     value: torch.Tensor,
     dtype: DType,
     device: torch.device,
-    substitute: Substitute | None,
     gather: Callable[..., torch.Tensor | None],
 ) -> torch.Tensor | None:
     """None where it is not gathered."""
-    if substitute is None or not value.is_floating_point():
-        return gather(value, device, _format(value, dtype))
-    exact = gather(value, device)
-    return None if exact is None else substitute(name, exact).to(_format(value, dtype))
+    return gather(value, device, _format(value, dtype))
 
 
 def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, WeightSample]) -> TensorStream:

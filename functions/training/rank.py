@@ -47,7 +47,7 @@ from rlhfless.functions.training.checkpoint import (
 )
 from rlhfless.functions.training.ema import WeightAverage
 from rlhfless.functions.training.optimizer import ShardedAdamW
-from rlhfless.functions.training.publishing import Substitute, published_stream
+from rlhfless.functions.training.publishing import published_stream
 from rlhfless.functions.training.saving import Background
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
@@ -61,9 +61,6 @@ SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
 
 class TrainingRank:
     """Rank `rank` of `world_size`. *Collective* methods must be called on all ranks, with equal arguments."""
-
-    _substitute: Substitute | None = None
-    """What is done to each tensor on its way out, if anything."""
 
     def __init__(
         self,
@@ -144,7 +141,7 @@ class TrainingRank:
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights in the published format, on the CPU and on every rank, at once: for models that fit into one
         process. *Collective*."""
-        stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute, everywhere=True)
+        stream = published_stream(self._model, self._spec.dtype, self._policy.device, everywhere=True)
         return {name: tensor.to("cpu", copy=True) for name, tensor in stream.tensors}
 
     def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:

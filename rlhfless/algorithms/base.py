@@ -141,7 +141,7 @@ def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
     """Compute the metrics of every algorithm, each `[]`.
 
     The engine and the learner run the same weights with different kernels, so `rollout_logprob_difference` is small
-    unless the engine has wrong weights (rlhfless.weights.monitor).
+    unless the engine has wrong weights.
     """
     magnitude = (inputs.old - inputs.rollout_logprobs).detach().abs()
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
@@ -148,16 +148,18 @@ class Replica:
         self._start_s = now_s - self._launched_s
         self._record(self._life.started(now_s))
 
-    def record_start(self, call: Call, opening: Mapping[str, float]) -> None:
-        """Record the seconds of each phase of an engine's start. `opening`: the phases after it was up."""
+    def record_start(self, call: Call) -> bool:
+        """Record the seconds of each phase of an engine's start, once; False if it was recorded, or is unknown."""
         if self._start_s is None or self.info is None:
-            return
+            return False
         engine = self.info.start_seconds
-        phases = {StartPhase.REPLICA: max(self._start_s - sum(engine.values()), 0.0), **engine, **opening}
+        phases = {StartPhase.REPLICA: max(self._start_s - sum(engine.values()), 0.0), **engine}
+        self._start_s = None
         inputs: dict[str, float | int | str | bool] = {f"{phase}_s": seconds for phase, seconds in phases.items()}
         if self.info.kv_capacity_tokens:
             inputs[KV_CAPACITY] = self.info.kv_capacity_tokens
         self._recorder.add_decision(Decision(call.step, self._launched_s, START, self.name, inputs))
+        return True
 
     def record_transport(self, call: Call, transport: Transport | None) -> None:
         """Record the transport of its weights if it has changed. None records nothing."""

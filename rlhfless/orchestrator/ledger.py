@@ -73,9 +73,6 @@ class Ledger:
         """When the first holding of this attempt began."""
         self._engine_starts = list(started(earlier.decisions))
         """The seconds of the phases of each engine's start."""
-        self._proofs_s: dict[str, list[float]] = defaultdict(list)
-        for call in earlier.invocations:
-            self._note_proof(call)
         self._lags = AcquisitionLags(prices, Acquired.of(earlier.decisions))
         self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
@@ -102,11 +99,6 @@ class Ledger:
         self._newest.append(invocation)
         self.calls += 1
         self._recent[invocation.function].append(invocation)
-        self._note_proof(invocation)
-
-    def _note_proof(self, invocation: Invocation) -> None:
-        if invocation.work is Work.PROVE_LOADING:
-            self._proofs_s[invocation.function].append(invocation.duration_s)
 
     def has_rollouts_of(self, step: int) -> bool:
         """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
@@ -174,8 +166,7 @@ class Ledger:
         starts = cold_starts([holding for holding in self._starts if holding.function == function])
         if not starts:
             return None
-        opened_s = self._proofs_s.get(function, [])
-        return fmean(end_s - start_s for start_s, end_s in starts) + (fmean(opened_s) if opened_s else 0.0)
+        return fmean(end_s - start_s for start_s, end_s in starts)
 
     def mean_start_phases(self) -> dict[str, float]:
         """See FleetFigures."""

@@ -109,7 +109,7 @@ class FleetFigures(Protocol):
     prices: PriceBook
 
     def mean_start_s(self, function: str) -> float | None:
-        """Mean duration of the function's cold starts, with the proof of an engine's loads; None if there was none."""
+        """Mean duration of the function's cold starts; None if there was none."""
 
     def mean_start_phases(self) -> dict[str, float]:
         """The mean seconds of each phase of the engines' starts, by StartPhase; empty if there was no start."""

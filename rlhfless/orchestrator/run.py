@@ -14,7 +14,7 @@ from rlhfless.algorithms.kl import adapt_kl, adaptive_kl, with_kl_coefficient
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.orchestrator.base_run import BaseRun
-from rlhfless.orchestrator.experience import Staleness, added_up, readable
+from rlhfless.orchestrator.experience import added_up, readable
 from rlhfless.orchestrator.generation import GenerationStage
 from rlhfless.orchestrator.group_pipeline import ComputeColumn, ScoredGroups, ScoreGroups
 from rlhfless.orchestrator.in_flight_samples import RolloutRequest, sampling_of
@@ -34,7 +34,6 @@ from rlhfless.records import (
 from rlhfless.records.checkpoints import CheckpointNotes
 from rlhfless.spec import AlgorithmSpec
 from rlhfless.util.tasks import gather_or_cancel
-from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,6 @@ class RLRun(BaseRun):
 
     weights: ActorWeights
     scaler: Scaler
-    monitor: RolloutMonitor
     history: PromptHistory
     """What the run has drawn of each prompt."""
     evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
@@ -157,8 +155,7 @@ class RLRun(BaseRun):
         return self.published.version.digest
 
     async def open_weights(self, step: int) -> None:
-        """See BaseRun. Publishes the learner's weights as the version of `step`, and a perturbed version of them."""
-        self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
+        """See BaseRun. Publishes the learner's weights as the version of `step`."""
         self.published = await self.publish(self.call(step))
 
     # -- generation
@@ -275,8 +272,7 @@ class RLRun(BaseRun):
         return await self.publish(self.call(self.published.version.step), averaged=True)
 
     async def publish(self, call: Call, *, sent: asyncio.Event | None = None, **form: bool) -> PublishedWeights:
-        """Write the learner's weights to the store, as the version of `call`'s step; with `perturbed`, a perturbed
-        version of them, and with `averaged`, their average.
+        """Write the learner's weights to the store, as the version of `call`'s step; with `averaged`, their average.
 
         If it is called together with `learn` of that step, the learner runs both in order, with no round trip to the
         driver in between.
@@ -326,13 +322,3 @@ class RLRun(BaseRun):
         for step, column in list(self._columns):
             if step <= record.step:
                 del self._columns[step, column]
-
-    def check_rollouts(self, record: StepRecord, staleness: Staleness | None) -> None:
-        """Check the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned is
-        not checked."""
-        difference_nats = record.metrics.get("rollout_logprob_difference")
-        if difference_nats is None or staleness is None:
-            return
-        warning = self.monitor.observe(staleness.oldest, difference_nats, staleness.most)
-        if warning is not None:
-            log.warning("step %d: %s", record.step, warning)

@@ -56,7 +56,6 @@ from rlhfless.spec.load import SPEC_FILE, resolved_yaml
 from rlhfless.telemetry.progress import RunProgress
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.util.tasks import gather_or_cancel, is_stopping, to_the_end
-from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +222,6 @@ def _run_of(
             pools[name_of(spec, FunctionRole.SAMPLES)], spec, pools.get(FunctionName.PREFILL), feeding
         ),
         scaler=scaler_of(spec, prepared, call, [*pools.values()], ledger, history.lengths, earlier),
-        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit, spec.generation.quantization),
         history=history,
     )
 
@@ -320,7 +318,7 @@ async def _start_drawing(session: Session, run: RLRun) -> int:
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         await start_functions(run, actors)
-    with session.console.waiting("checking that weight loads reach every tensor"):
+    with session.console.waiting("loading the weights into the engines"):
         step = await run.restore()
         await run.open_weights(step)
         newest = run.checkpoints.newest()
@@ -329,8 +327,5 @@ async def _start_drawing(session: Session, run: RLRun) -> int:
                 f"{newest.location} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
-        engines = [*run.generation.up(), *(run.prefill.up() if run.prefill else ())]
-        async with run.generation.turn(run.call(step)):
-            await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in engines))
         await run.weights.sync(run.published, run.call(step))
     return step

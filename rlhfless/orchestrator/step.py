@@ -94,7 +94,6 @@ async def train(run: RLRun, context: StepContext, experience: Experience) -> Ste
     metrics = step_metrics(run, context, experience, chosen, rollout_figures, metrics)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
-    run.check_rollouts(record, staleness)
     return record
 
 

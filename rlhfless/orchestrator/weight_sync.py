@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call
-from rlhfless.functions.generation.deployment import Loaded, LoadProof
-from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, SleepTier, StartPhase, WeightVersion, Work
+from rlhfless.functions.generation.deployment import Loaded
+from rlhfless.records import FunctionRole, PublishedWeights, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.fleet_constants import TIERS
 from rlhfless.scaling.placement import Device
 from rlhfless.spec import RunSpec
@@ -192,8 +192,6 @@ class ActorWeights:
     ) -> None:
         self.served: PublishedWeights | None = None
         """The version for all actors, including actors that start later, or wake; None before there is one."""
-        self.perturbed: PublishedWeights
-        """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._pool = pool
         self._pools = (pool,) if prefill is None else (pool, prefill)
         self._spec = spec
@@ -204,12 +202,10 @@ class ActorWeights:
         for each in self._pools:
             each.opens = self.open
         pool.wakes = self.wake
-        # A load follows each sleep; only before the first one do actors prove that loads move what they have.
-        pool.tier = lambda: SleepTier.HOST if self.served is None else TIERS[FunctionRole.SAMPLES]
+        pool.tier = lambda: TIERS[FunctionRole.SAMPLES]  # a load follows each sleep
 
     async def open(self, actor: Replica, call: Call) -> None:
-        """Load the current version into a new actor, after the proof of loading. Raises as `load` does."""
-        await self.prove_loading(actor, call)
+        """Load the current version into a new actor. Raises as `load` does."""
         if self._feeding is not None:
             await self._feeding.wait_offered(lambda: self._the_served.version, call)
         await self.load(actor, self._the_served, call)
@@ -293,26 +289,13 @@ class ActorWeights:
             loading = self._feeding.during(loading, actor, published.version, call)
         loaded: Loaded = await loading
         actor.record_transport(call, loaded.transport)
+        if actor.record_start(call) and self._spec.weights.read_back and loaded.read_back < published.tensors:
+            log.warning(
+                "%s: %d of %d weight tensors are read back; the probe alone checks the others",
+                actor.name,
+                loaded.read_back,
+                published.tensors,
+            )
         # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
         if actor.state is ReplicaState.STALE:
             actor.mark_loaded(published.version)
-
-    async def prove_loading(self, actor: Replica, call: Call) -> None:
-        """Check that loads reach every tensor of a new engine."""
-        proof: LoadProof = await actor.call(
-            "prove_loading",
-            call,
-            self.perturbed,
-            timeout_s=self._spec.timeouts.sync_s,
-            waiting_for="the proof that loads reach every tensor",
-            work=Work.PROVE_LOADING,
-        )
-        opening = {StartPhase.CHART: proof.chart_s, StartPhase.FIRST_LOAD: proof.load_s}
-        actor.record_start(call, {str(phase): seconds for phase, seconds in opening.items() if seconds})
-        if self._spec.weights.read_back and proof.read_back < proof.tensors:
-            log.warning(
-                "%s can give back %d of %d weight tensors; the probe alone covers the others",
-                actor.name,
-                proof.read_back,
-                proof.tensors,
-            )

@@ -107,8 +107,6 @@ class Work(StrEnum):
     """Generation for an evaluation."""
     PRECOMPUTE = "precompute"
     """Prefill of shared prefixes before their samples."""
-    PROVE_LOADING = "prove_loading"
-    """A new engine's load of the perturbed version, with the chart of its read-back."""
     LOAD_WEIGHTS = "load_weights"
     SCORE = "score"
     LOGPROBS = "logprobs"
@@ -191,10 +189,6 @@ class StartPhase(StrEnum):
     """Capture of CUDA graphs."""
     BUILD = "build"
     """The rest of building the engine: processes, memory profiling, warm-up."""
-    CHART = "chart"
-    """Finding, or reading from disk, where the layers hold what is read back."""
-    FIRST_LOAD = "first_load"
-    """The load of the perturbed version, with its checks."""
 
 
 PREFIXES = "prefixes"
@@ -284,6 +278,9 @@ class WeightSample(NamedTuple):
     """The elements that rlhfless.weights.samples chooses, in the published dtype."""
     row_maxima: bytes
     """Largest magnitude of each sampled row, float32, for the scales of quantised layers; empty for a vector."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the published tensor, by torch's name."""
 
 
 @dataclass(frozen=True, slots=True)

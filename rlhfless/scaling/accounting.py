@@ -279,7 +279,6 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
         Work.EVALUATE: Phase.LEARN,  # the learner's own pass over the batch, before its first update
         Work.LEARN: Phase.LEARN,
         Work.PUBLISH: Phase.SYNC,
-        Work.PROVE_LOADING: Phase.SYNC,
         Work.LOAD_WEIGHTS: Phase.SYNC,
         Work.SLEEP: Phase.SYNC,
         Work.WAKE: Phase.SYNC,
@@ -305,7 +304,7 @@ def column_phase(function: str) -> Phase:
     return _COLUMN_PHASES.get(function, Phase.COLUMNS)
 
 
-OVERHEAD = frozenset({Work.PUBLISH, Work.PROVE_LOADING, Work.LOAD_WEIGHTS})
+OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
 """Work that exists only because learner and engines are separate; a single process would not have it."""
 
 

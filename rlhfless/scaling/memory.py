@@ -72,9 +72,9 @@ def kept_versions(steps_ahead: int) -> int:
 
 
 def stored_versions(spec: RunSpec) -> int:
-    """Versions that may be in the learner's store at once: the kept ones, the perturbed one, the one being written, and
-    the average of the weights if there is one."""
-    return kept_versions(spec.schedule.steps_ahead) + 2 + (spec.learner.average_decay is not None)
+    """Versions that may be in the learner's store at once: the kept ones, the one being written, and the average
+    of the weights if there is one."""
+    return kept_versions(spec.schedule.steps_ahead) + 1 + (spec.learner.average_decay is not None)
 
 
 CACHED_VERSIONS = 3

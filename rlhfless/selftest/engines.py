@@ -16,7 +16,7 @@ from rlhfless.functions.generation.engine import EngineSettings, LoadReport, Sam
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
 from rlhfless.planning.inputs import shared_kv_bytes
-from rlhfless.records import PublishedWeights, StartPhase
+from rlhfless.records import PublishedWeights
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check
 from rlhfless.selftest.ranks import RankProcesses, up, visible
@@ -25,7 +25,6 @@ from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import (
     MEAN_TOLERANCE,
     allowed_difference,
-    check_moved,
     default_tolerance,
     largest_difference,
     mean_difference,
@@ -141,9 +140,9 @@ def running(subject: Subject) -> Engines:
     return subject.engines
 
 
-def publish(subject: Subject, step: int, *, perturbed: bool = False) -> tuple[PublishedWeights, float]:
+def publish(subject: Subject, step: int) -> tuple[PublishedWeights, float]:
     """Publish the learner's weights as the version of `step`; returns it and the seconds."""
-    work = up(subject).do(rank_work.publish, str(subject.store.folder), step, subject.probe, perturbed)
+    work = up(subject).do(rank_work.publish, str(subject.store.folder), step, subject.probe)
     return next((weights, seconds) for weights, seconds in work if weights is not None)
 
 
@@ -171,29 +170,6 @@ def start(subject: Subject) -> Measured:
     return measured
 
 
-@check(
-    "perturbed load", "the engine serves other weights than it was given: report it with this file", needs=("engine",)
-)
-def perturbed(subject: Subject) -> Measured:
-    """A perturbed version must reach every tensor, and move the outputs to where the learner's are."""
-    (weights, publish_s), engines = publish(subject, -1, perturbed=True), running(subject)
-    before = engines.run(engines.engine.logprobs(subject.probe))
-    began_s = time.perf_counter()
-    report, after = engines.load(weights)
-    measured = {
-        "publish_s": publish_s,
-        "load_s": time.perf_counter() - began_s,
-        "chart_s": report.chart_s,
-        "moved_nats": largest_difference(before, after),
-        "tensors": weights.tensors,
-        "read_back_tensors": report.read_back,
-    }
-    phases = {StartPhase.CHART: report.chart_s, StartPhase.FIRST_LOAD: measured["load_s"] - report.chart_s}
-    subject.results["start"] |= {phase: seconds for phase, seconds in phases.items() if seconds}
-    check_moved(weights.version, weights.probe, before, after, _tolerance(subject))
-    return measured
-
-
 def _tolerance(subject: Subject) -> float:
     spec = subject.spec
     layers = subject.asked.shape.layers
@@ -203,7 +179,7 @@ def _tolerance(subject: Subject) -> float:
 @check(
     "probe",
     "raise weights.probe_tolerance if all tensors were read back, and report it with this file",
-    needs=("perturbed load",),
+    needs=("engine",),
 )
 def probe(subject: Subject) -> Measured:
     """A load of the learner's weights: its rate, and how much of the probe's tolerance rounding takes."""

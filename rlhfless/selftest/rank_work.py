@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
 from collections.abc import Sequence
@@ -189,17 +188,14 @@ def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
     return float(np.abs(differences[0] - differences[1]).max())
 
 
-def publish(
-    rank: LearnerRank, folder: str, step: int, probe: tuple[int, ...], perturbed: bool
-) -> tuple[PublishedWeights | None, float]:
+def publish(rank: LearnerRank, folder: str, step: int, probe: tuple[int, ...]) -> tuple[PublishedWeights | None, float]:
     """Publish the weights, with the probe that engines are checked with, by rank 0; returns them and the seconds that
     it took."""
     began_s = time.perf_counter()
-    with rank.perturbed(SEED) if perturbed else contextlib.nullcontext():
-        stream, samples = rank.published(probe)
-        stored = FolderStore(folder).put("selftest", 0, max(step, 0), stream) if dist.get_rank() == 0 else None
-        drain(stream)
-        checked = Probe(probe, rank.probe_logprobs(probe), samples)
+    stream, samples = rank.published(probe)
+    stored = FolderStore(folder).put("selftest", 0, step, stream) if dist.get_rank() == 0 else None
+    drain(stream)
+    checked = Probe(probe, rank.probe_logprobs(probe), samples)
     seconds = time.perf_counter() - began_s
     if stored is None:
         return None, seconds

@@ -42,7 +42,6 @@ CHECKS = (
     ranks.peak,
     sleeping.learner,
     engines.start,
-    engines.perturbed,
     engines.probe,
     engines.speed,
     steps.step,

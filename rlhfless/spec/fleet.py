@@ -247,11 +247,6 @@ class WeightsSpec(SpecModel):
     """After each load, elements of every tensor are read back from the engine's layers and must equal the learner's,
     bit for bit. Switch it off for an engine that is meant to change weights as it loads them."""
 
-    rollout_difference_limit: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean difference, in nats, between the learner's and the engines' logprobs of a step's tokens (metric
-    `rollout_logprob_difference`): one step above it gives a warning, the second in a row stops the run. By default it
-    is 4 times the median of the last 20 steps."""
-
 
 class TimeoutsSpec(SpecModel):
     """Limits of every wait. When a wait exceeds its limit, the error names the limit and what was waited for."""

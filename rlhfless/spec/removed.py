@@ -44,7 +44,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "Use `scaling.prefill.kv_connector` with prefill actors; without these leave it out: each actor computes "
             "its shared prefixes, and samples that migrate recompute their KV"
         ),
-        "recovery.heartbeat_s": "Use its new name, `recovery.heartbeat_s`",
+        "recovery.beat_s": "Use its new name, `recovery.heartbeat_s`",
+        "weights.rollout_difference_limit": (
+            "Leave it out: digest, read-back and probe check each load; the metric `rollout_logprob_difference` stays"
+        ),
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (

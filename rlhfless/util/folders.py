@@ -74,7 +74,7 @@ def wait_for_lock(stream: IO[str], how: int, timeout_s: float) -> bool:
 
 
 def home() -> Path:
-    """Where this user's caches, models, charts and logs of engines are on this machine."""
+    """Where this user's caches, models and logs of engines are on this machine."""
     return Path(os.environ.get("RLHFLESS_HOME") or Path.home() / ".cache" / "rlhfless").absolute()
 
 

@@ -168,15 +168,13 @@ class BroadcastReader:
         self._answer = ("", None)
 
     def _ask_to_join(self, location: str) -> Mapping[str, Any] | None:
-        """The server's answer; it is asked once for each load; the perturbed version, which each new engine wants at a
-        time of its own, is pulled."""
+        """The server's answer, which is asked once for each load."""
         if self._answer[0] != location:
             reply = None
-            if version_of(location).step >= 0:
-                try:
-                    reply = self._pulled.query(location, JOIN, f"{MEMBER}{self._member}", GATHER_S + STALL_TIMEOUT_S)
-                except OSError:
-                    log.warning("no broadcast of %s: the learner does not answer; pulled instead", location)
+            try:
+                reply = self._pulled.query(location, JOIN, f"{MEMBER}{self._member}", GATHER_S + STALL_TIMEOUT_S)
+            except OSError:
+                log.warning("no broadcast of %s: the learner does not answer; pulled instead", location)
             self._answer = (location, json.loads(reply) if reply else None)
         return self._answer[1]
 

@@ -3,8 +3,7 @@
 Every rank listens at a socket of its GPU's name. To `feed` a version all ranks gather it, tensor after tensor, as a
 publication does. A rank with engines on its GPU writes what is gathered to its bucket, which their workers have mapped,
 and goes on when each has copied it to memory of its own. The bucket is there for one feed only, so nothing is left on a
-GPU between two. A worker that is lost is left out; one that asks for another version than is fed gets an error. The
-perturbed version, which every new engine asks for, is in the folder as for any other transport.
+GPU between two. A worker that is lost is left out; one that asks for another version than is fed gets an error.
 
 It is not vLLM's packed IPC consumer, whose buckets hold whole tensors, and which counts one reader of a bucket.
 
@@ -33,8 +32,8 @@ from rlhfless.spec import Transport
 from rlhfless.weights.device_hash import device_piece_hash
 from rlhfless.weights.digest import NO_HASHES, Digest, dtype_name
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import TensorStream, version_of
-from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
+from rlhfless.weights.files import TensorStream, file_name, version_of
+from rlhfless.weights.store import StoredWeights, Tensors
 
 ARRIVE_S = 60.0
 """How long a feed waits for the workers that are to come."""
@@ -49,13 +48,13 @@ Piece = tuple[str, str, list[int], int, int, int]
 
 
 class BucketStore:
-    """A `WeightStore` of the newest version only, which stays where the learner has it; the perturbed one is in a
-    folder."""
+    """A `WeightStore` of the newest version only, which stays where the learner has it."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._files = FolderStore(folder, device_piece_hash)
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._version: WeightVersion | None = None
-        path = _socket_path(self._files.folder)
+        path = _socket_path(self._folder)
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -63,8 +62,6 @@ class BucketStore:
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
         """See `WeightStore.put`. Nothing is kept: `feed` takes the same tensors once more."""
-        if step < 0:
-            return self._files.put(run_id, attempt, step, tensors)
         stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
         digest = Digest(device_piece_hash)
         for name, tensor in stream.tensors:
@@ -72,19 +69,17 @@ class BucketStore:
         if digest.hashes.keys() != stream.layout.keys():
             raise ValueError(f"the stream ended without {sorted(stream.layout.keys() - digest.hashes.keys())[:3]}")
         self._version = WeightVersion(run_id, attempt, step, digest.hexdigest())
-        location = str(self._files.path(self._version))
+        location = str(self._folder / file_name(self._version))
         return StoredWeights(self._version, location, digest.size_bytes, digest.tensors)
 
     def versions(self) -> tuple[WeightVersion, ...]:
         """See `WeightStore.versions`."""
-        return (*self._files.versions(), *([self._version] if self._version else []))
+        return () if self._version is None else (self._version,)
 
     def delete(self, version: WeightVersion) -> None:
         """See `WeightStore.delete`."""
         if version == self._version:
             self._version = None
-        else:
-            self._files.delete(version)
 
     def retain(self, keep: set[WeightVersion]) -> None:
         """See `WeightStore.retain`."""
@@ -98,7 +93,7 @@ class BucketStore:
             readers = [opened.enter_context(each) for each in self._arrived(version.label, workers)]
             bucket: _Bucket | None = None
             for name, tensor in stream.tensors if readers else ():
-                bucket = bucket or opened.enter_context(_Bucket(self._files.folder, tensor.device, readers))
+                bucket = bucket or opened.enter_context(_Bucket(self._folder, tensor.device, readers))
                 bucket.add(name, tensor)
             if bucket is not None:
                 bucket.end()
@@ -240,7 +235,7 @@ class BucketReader:
     def __init__(self, folder: str | Path, wait_s: float | None) -> None:
         """`wait_s`: the longest wait for a feed to begin; the learner may be at work."""
         self._wait_s = wait_s
-        self._files = FolderStore(folder, device_piece_hash)
+        self._folder = Path(folder)
         self.of_piece = device_piece_hash
         """See `WeightReader.of_piece`: what is on the GPU is hashed there."""
         self.transport: Transport = "cuda_ipc"
@@ -250,15 +245,10 @@ class BucketReader:
         """See `WeightReader.read`. Raises WeightFileError also if no rank of the learner is on this GPU, or it does not
         give all of the version."""
         version = version_of(location)
-        if version.step < 0:
-            self.transport = self._files.transport
-            yield from self._files.read(location)
-            return
-        self.transport = "cuda_ipc"
         what = f"weights {location} from the learner on GPU {_gpu_name()}"
         try:
             end = socket.socket(socket.AF_UNIX)
-            end.connect(str(_socket_path(self._files.folder)))
+            end.connect(str(_socket_path(self._folder)))
         except OSError as error:
             raise WeightFileError(f"{what}: no rank of it is there ({error}); set weights.transport to auto") from error
         with _Connection(end, self._wait_s) as connection:
@@ -270,9 +260,9 @@ class BucketReader:
                 raise WeightFileError(f"{what}: {waited}; it works, or waits for other engines")
             yield from _received(connection, first, what)
 
-    def hashes(self, location: str) -> Mapping[str, bytes]:
+    def hashes(self, location: str) -> Mapping[str, bytes]:  # noqa: ARG002 (see WeightReader)
         """See `WeightReader.hashes`: of what is on the GPU none is known."""
-        return self._files.hashes(location) if version_of(location).step < 0 else NO_HASHES
+        return NO_HASHES
 
     def release(self) -> None:
         """See `WeightReader.release`: the tensors are this process's own."""

@@ -1,4 +1,4 @@
-"""Is the right version really loaded? Five checks that are part of the product, as pure functions.
+"""Is the right version really loaded? Three checks, as pure functions.
 
 `consumed`: the digest of the tensors that a load took equals the version's, and none was left out. Finds wrong,
 old or damaged bytes, and loaders that skip tensors.
@@ -8,13 +8,8 @@ for bit; of a layer in 8 bits, code for code. Finds old weights that were publis
 packed copy that was not renewed; in any dtype, however small the update, and in 8 bits if it moves codes. It cannot see
 experts that are packed.
 
-`moved`: a perturbed version must change the probe's logprobs to the values that the learner computes. Done once per
-engine, at its start. Finds engines that take all the bytes but go on serving from a packed copy of the old weights.
-
 `probe`: after each load, the engine's logprobs of a short text equal the learner's, for each token and on average.
 Finds all other faults: wrong layouts, wrong dtype, another model. It cannot see an update smaller than rounding.
-
-`rollouts`: the same comparison on the samples of each step, during the whole run (see `rlhfless.weights.monitor`).
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ __all__ = [
     "PROBE_TOLERANCE",
     "WeightCheckFailed",
     "check_consumed",
-    "check_moved",
     "check_probe",
     "check_read_back",
     "default_tolerance",
@@ -170,40 +164,3 @@ def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[
         f"engine and learner differ by {fault}: the engine does not compute with these weights; learner's and engine's "
         f"logprobs: {worst}",
     )
-
-
-def check_moved(
-    version: WeightVersion,
-    probe: Probe,
-    before: Sequence[float],
-    after: Sequence[float],
-    tolerance: float,
-) -> float:
-    """Check that loading the perturbed `version` changed the engine's probe logprobs to the learner's.
-
-    The change alone is not enough: with one stale layer the other layers still move the result.
-
-    Args:
-        version: the perturbed version.
-        probe: the learner's logprobs under it.
-        before: the engine's logprobs of the same tokens under the previous version.
-        after: the engine's logprobs under the perturbed version.
-        tolerance: see `PROBE_TOLERANCE`.
-
-    Returns:
-        The largest change.
-
-    Raises:
-        WeightCheckFailed: `moved` if the logprobs did not change, `probe` if they changed to other values.
-    """
-    change = largest_difference(before, after)
-    allowed = allowed_difference(probe, tolerance)
-    if not change > allowed:
-        raise WeightCheckFailed(
-            "moved",
-            version,
-            f"the perturbed weights moved the probe's logprobs by only {change:.3g} (more than "
-            f"{allowed:.3g} expected): the engine still serves the old weights",
-        )
-    check_probe(version, probe, after, tolerance)
-    return change

@@ -2,10 +2,9 @@
 
 Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder itself.
 Any other asks its node's cache first; if the version is not there, one reader downloads it, in pieces over several
-connections, while the others of the node wait for its lock, so a node pulls and hashes each version once. Over a slow
-network a node that has the version before asks for the changes (`delta`), and downloads the whole version if they are
-no shorter, or fail. A download is checked against the version's digest before it takes its name in the
-cache, so that, as in `FolderStore`, every version that can be seen is complete and right.
+connections, while the others of the node wait for its lock, so a node pulls and hashes each version once. A download is
+checked against the version's digest before it takes its name in the cache, so that, as in `FolderStore`, every version
+that can be seen is complete and right.
 
 Not done: TLS (run it inside the cluster's network).
 """
@@ -13,15 +12,11 @@ Not done: TLS (run it inside the cluster's network).
 from __future__ import annotations
 
 import fcntl
-import logging
-import mmap
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -31,12 +26,11 @@ import torch
 from rlhfless.records import WeightVersion
 from rlhfless.spec import Transport
 from rlhfless.util.folders import wait_for_lock
-from rlhfless.weights.delta import apply
 from rlhfless.weights.digest import PieceHash, digest_by_threads, piece_hash, threads
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import Put, file_name, read_version, version_of, way_on_node
-from rlhfless.weights.http_server import PREFIX, SINCE, STALL_TIMEOUT_S
-from rlhfless.weights.parts import Draft, drafting, put, spare
+from rlhfless.weights.http_server import PREFIX, STALL_TIMEOUT_S
+from rlhfless.weights.parts import drafting, spare
 from rlhfless.weights.seal import known_hashes, seal
 from rlhfless.weights.store import FolderStore
 
@@ -47,15 +41,6 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
 _LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to end its download
 _CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
-_FAST_BYTES_PER_S = 1e9
-"""A network from which on a whole version is there sooner. On two cores that do both sides, of 1 GB with 5 % of its
-elements changed 0.9 GB fewer are sent, and 1.0 s more is spent on finding and applying the changes."""
-
-_RATE = ".rate"
-"""A file of the cache: at how many bytes per second the last whole version came."""
-
-
-log = logging.getLogger(__name__)
 
 
 class HttpStore:
@@ -103,55 +88,24 @@ class HttpStore:
         return path
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
-        before = [each for each in self._cache.versions() if each != version]
-        rate = self._cache.folder / _RATE
-        slow = rate.exists() and float(rate.read_text() or "inf") < _FAST_BYTES_PER_S  # empty: its writer was killed
-        if before and slow and self._patch(url, path, version, self._cache.path(before[-1])):
-            return
+        """Download a version, check its digest, and cache it. Raises WeightFileError if the digest is another one."""
+        what = f"weights {url} (digest {version.digest})"
         with drafting(path.parent, path) as draft:
-            began_s = time.monotonic()
-            size = self._download_pieces(url, draft.put, f"weights {url} (digest {version.digest})")
+            size = self._download_piece(url, draft.put, 0, what)
+            with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
+                rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
+                list(pool.map(lambda start: self._download_piece(url, draft.put, start, what), rest))
             draft.finish(size)
-            rate.write_text(str(size / max(time.monotonic() - began_s, 1e-9)))
-            self._check(url, draft, version)
+            tensors = read_version(draft.folder, version.digest)
+            received = digest_by_threads(tensors, threads(), self.of_piece).hexdigest()
+            if received != version.digest:
+                raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
+            seal(draft.folder, version.digest)
 
-    def _check(self, url: str, draft: Draft, version: WeightVersion) -> None:
-        """Seals a version that has been received. Raises WeightFileError if it is not the one that its name says."""
-        tensors = read_version(draft.folder, version.digest)
-        received = digest_by_threads(tensors, threads(), self.of_piece).hexdigest()
-        if received != version.digest:
-            raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
-        seal(draft.folder, version.digest)
-
-    def _patch(self, url: str, path: Path, version: WeightVersion, before: Path) -> bool:
-        """Makes the version from the one before and the changes. Returns False if all of it must be downloaded."""
-        what = f"changes of weights {url} (digest {version.digest})"
-        try:
-            with tempfile.TemporaryFile(dir=path.parent) as changes:
-                self._download_pieces(f"{url}{SINCE}{before.name}", partial(put, changes.fileno()), what, attempts=1)
-                with (
-                    mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data,
-                    drafting(path.parent, path) as draft,
-                ):
-                    draft.finish(apply(before, data, draft.put))
-                    self._check(url, draft, version)
-        except WeightFileError as error:
-            log.debug("the whole version is downloaded: %s", error)
-            return False
-        return True
-
-    def _download_pieces(self, url: str, put: Put, what: str, attempts: int = _ATTEMPTS) -> int:
-        """Download all of a URL; returns its size."""
-        size = self._download_piece(url, put, 0, what, attempts)
-        with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
-            rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
-            list(pool.map(lambda start: self._download_piece(url, put, start, what, attempts), rest))
-        return size
-
-    def _download_piece(self, url: str, put: Put, start: int, what: str, attempts: int) -> int:
+    def _download_piece(self, url: str, put: Put, start: int, what: str) -> int:
         """Download the piece that begins at byte `start`; returns the size of the whole file."""
         place = start
-        for attempt in range(attempts):
+        for attempt in range(_ATTEMPTS):
             try:
                 with self._open(url, place, start + _PIECE_BYTES) as response:
                     size = int(response.headers["Content-Range"].rpartition("/")[2])
@@ -167,9 +121,9 @@ class HttpStore:
                 failure = error
             except OSError as error:  # refused, reset, timed out, cut short
                 failure = error
-            if attempt + 1 < attempts:
+            if attempt + 1 < _ATTEMPTS:
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        raise WeightFileError(f"{what}: {attempts} attempts failed: {failure}") from failure
+        raise WeightFileError(f"{what}: {_ATTEMPTS} attempts failed: {failure}") from failure
 
     def _open(self, url: str, start: int, end: int) -> Any:
         """The server's answer, with bytes from `start` to `end` of the file."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -15,17 +14,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhfless.records import WeightVersion
-from rlhfless.weights.delta import delta
 from rlhfless.weights.digest import PieceHash, piece_hash
 from rlhfless.weights.files import version_of
-from rlhfless.weights.parts import TEMPORARY_PREFIX, OpenVersion, TornVersion
+from rlhfless.weights.parts import OpenVersion, TornVersion
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 PREFIX = "/versions/"
 JOIN = "/join/"  # asks for a broadcast
 MEMBER = "?member="
-SINCE = "?since="  # asks for the changes since another version
-CHANGES = ".changes"  # a file beside the versions
 STALL_TIMEOUT_S = 20.0  # longest silence of the other side; a long but steady download is fine
 _CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
 
@@ -64,7 +60,7 @@ class HttpStoreServer:
         """
         self.token = token or secrets.token_urlsafe(32)
         self._folder = FolderStore(folder, of_piece)
-        common = {"store": self._folder, "token": self.token, "comparing": threading.Lock(), "join": join}
+        common = {"store": self._folder, "token": self.token, "join": join}
         handler = type("Handler", (_Handler,), common)
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
@@ -105,13 +101,11 @@ class HttpStoreServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET of one version, whole or a range of it (`Range: bytes=N-M`), or of the changes since another one."""
+    """GET of one version, whole or a range of it (`Range: bytes=N-M`)."""
 
     store: FolderStore
     token: str
     join: Join | None
-    comparing: threading.Lock
-    """One request at a time compares two versions; the others find the file of changes then."""
     timeout = STALL_TIMEOUT_S
 
     def do_GET(self) -> None:  # the name is http.server's
@@ -121,17 +115,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.startswith(JOIN):
             self._answer_join()
             return
-        name, _, since = self.path.removeprefix(PREFIX).partition(SINCE)
         try:
-            if since:
-                with self._changes(name, since).open("rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    self._answer(size, lambda start, end: [(file, start, end - start)])
-            else:
-                with OpenVersion(self._path(name)) as version:
-                    self._answer(version.size_bytes, version.pieces)
+            with OpenVersion(self._path(self.path.removeprefix(PREFIX))) as version:
+                self._answer(version.size_bytes, version.pieces)
         except (ValueError, FileNotFoundError, TornVersion):
-            self.send_error(HTTPStatus.NOT_FOUND, "no such version, or no changes that are shorter")
+            self.send_error(HTTPStatus.NOT_FOUND, "no such version")
 
     def _answer_join(self) -> None:
         name, _, member = self.path.removeprefix(JOIN).partition(MEMBER)
@@ -148,22 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError(f"{self.path} is not a version")
         return self.store.path(version_of(name))
 
-    def _changes(self, name: str, since: str) -> Path:
-        """The file of the changes between two versions, written at the first request for it. Raises FileNotFoundError
-        if it is empty, so that the whole version should be sent, or if a version was deleted."""
-        new, old = self._path(name), self._path(since)
-        path = new.with_name(f"{version_of(name).digest}-{version_of(since).digest}{CHANGES}")
-        with self.comparing:
-            if not path.exists():
-                _drop_changes(new.parent, version_of(name).digest)
-                draft = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-                with draft.open("wb") as file:
-                    delta(old, new, file)
-                draft.rename(path)
-        if not path.stat().st_size:
-            raise FileNotFoundError(path)
-        return path
-
     def _answer(self, size: int, pieces: Pieces) -> None:
         asked = self.headers.get("Range")
         first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
@@ -178,11 +150,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Silent: readers report their own failures."""
-
-
-def _drop_changes(folder: Path, newest: str) -> None:
-    """Deletes the changes up to versions other than `newest` (a digest): a node that asks for them gets the whole
-    version. Nodes may hold different versions before the newest, so the changes since each of them stay."""
-    for path in folder.glob(f"*{CHANGES}"):
-        if not path.name.startswith(newest):
-            path.unlink(missing_ok=True)

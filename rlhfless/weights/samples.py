@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from rlhfless.records import WeightSample
-from rlhfless.weights.digest import tensor_bytes
+from rlhfless.weights.digest import dtype_name, tensor_bytes
 from rlhfless.weights.quantised import Codes
 
 SAMPLED_ELEMENTS = 4096
@@ -60,15 +60,16 @@ def weight_sample(tensor: torch.Tensor, tokens: Collection[int], dtype: torch.dt
     tensor, indices = tensor.detach(), sampled_elements(tensor.shape, tokens).to(tensor.device)
     values = bytes(tensor_bytes(tensor.reshape(-1)[indices].to(dtype)))
     if tensor.dim() < 2 or not len(indices):
-        return WeightSample(values, b"")
+        return WeightSample(values, b"", tuple(tensor.shape), dtype_name(dtype))
     width = tensor.shape[-1]
     rows = tensor.reshape(-1, width)[torch.unique(indices // width)]
-    return WeightSample(values, bytes(tensor_bytes(rows.to(dtype).abs().amax(1).to(torch.float32))))
+    maxima = bytes(tensor_bytes(rows.to(dtype).abs().amax(1).to(torch.float32)))
+    return WeightSample(values, maxima, tuple(tensor.shape), dtype_name(dtype))
 
 
-def decoded(sample: WeightSample, dtype: torch.dtype, codes: Codes | None = None) -> torch.Tensor:
-    """The elements `[elements]` of a tensor of `dtype`; as a layer has them that holds `codes`, in float32."""
-    values = torch.frombuffer(bytearray(sample.values), dtype=dtype)
+def decoded(sample: WeightSample, codes: Codes | None = None) -> torch.Tensor:
+    """The sampled elements `[elements]` in their dtype; as a layer has them that holds `codes`, in float32."""
+    values = torch.frombuffer(bytearray(sample.values), dtype=getattr(torch, sample.dtype))
     if codes is None:
         return values
     largest = torch.frombuffer(bytearray(sample.row_maxima), dtype=torch.float32)

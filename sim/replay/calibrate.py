@@ -260,8 +260,7 @@ def _other_starts(traces: Sequence[Trace]) -> dict[str, float]:
 
 def _start_s(traces: Sequence[Trace]) -> float:
     starts = _starts_s(traces, FunctionName.GENERATION)
-    proofs = [call.duration_s for trace in traces for call in trace.invocations if call.work is Work.PROVE_LOADING]
-    return (median(starts) if starts else 0.0) + (median(proofs) if proofs else 0.0)
+    return median(starts) if starts else 0.0
 
 
 def _helper_cores(steps: Sequence[tuple[StepRecord, Trace]]) -> float:

@@ -99,7 +99,7 @@ def test_the_learner_takes_its_step(own: Path, tmp_path: Path) -> None:
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-4)
     assert metrics["algorithm/logprob"] < 0
-    # What every algorithm has: the run's monitor judges the weights by it.
+    # Every algorithm has it.
     assert {"entropy", "rollout_logprob_difference", "rollout_logprob_difference_max"} <= metrics.keys()
 
 

@@ -16,7 +16,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Blueprint
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
-from rlhfless.functions.generation.deployment import Loaded, LoadProof
+from rlhfless.functions.generation.deployment import Loaded
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
@@ -129,9 +129,8 @@ class FakeHandle:
         if method == "sleep" and self._name in self._cluster.restless:
             raise CallTimeout("waited 1 s for its memory")
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
-        proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
         slept = Slept(SleepTier.HOST, 1, 0)
-        value = {"prove_loading": proof, "sleep": slept, "load": Loaded("", None)}.get(method, info)
+        value = {"sleep": slept, "load": Loaded("", None, 1)}.get(method, info)
         return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 

@@ -39,7 +39,6 @@ from rlhfless.scaling.policy import StepEnded
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
-from rlhfless.weights.monitor import RolloutMonitor
 
 OLD_LOGPROB = -1.5
 """What the learner evaluates for each token."""
@@ -157,7 +156,6 @@ class Scene:
             sinks=MetricSinks([]),
             journal=self.journal,
             checkpoints=None,  # type: ignore[arg-type]
-            monitor=RolloutMonitor("float32"),
             history=PromptHistory(spec),
         )
         self.run.published = weights_of(0)

@@ -28,7 +28,7 @@ def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, 
     cluster, watcher = FakeCluster(), Watcher()
     pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
     weights = ActorWeights(pool, SPEC)
-    weights.served = weights.perturbed = WEIGHTS
+    weights.served = WEIGHTS
     pool.watch(watcher)
     return cluster, pool, weights, watcher
 
@@ -38,15 +38,16 @@ async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest
     monkeypatch.setattr("fakes.fake_cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
     _, pool, weights, _ = weights_of("a")
     info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5}, kv_capacity_tokens=4096)
-    await weights.prove_loading(pool["a"], CALL)
+    await weights.load(pool["a"], WEIGHTS, CALL)
     assert rows == []  # an earlier driver has started this one
     times = iter([100.0, 109.0])
-    new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords(), lambda: next(times))
+    new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords(), lambda: next(times, 110.0))
     new.mark_up(pool["a"]._handle, info)  # type: ignore[arg-type]
-    await weights.prove_loading(new, CALL)
+    for _ in range(2):
+        await weights.load(new, WEIGHTS, CALL)
     (row,) = rows
     assert (row.kind, row.choice, row.at_s) == ("start", "b", 100.0)
-    phases = {"replica": 1.5, "import": 5.0, "weights_disk": 2.5, "chart": 3.0, "first_load": 1.0}
+    phases = {"replica": 1.5, "import": 5.0, "weights_disk": 2.5}
     assert row.inputs == {f"{phase}_s": seconds for phase, seconds in phases.items()} | {KV_CAPACITY: 4096}
     assert started(rows) == [phases]
 

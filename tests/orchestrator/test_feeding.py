@@ -80,7 +80,6 @@ class Scene:
         self.pool = pool_of(self.cluster, *names, bounds=Bounds(1, "min_actors"), given=given)
         feeding = Feeding(self.learner, 1.0)  # type: ignore[arg-type]
         self.weights = ActorWeights(self.pool, SPEC, feeding=feeding)
-        self.weights.perturbed = weights_of(-1)
 
 
 async def test_actors_that_load_together_share_a_feed_on_each_of_their_gpus() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +187,18 @@ async def test_a_second_run_expects_the_start_that_the_first_has_measured(tmp_pa
     second = Fleet(tmp_path / "second")
     slots = second.fleet.view().replica_slots
     assert [slot.start_s for slot in slots] == [60.0, 60.0, START_S, START_S]
-    second.ledger.add_decision(Decision(0, 1.0, "start", "a", {"import_s": 20.0, "chart_s": 8.0}))
+    second.ledger.add_decision(Decision(0, 1.0, "start", "a", {"import_s": 20.0, "graphs_s": 8.0}))
     second.fleet.keep_starts()
     third = EngineStarts(second.spec, None).expected(CPU_KIND)
-    assert third == {"import": 25.0, "compile": 15.0, "chart": 4.0}
+    assert third == {"import": 25.0, "compile": 15.0, "graphs": 4.0}
 
 
-async def test_a_start_is_over_when_loads_are_proved_and_a_load_is_not_a_proof(tmp_path: Path) -> None:
+async def test_a_load_is_no_part_of_a_start(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.ledger.add_holding(starting("a", FunctionName.GENERATION, 80.0))
-    fleet.ledger.add_invocation(replace(loading(7.0), work=Work.PROVE_LOADING))
     fleet.ledger.add_invocation(loading(2.0))
     view = fleet.fleet.view()
-    assert (view.replica_slots[0].start_s, view.load_s) == (87.0, 2.0)
+    assert (view.replica_slots[0].start_s, view.load_s) == (80.0, 2.0)
 
 
 async def test_kept_starts_that_cannot_be_read_are_as_none(tmp_path: Path, home: Path) -> None:
@@ -217,9 +215,6 @@ def test_the_prior_of_a_gpu_knows_compilation_and_the_models_own_weights() -> No
         {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
     )
     expected_s = EngineStarts(spec, shape).expected_s("h100")
-    chart_s, reads_s = 7.6 * 12 / 25, 2 * 15.2 / 1.75  # the model's own weights, and the perturbed ones
-    assert expected_s == pytest.approx(33.7 + 0.81 * 7.6 + 60 + reads_s + chart_s, rel=0.02)
-    assert EngineStarts(spec, shape).expected("h100").keys() == {
-        "build", "weights_disk", "compile", "graphs", "chart", "first_load"
-    }  # fmt: skip
+    assert expected_s == pytest.approx(33.7 + 0.81 * 7.6 + 60 + 15.2 / 1.75, rel=0.02)
+    assert EngineStarts(spec, shape).expected("h100").keys() == {"build", "weights_disk", "compile", "graphs"}
     assert EngineStarts(spec, None).expected_s("h100") == START_S

@@ -89,14 +89,6 @@ def test_workers_that_wait_for_a_lost_one_pull(server: HttpStoreServer, tmp_path
     assert received(reader(server, tmp_path, "a"), stored) == (stored.version.digest, "http")
 
 
-def test_the_perturbed_version_is_pulled_at_once(
-    server: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored, alone = server.put("run", 1, -1, tensors(1.0)), reader(server, tmp_path, "a")
-    monkeypatch.setattr(alone._pulled, "query", None)  # a call of it fails
-    assert received(alone, stored) == (stored.version.digest, "http")
-
-
 def test_a_broadcast_that_breaks_off_fails_each_load_and_the_next_one_works(
     server: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,15 +106,6 @@ def test_workers_are_other_processes(store: BucketStore, tmp_path: Path) -> None
         worker.join()
 
 
-def test_the_perturbed_version_is_in_the_folder_and_stays(store: BucketStore, tmp_path: Path) -> None:
-    perturbed = store.put("run", 1, -1, stream(3.0))
-    store.put("run", 1, 1, stream(1.0))
-    mine = reader(tmp_path)
-    assert mine.hashes(perturbed.location)
-    assert digest_of(mine.read(perturbed.location), mine.of_piece) == perturbed.version.digest
-    assert mine.transport in ("file", "shared_memory")
-
-
 def test_who_asks_for_another_version_is_told(store: BucketStore, tmp_path: Path) -> None:
     old, new = store.put("run", 1, 1, stream(1.0)), store.put("run", 1, 2, stream(2.0))
     with ThreadPoolExecutor(2) as pool:

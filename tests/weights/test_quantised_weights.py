@@ -56,15 +56,17 @@ def test_a_sample_gives_the_codes_of_the_whole_matrix(name: str, dtype: torch.dt
     whole = codes.as_drawn_with(matrix, matrix.abs().amax(1))
     sample = weight_sample(matrix, (7, 299), dtype)
     elements = sampled_elements(matrix.shape, (7, 299))
-    assert torch.equal(decoded(sample, dtype, codes), whole.flatten()[elements])
-    assert torch.equal(decoded(sample, dtype), matrix.flatten()[elements])
+    assert torch.equal(decoded(sample, codes), whole.flatten()[elements])
+    assert torch.equal(decoded(sample), matrix.flatten()[elements])
     # The largest of a row is seldom among its sampled columns, so it comes with the sample.
     assert len(sample.row_maxima) == 4 * len((elements // 200).unique())
 
 
 def test_vectors_have_no_rows() -> None:
-    assert weight_sample(torch.ones(3), (), torch.float32) == WeightSample(torch.ones(3).numpy().tobytes(), b"")
-    assert weight_sample(torch.ones(3, 0), (), torch.float32) == WeightSample(b"", b"")
+    assert weight_sample(torch.ones(3), (), torch.float32) == WeightSample(
+        torch.ones(3).numpy().tobytes(), b"", (3,), "float32"
+    )
+    assert weight_sample(torch.ones(3, 0), (), torch.float32) == WeightSample(b"", b"", (3, 0), "float32")
 
 
 def test_neighbouring_codes_are_told_apart_in_bfloat16() -> None:

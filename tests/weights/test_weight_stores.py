@@ -406,7 +406,7 @@ def test_http_refuses_a_damaged_download_and_caches_none(served: HttpStoreServer
     path.write_bytes(data)
     with pytest.raises(WeightFileError, match=f"expected digest {stored.version.digest}, received"):
         dict(http.HttpStore(served.token, tmp_path / "cache").read(stored.location))
-    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {".lock", http._RATE}
+    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {".lock"}
 
 
 def test_http_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,10 @@ class Core:
         """vLLM's phases of a weight update; returns what all workers consumed."""
         engine, probe = self._engine, published.probe
         engine.collective_rpc("start_weight_update")
-        update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
+        update: dict[str, Any] = {"location": published.location}
+        if probe.samples:
+            update["probe_tokens"] = probe.token_ids
+            update["layout"] = {name: sample.shape for name, sample in probe.samples.items()}
         engine.collective_rpc("update_weights", args=(update,))
         consumed = [Consumed(*worker) for worker in engine.collective_rpc("rlhfless_consumed")]
         for worker in consumed:
@@ -219,8 +222,7 @@ class Core:
         fewest = min(len(worker.hashes) for worker in consumed)
         check_consumed(published.version, published.tensors, digest, fewest)
         engine.collective_rpc("finish_weight_update")
-        chart_s = max(worker.chart_s for worker in consumed)
-        return LoadReport(digest, fewest, 0, consumed[0].size_bytes, 0.0, consumed[0].transport, chart_s)
+        return LoadReport(digest, fewest, 0, consumed[0].size_bytes, 0.0, consumed[0].transport)
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare the values in use by the layers with the learner's samples; returns how many tensors were

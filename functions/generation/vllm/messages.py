@@ -29,8 +29,6 @@ class Consumed(NamedTuple):
     transport: Transport | None
     damage: str | None
     """What was wrong with the version, if anything was."""
-    chart_s: float
-    """The seconds of finding where the elements to read back are."""
 
 
 # --- adapter -> engine process

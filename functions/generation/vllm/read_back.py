@@ -1,8 +1,8 @@
 """The weights that a worker really computes with, read back from its layers and compared with the learner's.
 
 Where an element of a published tensor ends up is vLLM's business: layers are fused, split over devices and padded. So
-it is found by vLLM's own loaders (`chart`): once per engine they load tensors whose sampled elements are codes that
-name the element, into a scratch parameter, in which the codes are looked up. No table of layer names is needed.
+it is found by vLLM's own loaders (`index_tensors`): once per engine they load tensors whose sampled elements are codes
+that name the element, into a scratch parameter, in which the codes are looked up. No table of layer names is needed.
 
 A matrix is read back through the layer's own product with one-hot vectors (`apply` of its quantisation method): one
 times a weight plus zeros is that weight, exactly, in every dtype. That is what the layer computes with, also where it
@@ -93,10 +93,9 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class TensorIndex:
     """Where a worker holds the sampled elements of the published tensors."""
 
-    dtypes: Mapping[str, torch.dtype]
     held: tuple[_Held, ...]
 
     def compare(self, model: torch.nn.Module, samples: Mapping[str, WeightSample]) -> dict[str, tuple[int, int]]:
@@ -108,7 +107,7 @@ class Chart:
         users = _users(model)
         for held in self.held:
             codes = codes_of(held.layer) if held.parameter == "weight" else None
-            expected = torch.cat([decoded(samples[name], self.dtypes[name], codes)[some] for name, some in held.parts])
+            expected = torch.cat([decoded(samples[name], codes)[some] for name, some in held.parts])
             for values in _read(held, users):
                 allowed = (
                     _ROUNDS_TO_ZERO + (0 if codes is None else product_error(values.dtype)) * expected.float().abs()
@@ -120,46 +119,24 @@ class Chart:
                     compared[name] = count + len(some), differ + int(part.sum())
         return dict(compared)
 
-    def plain(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Plain data, with layers by their names in the model."""
-        names = {layer: name for name, layer in model.named_modules()}
-        held = [
-            {"layer": names[one.layer], "parameter": one.parameter, "shape": list(one.shape), "parts": list(one.parts),
-             "indices": one.indices}
-            for one in self.held
-        ]  # fmt: skip
-        return {"dtypes": dict(self.dtypes), "held": held}
 
-    @classmethod
-    def of_plain(cls, model: torch.nn.Module, plain: Mapping[str, Any]) -> Chart:
-        """The inverse of `plain`, for a model with layers of the same names. Raises KeyError or ValueError for what
-        `plain` has not made for such a model."""
-        layers = dict(model.named_modules())
-        held = []
-        for one in plain["held"]:
-            counts = [len(elements) for _, elements in one["parts"]]
-            split = one["indices"].split(counts)
-            parts = [_Part(name, elements, where) for (name, elements), where in zip(one["parts"], split, strict=True)]
-            held.append(_Held.of(layers[one["layer"]], one["parameter"], torch.Size(one["shape"]), parts))
-        return cls(plain["dtypes"], tuple(held))
-
-
-def chart(
+def index_tensors(
     model: torch.nn.Module,
     load_weights: LoadWeights,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    layout: Mapping[str, Sequence[int]],
     tokens: Collection[int],
     device: torch.device,
-) -> Chart:
-    """Find where the sampled elements of `tensors` go. Call it after vLLM's `initialize_layerwise_reload`, when all
-    parameters have the shapes that are loaded; nothing is changed. If the model's loaders fail on the codes, nothing is
-    found, with a warning. Each element of a tensor that can be read back is written once and each element of its
-    parameter compared once, for each tensor that is fused into it; on `device`, the worker's, while it has room."""
-    named = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-    recorder = _Recorder([name for name, _, _ in named], device)
+) -> TensorIndex:
+    """Find where the sampled elements of the tensors of `layout` (name to shape) go. Call it after vLLM's
+    `initialize_layerwise_reload`, when all parameters have the shapes that are loaded; nothing is changed. If the
+    model's loaders fail on the codes, nothing is found, with a warning. Each element of a tensor that can be read back
+    is written once and each element of its parameter compared once, for each tensor that is fused into it; on `device`,
+    the worker's, while it has room."""
+    recorder = _Recorder(list(layout), device)
+    shapes = [(name, torch.Size(shape)) for name, shape in layout.items()]
     coded = (
         (name, _coded(number, sampled_elements(shape, tokens), shape, _place(shape, device)))
-        for number, (name, shape, _) in enumerate(named)
+        for number, (name, shape) in enumerate(shapes)
     )
     try:
         with recorder.recording(model):
@@ -168,7 +145,7 @@ def chart(
         log.warning("no weights can be read back from %s, whose loaders fail: %r", type(model).__name__, error)
         recorder.found.clear()
     held = tuple(_Held.of(layer, name, shape, parts) for (layer, name), (shape, parts) in recorder.found.items())
-    return Chart({name: dtype for name, _, dtype in named}, held)
+    return TensorIndex(held)
 
 
 def _coded(number: int, elements: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:

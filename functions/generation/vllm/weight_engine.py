@@ -15,10 +15,9 @@ alike. It differs from other weight engines in three ways:
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,10 +38,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlhfless.functions.generation.vllm import experts, generators, quantised_layers, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
-from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.passes import DraftingPasses
-from rlhfless.functions.generation.vllm.read_back import Chart, chart
+from rlhfless.functions.generation.vllm.read_back import TensorIndex, index_tensors
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.records import WeightSample
@@ -68,6 +66,8 @@ class StoreUpdateInfo(WeightTransferUpdateInfo):
     location: str
     probe_tokens: tuple[int, ...] = ()
     """Tokens of the version's probe; they select the elements that are read back. Empty: none are read back."""
+    layout: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The shape of each of its tensors; needed with probe tokens."""
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
@@ -83,22 +83,21 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._damage: str | None = None
         self._expected: set[str] = set()
         self._digest = Digest()
-        self.chart: Chart | None = None
-        """Where the elements to read back are; made with the first version that asks for it."""
-        self._chart_s = 0.0
+        self.index: TensorIndex | None = None
+        """Where the elements to read back are; made with the first version that is read back."""
 
     @property
     def consumed(self) -> Consumed:
         """What came in the last update, or has come in this one."""
         transport = None if self._reader is None else self._reader.transport
-        return Consumed(self._digest.hashes, self._digest.size_bytes, transport, self._damage, self._chart_s)
+        return Consumed(self._digest.hashes, self._digest.size_bytes, transport, self._damage)
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         self._reader = StoreAddress(**init_info.address).connect()  # type: ignore[arg-type]
 
     def start_weight_update(self) -> None:
         assert self._reader is not None, "init_transfer_engine comes first"
-        self._digest, self._damage, self._chart_s = Digest(self._reader.of_piece), None, 0.0
+        self._digest, self._damage = Digest(self._reader.of_piece), None
         # Named before the reload splits tied weights: they are one parameter here, and two during the reload. Scales of
         # quantised layers are no parameters during the reload.
         names = {name for name, _ in self.model.named_parameters()}
@@ -115,12 +114,10 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def _receive(self, update_info: StoreUpdateInfo) -> None:
         assert self._reader is not None, "init_transfer_engine comes first"
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
+        if update_info.probe_tokens and self.index is None:
+            tokens, layout = update_info.probe_tokens, update_info.layout
+            self.index = index_tensors(self.model, load_weights, layout, tokens, self.device)
         published: Iterable[tuple[str, torch.Tensor]] = self._reader.read(update_info.location)
-        if update_info.probe_tokens and self.chart is None:
-            began_s = time.monotonic()
-            published = list(published)
-            self.chart = self._charted(published, update_info.probe_tokens)
-            self._chart_s = time.monotonic() - began_s
         workers = get_tensor_model_parallel_world_size()
         # Of a mapped tensor one of several workers copies its share alone.
         published = read_ahead(published, self.device) if workers == 1 else published
@@ -133,14 +130,6 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
                 f"{update_info.location} holds nothing for {len(missing)} parameters of the model, such as "
                 f"{sorted(missing)[:3]}"
             )
-
-    def _charted(self, published: list[tuple[str, torch.Tensor]], tokens: tuple[int, ...]) -> Chart:
-        """`published` are mapped: no byte of them is read here."""
-        return kept_or_made(
-            key_of(self.vllm_config, self.model, published, tokens),
-            self.model,
-            lambda: chart(self.model, self.model.load_weights, published, tokens, self.device),  # type: ignore[arg-type]
-        )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
@@ -199,11 +188,11 @@ class StoreWorkerExtension(SleepingWorker):
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return engine.consumed
 
-    def rlhfless_read_back(self, samples: Mapping[str, tuple[bytes, bytes]]) -> dict[str, tuple[int, int]]:
-        """See Chart.compare."""
+    def rlhfless_read_back(self, samples: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[int, int]]:
+        """See TensorIndex.compare."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        assert engine.chart is not None, "a version with probe tokens was loaded"
-        return engine.chart.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
+        assert engine.index is not None, "a version with probe tokens was loaded"
+        return engine.index.compare(engine.model, {name: WeightSample(*each) for name, each in samples.items()})
 
 
 # vLLM imports this module in every worker before the worker joins a process group; all of these need that.

@@ -6,7 +6,7 @@ import { byName, duration } from "./format.js";
 
 /** Kinds of work, in the order of the legend, with their colours. */
 const WORK = {
-  prove_loading: ["proves loading", "slate"], load_weights: ["loads weights", "slate"], generate: ["generates", "blue"], precompute: ["prefixes", "blue"], held_out: ["evaluates", "sky"], score: ["scores", "amber"], logprobs: ["reference", "teal"], values: ["critic computes values", "olive"], columns: ["own columns", "lilac"],
+  load_weights: ["loads weights", "slate"], generate: ["generates", "blue"], precompute: ["prefixes", "blue"], held_out: ["evaluates", "sky"], score: ["scores", "amber"], logprobs: ["reference", "teal"], values: ["critic computes values", "olive"], columns: ["own columns", "lilac"],
   evaluate: ["old logprobs", "lilac"], critic_learn: ["critic learns", "olive"], learn: ["learns", "violet"], publish: ["publishes", "rose"], checkpoint: ["saves", "rose"], restore: ["restores", "rose"],
 };
 

@@ -26,9 +26,6 @@ COMPILE_S = 60.0
 DISK_BYTES_PER_S = 1.75e9
 """Rate at which an engine reads the model's own weights, as in the measurement above, and is assumed to load others."""
 
-CHART_S_PER_PARAMETER = 3 * 4 / 25e9
-"""Three passes over codes of 4 bytes, at the rate of a GPU's link to the host: an assumption until one is measured."""
-
 
 def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
     """Seconds to read all weights at this rate onto one replica's devices."""
@@ -47,6 +44,4 @@ def start_phases(shape: ModelShape) -> dict[str, float]:
         StartPhase.WEIGHTS_DISK: weight_load_s(shape, DISK_BYTES_PER_S),
         StartPhase.COMPILE: COMPILE_S,
         StartPhase.GRAPHS: GRAPHS_S,
-        StartPhase.CHART: CHART_S_PER_PARAMETER * shape.parameters,
-        StartPhase.FIRST_LOAD: weight_load_s(shape, DISK_BYTES_PER_S),
     }

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from fakes.perturb import perturbed
 from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
 from rlhfless.functions.generation.vllm import adapter
-from rlhfless.weights.check import PROBE_TOLERANCE, check_moved, check_probe
+from rlhfless.weights.check import PROBE_TOLERANCE, check_probe
 from rlhfless.weights.errors import WeightCheckFailed
-from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore
 
 
@@ -24,7 +24,6 @@ async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_b
     store = FolderStore(tmp_path / "store")
     engine = await start_tiny_engine(model, store.folder)
     try:
-        before = await engine.logprobs(PROBE_TOKENS)
         tensors = perturbed(model.tensors(), seed=1)
         model.use(tensors)
         published = model.publish(store.put("run", 1, 1, tensors), samples=False)
@@ -37,8 +36,6 @@ async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_b
             with pytest.raises(WeightCheckFailed) as caught:
                 check_probe(published.version, published.probe, after, tolerance)
             assert caught.value.check == "probe"
-            with pytest.raises(WeightCheckFailed):
-                check_moved(published.version, published.probe, before, after, tolerance)
         sampled = model.publish(store.put("run", 1, 2, tensors))
         with pytest.raises(WeightCheckFailed, match=r"of 'model.embed_tokens.weight' are not the learner's") as caught:
             await engine.load(sampled)

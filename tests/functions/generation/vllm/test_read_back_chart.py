@@ -1,18 +1,16 @@
-"""What a chart of the read-back costs, where it is kept, and what happens where it cannot be made."""
+"""What an index of the tensors to read back costs, and what happens where it cannot be made."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 # In a process of its own: what imports vLLM must not have imported numba, as other tests have.
 UNREADABLE = """
 import torch
-from rlhfless.functions.generation.vllm.read_back import chart
+from rlhfless.functions.generation.vllm.read_back import index_tensors
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -28,7 +26,8 @@ class Model(torch.nn.Module):
 
 model = Model()
 published = [("scale", torch.arange(4.0))]
-found = chart(model, model.load_weights, published, {0, 1}, torch.device("cpu"))
+layout = {name: tuple(tensor.shape) for name, tensor in published}
+found = index_tensors(model, model.load_weights, layout, {0, 1}, torch.device("cpu"))
 assert found.held == (), found
 assert found.compare(model, {}) == {}
 assert not hasattr(model.scale, "weight_loader")
@@ -46,8 +45,7 @@ from types import SimpleNamespace
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from rlhfless.functions.generation.vllm.charts import kept_or_made
-from rlhfless.functions.generation.vllm.read_back import chart
+from rlhfless.functions.generation.vllm.read_back import index_tensors
 
 EXPERTS, WIDTH = 128, 64
 
@@ -110,17 +108,18 @@ published = [(f"qkv.{i}", torch.randn(WIDTH, WIDTH)) for i in range(3)]
 published += [(f"{kind}.{i}", torch.randn(WIDTH, WIDTH)) for i in range(EXPERTS) for kind in ("w1", "w3", "w2")]
 size = sum(tensor.numel() for _, tensor in published)
 
-def charted(backend):
+def indexed(backend):
     model = Model(backend)
     with Counted() as counted:
-        found = chart(model, model.load_weights, published, {0, 1}, torch.device("cpu"))
+        layout = {name: tuple(tensor.shape) for name, tensor in published}
+        found = index_tensors(model, model.load_weights, layout, {0, 1}, torch.device("cpu"))
     # Of each load some passes over one expert's part; over all of them it would be more than a hundred times as many.
     assert counted.elements < 24 * size, (counted.elements, size)
     return model, found
 
 # Where the kernel has an order of its own, experts are not read.
-assert [held.parameter for held in charted(UnquantizedMoeBackend.CPU)[1].held] == ["weight"]
-model, found = charted(UnquantizedMoeBackend.TRITON)
+assert [held.parameter for held in indexed(UnquantizedMoeBackend.CPU)[1].held] == ["weight"]
+model, found = indexed(UnquantizedMoeBackend.TRITON)
 assert [held.parameter for held in found.held] == ["weight", "w13_weight", "w2_weight"]
 assert [name for name, _ in found.held[0].parts] == ["qkv.0", "qkv.1", "qkv.2"]
 
@@ -137,33 +136,17 @@ model.w13.w13_weight.data.view(-1)[where] += 1
 assert {name for name, (_, wrong) in found.compare(model, samples).items() if wrong} == {"w3.2"}
 
 # A kernel that has the up projection's half first.
-swapped, of_swapped = charted(UnquantizedMoeBackend.FLASHINFER_CUTLASS)
+swapped, of_swapped = indexed(UnquantizedMoeBackend.FLASHINFER_CUTLASS)
 swapped.load_weights(published)
 assert any(wrong for _, wrong in of_swapped.compare(swapped, samples).values())
 swapped.w13.w13_weight.data = torch.cat(swapped.w13.w13_weight.data.chunk(2, dim=1)[::-1], dim=1)
 compared = of_swapped.compare(swapped, samples)
 assert set(compared) == here and not any(wrong for _, wrong in compared.values())
-
-# A second engine of the node finds the chart; one whose file is damaged makes its own.
-kept_or_made("key", swapped, lambda: of_swapped)
-again = kept_or_made("key", Model(UnquantizedMoeBackend.TRITON), lambda: 1 / 0)
-other = Model(UnquantizedMoeBackend.TRITON)
-other.load_weights(published)
-again = kept_or_made("key", other, lambda: 1 / 0)
-assert again.compare(other, samples) == compared
-other.qkv.weight.data[5, 0] += 1
-assert sum(wrong for _, wrong in again.compare(other, samples).values()) >= 1
-from rlhfless.functions.generation.vllm.charts import charts_folder
-(file,) = charts_folder().iterdir()
-file.write_bytes(b"no chart")
-assert kept_or_made("key", other, lambda: again) is again
 """
 
 
 @pytest.mark.long
-def test_a_model_that_cannot_take_codes_is_loaded_and_not_read_back_and_a_chart_of_experts_is_cheap_and_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_cannot_take_codes_is_loaded_and_not_read_back_and_an_index_of_experts_is_cheap() -> None:
     """Both in one process: vLLM takes ten seconds of a processor to be imported."""
     done = subprocess.run(
         [sys.executable, "-c", f"{UNREADABLE}\n{EXPERTS}"],
@@ -171,8 +154,6 @@ def test_a_model_that_cannot_take_codes_is_loaded_and_not_read_back_and_a_chart_
         text=True,
         check=False,
         timeout=240,
-        env=os.environ | {"RLHFLESS_HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     assert "no weights can be read back from Model, whose loaders fail" in done.stderr
-    assert "cannot be used, and is made again" in done.stderr

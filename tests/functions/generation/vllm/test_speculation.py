@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from fakes.perturb import perturbed
 from fakes.tiny_models import KV_GIB, VOCABULARY, TinyModel, make_tiny_model, start_tiny_engine
 from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import FinishReason
 from rlhfless.spec import EngineSpec, SpeculationSpec
 from rlhfless.weights.check import PROBE_TOLERANCE, largest_difference
-from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
