@@ -35,3 +35,14 @@ def test_the_wait_for_devices_is_added_and_not_learned() -> None:
     starts.measure(now(100.0 + 240.0 + 50.0 + LOAD_S, 240.0), 0)  # the replica itself took 50 s
     assert starts.standby(now(400.0, 0.0), 0) == (COLD, 50.0)
     assert starts.standby(now(400.0, 180.0), 0) == (COLD, 230.0)
+
+
+def test_devices_that_were_given_back_are_waited_for_and_not_paid_for() -> None:
+    starts = StartTimes(lambda *_: 30.0)
+    assert starts.standby(now(0.0, 0.0), 0) == (COLD, 70.0)
+    starts.note_actions(now(100.0, 0.0), [Start(0, None)])
+    assert starts.paid_s(now(120.0, 0.0, ReplicaState.STARTING), 0, 20.0) == 0.0
+    assert starts.paid_s(now(135.0, 0.0, ReplicaState.STARTING), 0, 15.0) == 5.0
+    starts.measure(now(100.0 + 30.0 + 40.0 + LOAD_S, 0.0), 0)
+    assert starts.standby(now(400.0, 0.0), 0) == (COLD, 70.0), "the wait is not learned as a part of the start"
+    assert starts.paid_s(now(400.0, 0.0, ReplicaState.SERVING), 0, 9.0) == 9.0

@@ -132,9 +132,10 @@ def test_a_budget_at_the_cost_of_a_weighted_run_gives_about_that_run(name: str, 
     assert runs["budget"].usd <= 1.05 * runs[WEIGHTED].usd
 
 
-@pytest.mark.parametrize("name", ["reasoning-7b-a100", LONG[0]])
+@pytest.mark.parametrize("name", ["reasoning-7b-a100", *LONG])
 def test_a_looser_deadline_is_never_dearer(name: str) -> None:
-    """Half of a deadline, by which the first step is planned, once asked for the fastest plan, and cost 5 % more."""
+    """Half of a deadline, by which the first step is planned, once asked for the fastest plan, and cost 5 % more. In
+    gsm8k a deadline of 1.15 cost 8 % more than one of 1.0: starts did not count the wait for released devices."""
     limits = (1.0, 1.15, 1.3, 2.0)
     deadlines = {
         f"{times}": CheapestContract(deadline=MultipleOf(times=times, policy=WEIGHTED), per="step") for times in limits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
 
@@ -63,7 +63,9 @@ class Recent:
 class StartTimes:
     """The time that replicas take to come up, by kind of slot; the figure of the slot until one was measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, again_s: Callable[[PolicyContext, int], float] = lambda *_: 0.0) -> None:
+        """`again_s`: seconds that a start at a slot waits for devices that the run has given back."""
+        self._again_s = again_s
         self._seen: dict[tuple[str, str], Recent] = {}
         self._asked: dict[int, tuple[float, float]] = {}
         """By slot: when its start takes effect, and how long it waits for its devices."""
@@ -74,8 +76,7 @@ class StartTimes:
             if isinstance(action, Release):
                 self._asked.pop(action.slot, None)
             elif isinstance(action, Start):
-                waits_s = now.layout.replica_slots[action.slot].reacquire_s
-                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), waits_s
+                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), self._waits_s(now, action.slot)
 
     def measure(self, now: PolicyContext, slot: int) -> None:
         """Measure the start of a replica that serves now."""
@@ -89,13 +90,17 @@ class StartTimes:
         """Drop the start of a lost replica."""
         self._asked.pop(slot, None)
 
+    def paid_s(self, now: PolicyContext, slot: int, passed_s: float) -> float:
+        """Seconds of the last `passed_s` in which a replica that is awake held its devices: none while it waited."""
+        return min(passed_s, max(now.at_s - sum(self._asked[slot]), 0.0)) if slot in self._asked else passed_s
+
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
         """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
         replica_slot = now.layout.replica_slots[slot]
         if now.view.slots[slot].state is ReplicaState.STARTING:
             since_s, waits_s = self._asked.get(slot, (now.at_s, 0.0))
-            return STARTING, max(since_s + waits_s + self._up_s(replica_slot) - now.at_s, 0.0)
-        return (WARM, 0.0) if now.awake(slot) else (COLD, self.start_s(replica_slot))
+            return STARTING, max(since_s + waits_s + self.up_s(replica_slot) - now.at_s, 0.0)
+        return (WARM, 0.0) if now.awake(slot) else (COLD, self.start_s(now, slot))
 
     def until_serving_s(self, now: PolicyContext, slot: int) -> float:
         """Seconds until an actor at a slot can take samples."""
@@ -103,11 +108,14 @@ class StartTimes:
             return 0.0
         return self.standby(now, slot)[1] + now.view.fleet.load_s
 
-    def start_s(self, replica_slot: ReplicaSlot) -> float:
+    def start_s(self, now: PolicyContext, slot: int) -> float:
         """Seconds of a cold start, with the wait for devices, without the load of weights."""
-        return replica_slot.reacquire_s + self._up_s(replica_slot)
+        return self._waits_s(now, slot) + self.up_s(now.layout.replica_slots[slot])
 
-    def _up_s(self, replica_slot: ReplicaSlot) -> float:
+    def _waits_s(self, now: PolicyContext, slot: int) -> float:
+        return max(now.layout.replica_slots[slot].reacquire_s, self._again_s(now, slot))
+
+    def up_s(self, replica_slot: ReplicaSlot) -> float:
         """`start_s` without the wait for devices."""
         seen = self._seen.get((str(replica_slot.function), replica_slot.kind))
         return replica_slot.start_s if seen is None else seen.value
@@ -138,13 +146,15 @@ class Spending:
         """Note the planned cost of generation."""
         self._planned_usd = usd
 
-    def add_until(self, now: PolicyContext, *, generating: bool) -> None:
+    def add_until(self, now: PolicyContext, starts: StartTimes, *, generating: bool) -> None:
         """Add the cost since the last event, before this event's actions: replicas start and stop at events, so those
-        that are awake now were awake since then. A learner's start is seen only when its work is done."""
+        that are awake now were awake since then; they cost nothing while they wait for devices. A learner's start is
+        seen only when its work is done."""
         passed_s = max(now.at_s - self._at_s, 0.0)
-        slots = (*now.layout.generation, *now.layout.others)
-        held_usd_per_s = sum(now.layout.replica_slots[slot].usd_per_s for slot in slots if now.awake(slot))
-        usd = passed_s * (held_usd_per_s + now.view.fleet.kept_usd_per_s)
+        awake = [slot for slot in (*now.layout.generation, *now.layout.others) if now.awake(slot)]
+        prices = now.layout.replica_slots
+        usd = sum(prices[slot].usd_per_s * starts.paid_s(now, slot, passed_s) for slot in awake)
+        usd += passed_s * now.view.fleet.kept_usd_per_s
         self.usd += usd
         if generating:
             self._generation_usd += usd

@@ -41,17 +41,18 @@ def cheapest_idle_state(
     now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, again_usd: float = 0.0
 ) -> IdleState:
     """The cheaper state of a replica over a gap of g seconds; at equal costs it stays. A replica whose devices cost d a
-    second, and which is up again after u seconds, pays
+    second, which waits v seconds for devices that were given back, and is up u seconds later, pays
 
         stay    d g
-        leave   d u + w max(u - g, 0)
+        leave   d u + w max(v + u - g, 0)
 
     because it is started ahead of time, and replicas that cost w a second wait for the rest of its start. This is the
     ski-rental problem (Karlin et al., Algorithmica 3, 1988). `again_usd`: `HeldDevices.again_usd`.
     """
     replica_slot = now.layout.replica_slots[slot]
-    price, up_s = replica_slot.usd_per_s, starts.start_s(replica_slot)
-    leave_usd = price * up_s + waiting_usd_per_s(now) * max(up_s - gap_s, 0.0) + again_usd
+    price, up_s = replica_slot.usd_per_s, starts.up_s(replica_slot)
+    late_s = max(starts.start_s(now, slot) - gap_s, 0.0)
+    leave_usd = price * up_s + waiting_usd_per_s(now) * late_s + again_usd
     if price * gap_s <= leave_usd:
         return IdleState(True, price * gap_s, 0.0)
     return IdleState(False, leave_usd, price)
@@ -97,9 +98,19 @@ class HeldDevices:
                         since_s = now.at_s
                     self._leases[device] = since_s, now.at_s
 
+    def again_s(self, now: PolicyContext, slot: int) -> float:
+        """Seconds that a start at a slot waits for devices that were given back, or would be by a release now; 0 while
+        they are paid for."""
+        terms, until_s = now.view.fleet.terms, []
+        for device in now.layout.replica_slots[slot].devices:
+            if device in self._leases:
+                since_s, last_s = self._leases[device]
+                until_s.append(terms.paid_until_s(since_s, now.at_s if now.awake(slot) else last_s))
+        return terms.reacquire_s if until_s and min(until_s) <= now.at_s else 0.0
+
     def again_usd(self, now: PolicyContext, slot: int, gap_s: float, lease_s: float) -> float:
         """Cost of releasing a slot's devices for a gap: paid time in the gap; and, if the lease ends before the gap,
-        another lease of about `lease_s` and the wait for it."""
+        another lease of about `lease_s`."""
         replica_slot, terms = now.layout.replica_slots[slot], now.view.fleet.terms
         ends = [
             terms.paid_until_s(self._leases.get(device, (now.at_s, now.at_s))[0], now.at_s)
@@ -108,8 +119,7 @@ class HeldDevices:
         paid_s = max(max(ends) - now.at_s, 0.0)
         if gap_s <= paid_s:
             return replica_slot.usd_per_s * gap_s
-        waiting_usd = (replica_slot.usd_per_s + now.view.fleet.kept_usd_per_s) * terms.reacquire_s
-        return replica_slot.usd_per_s * (paid_s + terms.another_s(lease_s)) + waiting_usd
+        return replica_slot.usd_per_s * (paid_s + terms.another_s(lease_s))
 
 
 class IdleScheduler:
@@ -174,7 +184,7 @@ class IdleScheduler:
     def end_generation(self, now: PolicyContext, actors: Sequence[int], forecast: StepForecast) -> list[Action]:
         """All actors are idle, and `actors` should be up again when the next step starts."""
         learners = (slot for slot in now.layout.others if now.is_learner(slot) and not now.awake(slot))
-        start_s = max((self._starts.start_s(now.layout.replica_slots[slot]) for slot in learners), default=0.0)
+        start_s = max((self._starts.start_s(now, slot) for slot in learners), default=0.0)
         self._generated_s[now.view.step] = now.at_s
         self._last = now.at_s, forecast.tokens, start_s
         self._worked_s |= dict.fromkeys(actors, now.at_s)
@@ -191,7 +201,7 @@ class IdleScheduler:
 
     def _ahead(self, now: PolicyContext, slot: int, gap_s: float) -> Start:
         """Start a replica so that it is up at the end of a gap."""
-        return Start(slot, now.at_s + gap_s - self._starts.start_s(now.layout.replica_slots[slot]))
+        return Start(slot, now.at_s + gap_s - self._starts.start_s(now, slot))
 
     def end_work(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
         """A function other than generation has finished its work of the step. The learner is never released: it keeps

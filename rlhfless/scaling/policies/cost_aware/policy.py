@@ -76,8 +76,8 @@ class CostAware:
         self._forecaster = forecaster
         self._contexts = Contexts()
         self._actor_types = ActorTypeCache()
-        self._starts = StartTimes()
         self._held = HeldDevices()
+        self._starts = StartTimes(self._held.again_s)
         self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
         self._spending = Spending()
@@ -92,7 +92,7 @@ class CostAware:
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
-        self._spending.add_until(now, generating=bool(self._drawn))
+        self._spending.add_until(now, self._starts, generating=bool(self._drawn))
         self._held.note_held(now)
         actions = self._decide(now, event)
         self._starts.note_actions(now, actions)
