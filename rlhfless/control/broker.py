@@ -177,8 +177,8 @@ def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
 
 
 def _share_out(kind: _Kind) -> None:
-    """Grant the devices that no run waits for to the runs that can use more, the one with the least above its minimum
-    first. Without free devices, the run with the most gives some back."""
+    """Grant devices that no run waits for to the runs that can use more, the run with the least above its minimum
+    first. Without free devices, the run with the most returns some."""
     growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
     while growing:
         request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at, r.run_id))

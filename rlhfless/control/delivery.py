@@ -29,7 +29,7 @@ def refusal(driver: int, service: int) -> str:
     """Return the message, with the hint, for a driver and a service of different protocols."""
     return (
         f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
-        "and of the service are of different versions of rlhfless. What was drawn and learned is kept. The "
+        "and of the service are of different versions of rlhfless. Samples and checkpoints are kept. The "
         "service's operator brings both to one version (the chart: helm upgrade with ray.takeNewImage=true); then "
         "resume the run"
     )

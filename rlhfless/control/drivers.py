@@ -195,8 +195,7 @@ class RayJobs:
         return Job(status["status"], status.get("message") or "", status.get("driver_exit_code"))
 
     def stop(self, job: str) -> None:
-        """End a job with SIGTERM, and after STOP_WAIT_S with SIGKILL. A job that has ended, or is unknown, is left
-        alone."""
+        """End a job with SIGTERM, and after STOP_WAIT_S with SIGKILL. Ended and unknown jobs are ignored."""
         answer = self._ask("POST", f"/api/jobs/{job}/stop")
         if answer.status_code != 404:
             answer.raise_for_status()
@@ -245,7 +244,7 @@ class JobDrivers(Drivers):
         try:
             job = self._jobs.find(handle["job"])
         except httpx.HTTPError as error:
-            log.info("the cluster's head does not say whether %s works: %s", handle["job"], error)
+            log.info("status of job %s unknown, the cluster's head does not answer: %s", handle["job"], error)
             return True
         return job is not None and job.status not in JOB_ENDED
 

@@ -141,8 +141,8 @@ class Gate:
 
 
 def _host_and_port(origin: str) -> tuple[str, int] | None:
-    """Host and port of `http://host:port`; None for any other text. A parser of URLs would be too lenient: it finds a
-    host in `http://127.0.0.1:80.evil.example` and in `http://evil.example@127.0.0.1`."""
+    """Return host and port of `http://host:port`; None for any other text. URL parsers are too lenient: they find a
+    host in `http://127.0.0.1:80.evil.example` and `http://evil.example@127.0.0.1`."""
     match = _ORIGIN.fullmatch(origin)
     if match is None:
         return None

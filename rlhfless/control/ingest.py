@@ -41,10 +41,8 @@ HELD_OUT_PLACE = 10_000
 
 
 def apply(session: Session, run: RunRow, push: Push) -> int:
-    """Take a push; returns the number of the last item that the database has.
-
-    Raises ApiError (409) for a driver that another has replaced, and for items that leave a gap.
-    """
+    """Apply a push; return the number of the last item that the database has. Raises ApiError (409) for a driver that
+    was replaced, and for a gap before the items."""
     if push.attempt != run.attempt:
         message = f"attempt {push.attempt} of {run.id} has been replaced by attempt {run.attempt}; this driver must end"
         raise ApiError(409, "stale_attempt", message)
@@ -91,7 +89,7 @@ def apply_items(session: Session, run: RunRow, items: list[Item]) -> None:
             raise ApiError(409, "gap", f"item {run.pushed + 1} is missing before item {item.seq}; push from there")
         run.pushed = item.seq
         if (handler := HANDLERS.get(item.kind)) is None:
-            log.info("%s: a driver of another version has delivered %r, which is ignored", run.id, item.kind)
+            log.info("%s: ignored item of unknown kind %r from a driver of another version", run.id, item.kind)
         else:
             handler(session, run, item)
     if items:
@@ -231,7 +229,7 @@ def end(session: Session, run: RunRow, ending: DriverExit) -> None:
         if run.desired_state == DesiredState.RUN and run.deaths > MOST_DEATHS:
             status, reason = Status.FAILED, f"{reason}, as did {MOST_DEATHS} before it; see the run's logs"
         else:
-            reason = f"{reason}; another driver goes on"
+            reason = f"{reason}; another driver resumes it"
     if status in (Status.QUEUED, Status.PAUSED) and run.desired_state == DesiredState.CANCEL:
         status, reason = Status.CANCELLED, "cancelled"
     elif status is Status.QUEUED and run.desired_state == DesiredState.PAUSE:

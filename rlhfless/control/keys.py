@@ -42,8 +42,7 @@ class Caller:
 
 
 def hashed(secret: str) -> str:
-    """The hash of a secret, which is stored. Secrets have 256 random bits and cannot be guessed, so a slow hash would
-    gain nothing."""
+    """Return the hash of a secret, which is stored. Secrets have 256 random bits, so a slow hash would gain nothing."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -89,8 +88,8 @@ class Keys:
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need a key, by the last reading. They do once a key was made: revoking the last key must not
-        open the service to all."""
+        """Whether requests need a key, as last read. They do once a key was made: revoking the last key must not open
+        the service."""
         return self._required or self._any_was_made
 
     async def read(self) -> None:

@@ -30,8 +30,8 @@ TAIL_BYTES = 16 << 10
 
 
 def memory_bytes(machine: int, container: str, least: int) -> int:
-    """The limit of a process in bytes, `least` or more. `container`: the text of CONTAINER; `max` or empty without a
-    limit."""
+    """Return the limit of a process in bytes, at least `least`. `container`: the text of CONTAINER; `max` or empty
+    without a limit."""
     present = min(machine, int(container)) if container.strip().isdecimal() else machine
     return max(present // SHARE, least)
 
@@ -49,8 +49,8 @@ def limit_memory(least: int) -> int:
 
 
 def limit_driver(limit_gib: float | None) -> None:
-    """Limit this process, a driver, to `limit_gib` or its share of the memory. The memory of its imports does not
-    count: the threads of libraries reserve far more for each core than they use."""
+    """Limit this driver process to `limit_gib`, or its share of the memory, beyond its imports: the threads of
+    libraries reserve far more for each core than they use."""
     limit = _share_bytes(DRIVER_LEAST_BYTES) if limit_gib is None else int(limit_gib * 2**30)
     limit += _data_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (limit - limit // RESERVE, limit))
@@ -70,8 +70,8 @@ def use_reserve(error: MemoryError) -> None:
 
 
 def says_out_of_memory(log: Path, start: int) -> bool:
-    """Whether the end of a process's log says that it was out of memory. `start`: the log's size when the process
-    began."""
+    """Return whether the end of a process's log reports lack of memory. `start`: the log's size when the process
+    started."""
     try:
         with log.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)

@@ -38,7 +38,7 @@ class PeriodicTask:
             except Unavailable as error:
                 log.warning("%s: %s", name, error)
             except Exception:
-                log.exception("%s: a tick has failed; it is repeated", name)
+                log.exception("%s: tick failed; retrying", name)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), self._period_s)
             self._woken.clear()

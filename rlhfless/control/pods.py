@@ -74,8 +74,8 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
 
 
 def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, float]:
-    """The addresses of worker pods that end, or whose node (V1Node objects) is about to leave, with the unix time of
-    that; 0 if it is not known."""
+    """Return the addresses of worker pods that end, or whose node (V1Node objects) is about to leave, with the unix
+    time of that; 0 if unknown."""
     leaving_nodes = {node.metadata.name for node in nodes if _is_leaving(node)}
     leaving = {}
     for pod in pods:
@@ -91,7 +91,7 @@ def _is_leaving(node: Any) -> bool:
 
 
 def status_clause(pending: list[PendingPod], now: float) -> str:
-    """A clause for the status of a run: the longest pending pod, and the number of others. Empty without pending
+    """Return a clause for a run's status: the longest pending pod, and the number of others; empty without pending
     pods."""
     if not pending:
         return ""
@@ -122,8 +122,8 @@ def _pending_reason(pod: Any) -> str:
 
 
 def pod_lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list[Any]]]:
-    """A function that lists the pods of a RayCluster in this pod's namespace, and `with_nodes` the cluster's nodes,
-    which needs a ClusterRole."""
+    """Return a function that lists the pods of a RayCluster in this pod's namespace, and `with_nodes` the cluster's
+    nodes, which needs a ClusterRole."""
     from kubernetes import client, config
 
     config.load_incluster_config()

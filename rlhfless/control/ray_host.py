@@ -77,8 +77,8 @@ class RayReport:
 
 
 def read_ray(file: Path) -> RayReport | None:
-    """The host's last report; None if there is no host, or it hangs. The host may be of another version, because it
-    outlives the service."""
+    """Return the host's last report; None if there is no host, or it hangs. It may be of another version: it outlives
+    the service."""
     try:
         values = json.loads(file.read_text("utf-8"))
         ray = RayReport(**{name: values[name] for name in RayReport.__slots__ if name in values})
@@ -138,8 +138,8 @@ def _host_name() -> str:
 
 
 class RayJobHostSupervisor(PeriodicTask):
-    """Keeps a host alive in the cluster within its block. The host reports every second what devices the cluster
-    has."""
+    """Restarts the Ray host in a cluster elsewhere within its block. The host reports the cluster's devices every
+    second."""
 
     def __init__(self, jobs: RayJobs, service_url: str, token: str, reports: Callable[[], bool]) -> None:
         """`token`: the host's secret for the service; `reports`: whether a host reports to the service."""
@@ -169,15 +169,15 @@ class RayJobHostSupervisor(PeriodicTask):
         if job is not None and job.status not in JOB_ENDED:
             return
         if job is not None:
-            log.warning("the host in the Ray cluster, which reports its devices, has ended: %s", job.message)
+            log.warning("Ray host job ended, starting another: %s", job.message)
             self._job = _host_name()
         command = f"exec {PYTHON} -m rlhfless.control.ray_host --tell {shlex.quote(self._url)}"
         self._jobs.submit(self._job, command, {HOST_TOKEN: self._token})
 
 
 def stop_host(folder: Path, timeout_s: float) -> bool:
-    """End the host with its private Ray, and remove the files of that; returns whether the host has ended in order, or
-    there was none."""
+    """Stop the host and its private Ray, and remove their files; return whether the host ended in order, or there was
+    none."""
     ended = _end_host(folder, timeout_s)
     if (folder / FOLDER).is_dir() and (held := lock(folder / LOCK_FILE)) is not None:
         with held:
@@ -206,8 +206,8 @@ class HostReplaced(Exception):
 
 
 async def host(ray_address: str | None, folder: Path, send: Callable[[RayReport], Awaitable[None]]) -> None:
-    """Start or join Ray, and send reports until SIGTERM, until Ray has ended, or until `send` raises. The files of a
-    private Ray are in `folder`."""
+    """Start or join Ray, and send reports until SIGTERM, until Ray has ended, or until `send` raises. `folder`: files
+    of a private Ray."""
     from rlhfless.fleet.cluster import Cluster
     from rlhfless.scaling.prices import load_price_book
     from rlhfless.spec import PlacementSpec

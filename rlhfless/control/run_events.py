@@ -35,8 +35,8 @@ class RunEvents:
         """By run: the number of changes before its reading began, and the reading."""
 
     async def json_of(self, run_id: str, read: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
-        """A run's JSON: the last one, if the run has not changed since (only the API process changes runs), else read
-        now, once for all concurrent requests. A running run changes every second. Raises what `read` raises."""
+        """Return a run's JSON: the last one if the run has not changed since, else read it, once for all concurrent
+        requests. Raises what `read` raises."""
         if (kept := self._shown.get(run_id)) is not None:
             return kept
         change = self._changes.get(run_id, 0)
@@ -119,7 +119,7 @@ class _Watcher:
         self._has_changes.set()
 
     async def changed(self, timeout_s: float) -> list[str]:
-        """Wait for changes; returns the ids of the runs that have changed since the last call, none after
+        """Wait for changes; return the ids of the runs that have changed since the last call, none after
         `timeout_s`."""
         try:
             await asyncio.wait_for(self._has_changes.wait(), timeout_s)

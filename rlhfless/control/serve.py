@@ -41,7 +41,7 @@ HOST_S = 30.0
 
 
 async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
-    """Serve until a signal. By default drivers are jobs of a cluster elsewhere, or else processes of this machine.
+    """Serve until a signal. By default drivers are jobs of a cluster elsewhere, or processes of this machine.
 
     Raises DataInUse, NotPrivate, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
@@ -152,7 +152,7 @@ async def _wind_down(
     try:
         working = [run for run in await service.database.read(store.driven) if run.driver is not None]
         if working:
-            say(f"stopping {len(working)} run(s) in order; they go on at the next `rlhfless up`")
+            say(f"stopping {len(working)} run(s) in order; they resume at the next `rlhfless up`")
         service.supervisor.admits = False
         await service.supervisor.stop_all()
         end_s = time.monotonic() + DRIVERS_S
@@ -167,7 +167,7 @@ async def _wind_down(
 
 
 def stop_service(settings: ServiceSettings) -> bool:
-    """End the service of a data folder with its runs and its Ray, in order; returns whether there was a service or
+    """Stop the service of a data folder with its runs and its Ray, in order; return whether there was a service or
     Ray."""
     service, running = read_announcement(settings.folder), False
     with contextlib.suppress(psutil.Error):

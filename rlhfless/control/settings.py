@@ -121,8 +121,8 @@ OF_A_SERVICE = frozenset({DATABASE_FILE, SERVICE_FILE, "service.lock", "service.
 
 
 def open_data(settings: ServiceSettings) -> Path:
-    """The data folder, made if it is missing, and private. Raises NotPrivate if it cannot be private, or if it is a
-    shared folder with other files, whose mode is left as it is."""
+    """Return the data folder, made if missing, and private. Raises NotPrivate if it cannot be, or if it is a shared
+    folder with other files, whose mode stays."""
     folder = settings.folder
     require_safe_place(folder)
     if folder.is_dir():

@@ -62,8 +62,8 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
 
 
 async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
-    """As `posted_spec`, and the addresses of HTTP rewards are checked. A name that is not resolved in time is checked
-    by the driver, and every address again when its connection is made."""
+    """Validate as `posted_spec`, and check the addresses of HTTP rewards. The driver checks names that are not resolved
+    in time, and every address again at its connection."""
     from rlhfless.rewards.http import refusal
 
     spec = posted_spec(values, settings)

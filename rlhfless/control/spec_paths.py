@@ -47,8 +47,8 @@ def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem
 
 
 def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
-    """The code and files that a scenario names. `values` are not validated yet; the name of a policy that looks like an
-    import path counts as one."""
+    """Return the code and files that a scenario names. `values` are not validated yet; a policy's name that looks like
+    an import path counts as code."""
     places = [*values_at(values, ["policies", "*", "name"]), *values_at(values, ["policies", "*"])]
     problems = [problem for place, value in places for problem in _code(place, value, settings)]
     for place, key, value in _texts(values):
@@ -70,8 +70,7 @@ def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, s
 
 
 def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
-    """The files, folders and URLs in a spec that are outside the roots, and other keys that the service does not
-    allow."""
+    """Return the files, folders and URLs in a spec that are outside the roots, and other keys that are not allowed."""
     values = spec.model_dump(mode="json")
     problems = location_problems(values, settings.roots, str(settings.runs), hub=settings.allow_hub)
     return [*problems, *_other_problems(values, settings)]
@@ -80,7 +79,7 @@ def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
 def location_problems(
     values: Mapping[str, Any], roots: Sequence[str], runs: str, *, hub: bool, inside: bool = False
 ) -> list[Problem]:
-    """The files, folders and URLs in a spec that are below no root, and no checkpoint of `runs`.
+    """Return the files, folders and URLs in a spec that are below no root, and no checkpoint of `runs`.
 
     `hub`: names of the hub are allowed. `inside`: also search the named folders for links out of the roots.
     """
@@ -118,8 +117,7 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
 
 
 def _no_name(value: str, hub: bool) -> str:
-    """Why a value that is not a path cannot be a name of the hub; empty if it can. Clients make paths of their machine
-    absolute."""
+    """Return why a value that is no path cannot be a hub name; empty if it can. Clients make local paths absolute."""
     if not hub:
         return f"{value!r} is no absolute path, and this service uses no hub"
     plain = not value.startswith(("~", ".")) and ".." not in value.split("/")

@@ -64,8 +64,8 @@ def add_event(
 
 
 def set_status(session: Session, run: RunRow, status: Status, reason: str, error: Any = None) -> None:
-    """Set a run's status, with an event if the status changes. A run whose driver has died keeps its lease: the next
-    driver uses the same devices."""
+    """Set a run's status, with an event if it changes. A run whose driver has died keeps its lease: the next driver
+    uses the same devices."""
     now = time.time()
     before, run.status_reason = run.status, reason
     if error is not None:
@@ -178,8 +178,8 @@ def count_driven(session: Session) -> int:
 
 
 def queue(session: Session) -> list[RunRow]:
-    """The runs that wait for their turn, in order. Only the columns that the supervisor needs are read: it reads the
-    queue every second, and the queue may be long."""
+    """Return the waiting runs in order. Only columns that the supervisor needs are read: it reads the queue every
+    second, and the queue may be long."""
     waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.desired_state == DesiredState.RUN)
     columns = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
     return list(

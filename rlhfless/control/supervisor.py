@@ -57,8 +57,8 @@ class Supervisor(PeriodicTask):
         ray_wait: Callable[[], str],
         device_counts: Callable[[], dict[str, int]],
     ) -> None:
-        """`url`: where drivers reach the service; `ray_address`: empty while there is no Ray; `ray_wait`: what is
-        waited for then; `device_counts`: by kind."""
+        """`url`: where drivers reach the service; `ray_address`: empty while there is no Ray; `ray_wait`: the reason
+        for that; `device_counts`: by kind."""
         super().__init__(PERIOD_S)
         self._database = database
         self._settings = settings
@@ -88,7 +88,7 @@ class Supervisor(PeriodicTask):
         if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
             await self._settle_dead(run)
         elif run.desired_state == DesiredState.CANCEL and time.time() - run.desired_at > _stop_s(run) + KILL_AFTER_S:
-            log.warning("%s: the driver does not end; it is killed", run.id)
+            log.warning("%s: driver does not end; killing it", run.id)
             await asyncio.to_thread(self._drivers.kill, handle)
 
     async def _settle_dead(self, run: RunRow) -> None:
@@ -160,8 +160,8 @@ class Supervisor(PeriodicTask):
             await self._begin(run)
 
     async def _begin(self, run: RunRow) -> None:
-        """Start the next driver of a run. The database has the attempt before its driver starts: no second driver can
-        start."""
+        """Start the next driver of a run. The database has the attempt before its driver starts, so no second driver
+        can start."""
         token = secrets.token_urlsafe(32)
 
         def begin(session: Session) -> RunRow | None:
@@ -256,7 +256,7 @@ async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> 
     removed = await database.write(forget)
     for run_id, folder in removed:
         await asyncio.to_thread(remove_folder, Path(folder), settings)
-        log.info("removed %s, which has been over for %g days", run_id, settings.retention.days)
+        log.info("removed %s: ended more than %g days ago", run_id, settings.retention.days)
     return [run_id for run_id, _ in removed]
 
 

@@ -20,8 +20,8 @@ WORKERS = 8
 
 
 def raise_priority() -> bool:
-    """Make this thread a real-time thread; returns whether the machine allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO).
-    Processes and threads that it starts have the usual priority."""
+    """Make this thread a real-time thread; return whether the machine allows it (root, CAP_SYS_NICE or RLIMIT_RTPRIO).
+    Its children have the usual priority."""
     if not hasattr(os, "SCHED_RR"):
         return False
     with contextlib.suppress(OSError):

@@ -63,8 +63,7 @@ arrives or changes; two at the same time fail with `not registered for pickle by
 
 
 class FleetError(RuntimeError):
-    """A replica did not start, answer or stop as asked; the message names the replica, what was waited for, and how
-    long."""
+    """A replica did not start, answer or stop as asked. The message names the replica, the wait and its length."""
 
 
 class Cluster:
@@ -85,12 +84,11 @@ class Cluster:
     async def start(
         cls, spec: PlacementSpec, folder: Path, kinds: Collection[str] = (), code: Path | None = None
     ) -> Cluster:
-        """Start a private Ray on this machine, whose files are in `folder`, or join the one at `spec.ray_address`, with
-        the user's code if it is to travel (rlhfless.fleet.each_node). `kinds` are the device kinds that the price book
-        has.
+        """Start a private Ray on this machine with its files in `folder`, or join the one at `spec.ray_address` with
+        the user's `code` (rlhfless.fleet.each_node). `kinds`: device kinds of the price book.
 
-        Raises NoCluster if there is no cluster at that address, or if it would be joined
-        over a network without a token; NotPrivate if other users could change a private Ray's files.
+        Raises NoCluster if there is no cluster at that address, or if it would be joined over a network without a
+        token; NotPrivate if other users could change a private Ray's files.
         """
         if spec.ray_address:
             ray_session.require_token(spec, os.environ)
@@ -119,9 +117,9 @@ class Cluster:
         return str(ray.get_runtime_context().gcs_address)
 
     async def nodes(self, wanted: str | None) -> list[Node]:
-        """The nodes of the cluster that are not leaving it, with their devices and those that are free.
+        """Return the nodes that are not leaving, with their devices and the free ones.
 
-        Raises UnknownAccelerator if one has GPUs that the price book has no kind for, unless a kind is `wanted`.
+        Raises UnknownAccelerator if a node has GPUs that the price book does not know, unless a kind is `wanted`.
         """
         return await asyncio.to_thread(self._nodes, wanted)
 
@@ -154,17 +152,13 @@ class Cluster:
         return serve.get_app_handle(name)
 
     async def running(self, prefix: str) -> list[str]:
-        """Names of the running replicas that begin with `prefix`, such as replicas that an earlier driver of a run
-        left."""
+        """Return the names of running replicas with this prefix, such as replicas of an earlier driver."""
         applications = await self._applications()
         return [name for name, app in applications.items() if name.startswith(prefix) and app.status in _FOUND]
 
     async def wait_running(self, name: str, timeout_s: float) -> None:
-        """Wait until a replica's constructor has returned.
-
-        Raises FleetError if the constructor raised, or after `timeout_s`. An error that the user can correct is kept in
-        the replica (see Function.starting).
-        """
+        """Wait until a replica's constructor has returned. Raises FleetError if it raised, or after `timeout_s`. An
+        error that the user can correct stays in the replica (Function.starting)."""
         began = time.monotonic()
         while True:
             overview = (await self._applications()).get(name)
@@ -210,10 +204,11 @@ def _gpu_memory_bytes(node: str) -> int | None:
 
 
 def _start_serve(within_s: float) -> None:
-    """Start Serve, or use the one that runs. No replica is reached by HTTP, so no proxy is started.
+    """Start Serve without an HTTP proxy, or use the one that runs.
 
-    Serve looks for its controller and then makes one, so a controller that another driver makes between the two is an
-    error, and so is its own when Ray asks twice because the head was just replaced; Serve finds it at the next try."""
+    Serve looks for its controller and then makes one. A controller that another driver makes in between is an error,
+    and so is its own when Ray asks twice because the head was just replaced; the next try finds it.
+    """
     end_s = time.monotonic() + within_s
     while True:
         try:

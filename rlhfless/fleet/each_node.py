@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 def on_each_node(
     work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
 ) -> dict[str, object]:
-    """Run `work` on each node that is alive; returns the results by the node's address. `with_cores`: only on nodes
-    that can hold functions, and not on a head that is for drivers alone.
+    """Run `work` on each node that is alive; return the results by the node's address. A node that was lost, or on
+    which the work raised or timed out, has no result; the log says so.
 
-    A node that was lost, or on which the work raised or did not end within `timeout_s`, has no result; the log says so.
+    `with_cores`: only nodes that can hold functions, not a head that is for drivers alone.
     """
     nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or not with_cores)]
     calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
@@ -116,8 +116,8 @@ class CodeNotThere(UserError):
 
 
 def gather_modules(spec: RunSpec, run_folder: Path) -> Path | None:
-    """Copy the modules that the spec names, and those beside them, to a folder in the run's, for its user alone.
-    Returns the folder; None if all modules are installed. Raises CodeNotThere if they are too many or too large."""
+    """Copy the modules that the spec names, with their neighbours, into a private folder of the run. Return the folder;
+    None if all modules are installed. Raises CodeNotThere if they are too many or too large."""
     folders = {folder for target in targets(spec) if (folder := _folder_of(target)) is not None}
     if not folders:
         return None
@@ -131,7 +131,7 @@ def gather_modules(spec: RunSpec, run_folder: Path) -> Path | None:
 
 
 def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
-    """Check that every node can import what the spec names, and has what was sent to it (`code`). Raises CodeNotThere,
+    """Check that every node can import the spec's modules, and has exactly what was sent (`code`). Raises CodeNotThere,
     which names the node."""
     digests = {} if code is None else _digests(code)
     faults = on_each_node(node_faults, targets(spec), digests, timeout_s=IMPORT_S)
@@ -144,10 +144,10 @@ def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
 
 
 def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
-    """The fault of this node, whose working directory is where Ray has unpacked the modules; None if there is none.
+    """Return the fault of this node, whose working directory is where Ray unpacked the modules; None if there is none.
 
-    Ray lets all users write to that folder, and gives them the right again whenever a worker starts. Changes before the
-    run begins are found; only a private temporary folder of Ray's prevents later ones.
+    Ray makes that folder writable for all users, and again whenever a worker starts. Changes before the run starts are
+    found; only a private temporary folder of Ray prevents later ones.
     """
     if digests:
         for cache in Path.cwd().rglob("__pycache__"):
@@ -188,8 +188,7 @@ def _folder_of(target: str) -> Path | None:
 
 
 def _copy(folder: Path, into: Path, left: list[int]) -> None:
-    """Copy the modules of a folder. `left`: files and bytes that may still be copied. Files that an earlier folder has
-    put there stay."""
+    """Copy the modules of a folder; files of earlier folders stay. `left`: files and bytes that may still be copied."""
     for path, folders, names in os.walk(folder):
         folders[:] = [
             name

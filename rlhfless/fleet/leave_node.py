@@ -27,8 +27,7 @@ WHY: int = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION") 
 
 
 def drain(client: GcsClient, node: str, end_s: float, why: str) -> bool:
-    """Drain a node that leaves at `end_s` (unix time; 0 if it is not known); returns whether the cluster accepts
-    that."""
+    """Drain a node that leaves at `end_s` (unix time; 0 if unknown); return whether the cluster accepts it."""
     accepted, refusal = client.drain_node(node, WHY, why, int(end_s * 1000))
     if not accepted:
         print(f"node {node} is not drained: {refusal}", flush=True)

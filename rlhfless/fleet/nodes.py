@@ -31,11 +31,11 @@ def nodes_of(
     memory_bytes: Mapping[str, int],
     wanted: str | None = None,
 ) -> list[Node]:
-    """The nodes that are alive.
+    """Return the nodes that are alive.
 
-    `reported` is `ray.nodes()`; `available` are the free resources by node; `known` are the price book's kinds;
-    `memory_bytes` is of one device, by node, for the ambiguous types. GPUs of an unknown type raise UnknownAccelerator,
-    unless another kind is `wanted`: then they are left aside.
+    `reported`: `ray.nodes()`; `available`: free resources by node; `known`: kinds of the price book; `memory_bytes`: of
+    one device, by node, for the ambiguous types. Raises UnknownAccelerator for GPUs of an unknown type, unless another
+    kind is `wanted`: then they are ignored.
     """
     nodes = []
     for node in reported:

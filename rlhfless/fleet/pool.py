@@ -84,8 +84,8 @@ class ReplicaPool(Replicas):
         self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
     def state(self, slot: int) -> ReplicaState | None:
-        """The state of the replica at a slot. None if the slot has no replica, or only one that is leaving: another
-        replica can be asked for then."""
+        """Return the state of the replica at a slot; None if there is none, or only one that is leaving: another
+        replica can be requested then."""
         replica = self.at(slot)
         if replica is not None and replica.state is not ReplicaState.DRAINING:
             # It will serve when its turn comes: until then it is up, and has no weights to be trusted.
@@ -114,11 +114,8 @@ class ReplicaPool(Replicas):
     # -- replicas that come
 
     async def ready(self, call: Call) -> Replica:
-        """The first replica; if there is none it is started, a cold start that the ledger records.
-
-        A start that was planned for later is called off, and a release that has begun is waited for. Raises what the
-        start raised.
-        """
+        """Return the first replica; start it if there is none (a cold start in the ledger). A planned start is
+        cancelled, and a release in progress is waited for. Raises what the start raised."""
         while True:
             self._call_off_timer(0)
             replica = self.at(0)
@@ -148,7 +145,7 @@ class ReplicaPool(Replicas):
             start.result()
 
     async def fill(self, count: int) -> None:
-        """Start replicas at the first free slots until there are `count`, all at once. They are up then, but not
+        """Start replicas at the first free slots until there are `count`, in parallel. They are up then, but not
         opened."""
         slots = self._free()[: max(count - len(self.replicas()), 0)]
         async with self._reserved(slots), self.turn(self._call):
@@ -189,11 +186,8 @@ class ReplicaPool(Replicas):
             listener.missed(slot)
 
     def start(self, slot: int, call: Call, at_s: float | None = None) -> None:
-        """Start a replica at a slot in the background, not before `at_s` (unix time), and not before the replica that
-        is leaving the slot has stopped.
-
-        A start that was planned for later begins at once if this is called again without `at_s`.
-        """
+        """Start a replica at a slot in the background, not before `at_s` (unix time) and not before the replica that is
+        leaving the slot has stopped. Called again without `at_s`, a planned start begins at once."""
         self._call_off_timer(slot)
         wait_s = 0.0 if at_s is None else at_s - time.time()
         if wait_s > 0:
@@ -208,7 +202,7 @@ class ReplicaPool(Replicas):
         del self._starts[slot]
         failure = None if task.cancelled() else task.exception()
         if isinstance(failure, RECOVERABLE):
-            what = "no %s replica came up at slot %d, which stays empty for now: %s"
+            what = "%s replica at slot %d did not start; the slot stays empty for now: %s"
             log.warning(what, self.function, slot, failure)
         elif failure is not None:
             self.fatal = failure
@@ -238,14 +232,14 @@ class ReplicaPool(Replicas):
     # -- replicas that sleep and wake, as Turns asks
 
     async def fall_asleep(self, call: Call) -> None:
-        """Put all replicas to sleep. One that does not fall asleep is given up and ended: it may hold memory that the
-        next function needs, and can be replaced."""
+        """Put all replicas to sleep. Replicas that fail to offload are killed: they may hold memory that the next
+        function needs, and can be replaced."""
 
         async def put_to_sleep(replica: Replica) -> None:
             try:
                 await replica.sleep(call, self.tier(), self._timeouts.sync_s)
             except Exception as fault:
-                log.warning("%s did not fall asleep and is ended: %s", replica.name, fault)
+                log.warning("%s did not offload; killing it: %s", replica.name, fault)
                 replica.give_up(str(fault))
                 replica.lost = True  # a replica that drains counts as leaving, and this one was needed
                 await self._call_off(replica)
@@ -259,7 +253,7 @@ class ReplicaPool(Replicas):
             try:
                 await self.wakes(replica, call)
             except ReplicaLost as lost:
-                log.warning("%s was lost while it woke up: %s", replica.name, lost)
+                log.warning("%s was lost during wake-up: %s", replica.name, lost)
 
         asleep = [replica for replica in self.replicas() if replica.state is ReplicaState.SLEEPING]
         await gather_or_cancel(*map(wake, asleep))
@@ -272,13 +266,13 @@ class ReplicaPool(Replicas):
     # -- replicas that leave
 
     async def remove(self, replica: Replica) -> None:
-        """Drain a replica and stop it; during a step its samples continue on other actors. Raises the fault that
-        prevented it."""
+        """Drain and stop a replica; during a step its samples continue on other actors. Raises the fault that prevented
+        it."""
         await self._leave(replica)
 
     def release(self, slot: int) -> bool:
-        """Give a slot's devices back, in the background; a start there is called off. Returns False, and does
-        nothing, if there are no more than `bounds.fewest` replicas."""
+        """Return a slot's devices in the background; a start there is cancelled. Return False, and do nothing, if there
+        are no more than `bounds.fewest` replicas."""
         if self.expected <= self.bounds.fewest:
             return False
         self._call_off_timer(slot)
@@ -292,11 +286,9 @@ class ReplicaPool(Replicas):
         return True
 
     def leave_nodes(self, nodes: frozenset[str], call: Call) -> None:
-        """These nodes leave the cluster: actors there hand their samples over and give their devices back; helpers do
-        when they are between two calls. `bounds.fewest` of them start again elsewhere.
-
-        The learner keeps the state of the run; see `must_move`.
-        """
+        """Make replicas leave these nodes: actors migrate their samples and return their devices; helpers leave between
+        two calls. `bounds.fewest` of them start again elsewhere. The learner keeps the state of the run
+        (`must_move`)."""
         self._leaving_nodes = nodes
         role = self.kind.role
         if not nodes or role is FunctionRole.UPDATES or self._closed:
@@ -304,7 +296,7 @@ class ReplicaPool(Replicas):
         for replica in self.settled():
             if self._is_on(replica, nodes) and (role is FunctionRole.SAMPLES or not replica.working):
                 slot = self.slot_of(replica)
-                log.info("%s leaves, because its node does", replica.name)
+                log.info("%s leaves its node, which is being drained", replica.name)
                 if self.expected <= self.bounds.fewest:
                     self._next[slot] = call
                 self._leave(replica)

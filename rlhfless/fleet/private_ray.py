@@ -37,8 +37,8 @@ GONE_S = 5.0
 
 
 def make(owner: Path) -> Path:
-    """A new folder for a private Ray in `owner`, which belongs to this user; returns the path that Ray is given as its
-    temporary folder. What an earlier Ray has left is removed. Raises NotPrivate."""
+    """Make a new folder for a private Ray in `owner`, and remove the files of an earlier one. Return the path for Ray's
+    temporary folder. Raises NotPrivate."""
     require_safe_place(owner / FOLDER)
     remove(owner)
     home = private(owner / FOLDER)

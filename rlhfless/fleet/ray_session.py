@@ -67,11 +67,10 @@ class NoRay(RuntimeError):
 
 
 async def started(start: Callable[[], T], address: str | None, folder: Path) -> T:
-    """Run `start`, which begins a session, in a thread of its own; returns what it returns.
-    `folder` has the private Ray's files, if there is no address.
+    """Run `start`, which starts a session, in its own thread; return its result. `folder`: files of a private Ray.
 
-    Raises NoCluster after START_S; the thread, in which Ray may go on trying, is abandoned. If the start of a private
-    Ray is cancelled, it is waited for and the Ray is ended: a start cannot be stopped half-way.
+    Raises NoCluster after START_S; the thread, in which Ray may still try, is abandoned. If the start of a private Ray
+    is cancelled, it is waited for and the Ray is ended: a start cannot be stopped half-way.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     results: list[T | Exception] = []
@@ -143,8 +142,8 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
 
 
 def join(address: str, code: Path | None = None) -> None:
-    """Connect this process to a cluster. `code`: a folder that all processes of the run have as their working
-    directory. Raises ConnectionError if there is no cluster."""
+    """Connect this process to a cluster. `code`: working directory of all processes of the run. Raises ConnectionError
+    if there is no cluster."""
     environment: dict[str, Any] = {} if code is None else {"runtime_env": {"working_dir": str(code)}}
     with _own_handler(), _known_by_loopback() if _only_on_loopback(address) else contextlib.nullcontext():
         _init(address=address, **environment, **_QUIET)
@@ -152,8 +151,8 @@ def join(address: str, code: Path | None = None) -> None:
 
 
 def start_private(folder: Path, cores: int) -> None:
-    """Start a Ray on this machine that other machines cannot reach, and other users cannot use. Its files are in
-    `folder` (rlhfless.fleet.private_ray). It has `cores` CPU cores, and the GPUs that it finds."""
+    """Start a Ray on this machine that other machines cannot reach and other users cannot use, with its files in
+    `folder` (rlhfless.fleet.private_ray), `cores` CPU cores, and the GPUs that it finds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # By default a folder below /tmp with a name that others can guess, and it holds code.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
@@ -182,8 +181,8 @@ def is_lost() -> bool:
 
 
 def private_token(home: Path) -> Path:
-    """The file of Ray's token; whatever can read it can run code. It is made if it is missing, readable by the user
-    alone (Ray would leave that to the umask). Raises NoCluster if that is not possible."""
+    """Return the file of Ray's token, made if missing and readable by the user alone: its reader can run code. Raises
+    NoCluster if that is not possible."""
     file = home / TOKEN_FOLDER / TOKEN_FILE
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -210,8 +209,8 @@ def _write_token(file: Path) -> None:
 
 @contextmanager
 def _own_handler() -> Iterator[None]:
-    """Restore this process's SIGTERM handler after the block. Ray's core sets a handler that prints a stack trace and
-    aborts the process three seconds later. Done through libc, because Python sets handlers in its main thread only."""
+    """Restore this process's SIGTERM handler after the block: Ray's core sets one that prints a stack trace and aborts
+    the process three seconds later. Uses libc, because Python sets handlers in its main thread only."""
     sigaction, saved = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(SIGACTION_BYTES)
     sigaction(int(signal.SIGTERM), None, saved)
     try:
@@ -221,8 +220,8 @@ def _own_handler() -> Iterator[None]:
 
 
 def _only_on_loopback(address: str) -> bool:
-    """Whether a cluster is a private one of this machine, such as a service's: Ray would look for it, under whatever
-    name it is given, at this machine's address in the network, where it does not listen."""
+    """Return whether a cluster is a private one of this machine: Ray would look for it at the machine's network
+    address, where it does not listen."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not is_loopback(host):
         return False
@@ -235,8 +234,8 @@ def _only_on_loopback(address: str) -> bool:
 
 @contextmanager
 def _known_by_loopback() -> Iterator[None]:
-    """Within the block Ray names its node by the loopback address, and all its processes listen there. On Linux it
-    would use the address of the network even if it were given 127.0.0.1; on macOS it uses loopback."""
+    """Make Ray use the loopback address for its node within the block, so that its processes listen there. On Linux it
+    would use the network address even if given 127.0.0.1."""
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     outside = os.environ.get(name)
     os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
@@ -261,9 +260,8 @@ def _refused(*_: Any, **__: Any) -> Any:
 
 
 def errors_to_log() -> None:
-    """Send Ray's messages about dead workers to the log. Ray prints them to standard output whatever `log_to_driver`
-    says, with no switch for it (`listen_error_messages` in ray/_private/worker.py); the run reports such deaths
-    itself."""
+    """Send Ray's messages about dead workers to the log: Ray prints them to standard output whatever `log_to_driver`
+    says (`listen_error_messages` in ray/_private/worker.py)."""
 
     def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 (Ray's signature)
         for line in data["lines"]:

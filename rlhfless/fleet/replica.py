@@ -166,7 +166,7 @@ class Replica:
         if transport in (None, self._transport):
             return
         self._transport = transport
-        log.info("%s gets its weights by %s", self.name, transport)
+        log.info("%s loads weights by %s", self.name, transport)
         self._recorder.add_decision(Decision(call.step, self._clock(), TRANSPORT, self.name, {"transport": transport}))
 
     def mark_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
@@ -189,7 +189,7 @@ class Replica:
             self._record(self._alive.drain(self._clock()))
 
     async def sleep(self, call: Call, tier: SleepTier, timeout_s: float) -> None:
-        """SERVING or STALE -> SLEEPING: its devices' memory is free after that. No call may be under way. Idempotent.
+        """SERVING or STALE -> SLEEPING: its devices' memory is free then. No call may be in progress. Idempotent.
         Raises as `call` does."""
         if self.state not in (ReplicaState.STALE, ReplicaState.SERVING):
             return
@@ -198,13 +198,12 @@ class Replica:
         slept: Slept = await self.call(
             "sleep", call, tier, timeout_s=timeout_s, waiting_for=waiting_for, work=Work.SLEEP
         )
-        log.debug("%s sleeps in %s: %d bytes were given back", self.name, slept.tier, slept.freed_bytes)
+        log.debug("%s sleeps in %s: freed %d bytes", self.name, slept.tier, slept.freed_bytes)
         if self.state is ReplicaState.DRAINING:  # it was not given up meanwhile
             self._record(self._alive.sleep(self._clock()))
 
     async def wake(self, call: Call, timeout_s: float) -> None:
-        """SLEEPING -> STALE, with the state that it had. Does nothing for a replica that is awake. Raises as `call`
-        does."""
+        """SLEEPING -> STALE, with the state that it had. Idempotent. Raises as `call` does."""
         if self.state is ReplicaState.SLEEPING:
             self.mark_waking()
             await self.call("wake", call, timeout_s=timeout_s, waiting_for="its memory", work=Work.WAKE)
@@ -271,10 +270,7 @@ class Replica:
         **keywords: object,
     ) -> Any:
         """Call a method and return its value; with `work` the call goes into the ledger. `sent` is set as soon as the
-        call has left this process.
-
-        Raises CallTimeout, ReplicaLost, or what the method raised.
-        """
+        call has left this process. Raises CallTimeout, ReplicaLost, or what the method raised."""
         response = getattr(self._up, method).remote(call, *arguments, **keywords)
         with self._faults(waiting_for), self._at_work(work):
             try:
@@ -291,11 +287,9 @@ class Replica:
     async def stream(
         self, work: Work, method: str, call: Call, *arguments: object, timeout_s: float
     ) -> AsyncIterator[Any]:
-        """Call a streaming method; yields its events up to the last, a StreamEnd, which goes into the ledger.
-
-        Raises ReplicaLost, also if no event comes for `timeout_s` (a working replica sends heartbeats), or what the
-        method raised.
-        """
+        """Call a streaming method and yield its events up to the last, a StreamEnd, which goes into the ledger. Raises
+        ReplicaLost, also if no event comes for `timeout_s` (a working replica sends heartbeats), or what the method
+        raised."""
         events = getattr(self._up.options(stream=True), method).remote(call, *arguments)
         with self._faults(method):
             while True:

@@ -108,10 +108,10 @@ class Replicas:
     # -- starting
 
     async def start_one(self, slot: int) -> Replica:
-        """Start a replica in a slot; returns when it is up (STALE).
+        """Take devices and start a replica in a slot; return when it is up (STALE).
 
-        Raises FleetError if the slot is taken, its devices do not come or the start fails; an error of the replica's
-        constructor that the user can correct is raised as itself.
+        Raises FleetError if the slot is taken, its devices do not come, or the start fails. An error of the constructor
+        that the user can correct is raised as itself.
         """
         await self.remove_dead()
         replica = self._launch(slot)
@@ -135,7 +135,7 @@ class Replicas:
             replica.check_kept()
             replica.mark_up(handle, reply.value)
             if reply.value.log:
-                log.info("%s is up; its engine's log is %s on %s", name, reply.value.log, reply.value.host)
+                log.info("%s is up; engine log: %s on %s", name, reply.value.log, reply.value.host)
             self._devices.finish_start(name)
         except BaseException:
             await self._call_off(replica)
@@ -181,7 +181,7 @@ class Replicas:
         try:
             reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
         except Exception as error:  # whatever the fault, the replica can be replaced
-            log.warning("%s of an earlier attempt does not answer and is stopped: %r", name, error)
+            log.warning("%s of an earlier attempt does not answer; stopping it: %r", name, error)
             await self._cluster.delete([name])
             return
         info: ReplicaInfo = reply.value
@@ -194,9 +194,9 @@ class Replicas:
                 replica = self._replicas[name] = Replica(name, self.function, allocation, self._recorder)
                 replica.mark_adopted(handle, info)
                 self._devices.add_user(allocation, name, replica.give_up)
-                log.info("%s of an earlier attempt was taken over", name)
+                log.info("adopted %s of an earlier attempt", name)
                 return
-        log.info("%s of an earlier attempt has other settings and is stopped", name)
+        log.info("%s of an earlier attempt has other settings; stopping it", name)
         await self._cluster.delete([name])
 
     # -- the lost
@@ -223,10 +223,8 @@ class Replicas:
     # -- stopping
 
     async def stop(self, *replicas: Replica) -> None:
-        """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent.
-
-        A replica that a newer attempt of the run has taken over is not stopped.
-        """
+        """Drain and stop replicas; return when their processes are gone and the devices free. Idempotent. A replica
+        that belongs to a newer attempt of the run is not stopped."""
         await self.remove_dead()
         running = [replica for replica in replicas if replica.state.holds_device]
         for replica in running:
@@ -242,10 +240,7 @@ class Replicas:
             replica.mark_ended()
 
     async def _say_stop(self, replica: Replica) -> bool:
-        """Let a replica end its own processes; the caller then kills it in any case.
-
-        Returns False if the replica belongs to a newer attempt.
-        """
+        """Let a replica end its own processes before it is killed. Return False if it belongs to a newer attempt."""
         if replica.state not in (ReplicaState.DRAINING, ReplicaState.SLEEPING) or replica.info is None:
             return True
         try:
@@ -253,5 +248,5 @@ class Replicas:
         except StaleCall:
             return False
         except (ReplicaLost, CallTimeout) as error:
-            log.warning("%s did not stop by itself and is killed: %s", replica.name, error)
+            log.warning("%s did not stop by itself; killing it: %s", replica.name, error)
         return True

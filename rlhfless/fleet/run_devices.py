@@ -107,10 +107,9 @@ class RunDevices:
     # -- taking and giving back
 
     async def acquire(self, allocation: Allocation, user: str, lost: Lost) -> Allocation:
-        """The allocation with its devices bound, which `user` holds until `release`. `lost` is called if they are lost.
-
-        Raises NoDevices after `timeouts.devices_s`, or StaleCall if a newer attempt of the run has taken over.
-        """
+        """Return the allocation with its devices bound; `user` holds them until `release`. `lost` is called if they are
+        lost. Raises NoDevices after `timeouts.devices_s`, or StaleCall if a newer attempt of the run has replaced this
+        one."""
         groups = self._placement.groups_of(allocation)
         for group in groups:
             taken = self._taken.setdefault(group.name, _Taken())
@@ -121,7 +120,7 @@ class RunDevices:
 
     @contextlib.asynccontextmanager
     async def reserved(self, allocations: Sequence[Allocation], user: str) -> AsyncIterator[None]:
-        """Within the block a run that shares its devices holds these, so that it can take its turn there before
+        """Hold these devices within the block in a run that shares devices, so that it can take its turn there before
         anything starts. Raises as `acquire`."""
         try:
             if self.shared:
@@ -163,7 +162,7 @@ class RunDevices:
         except StaleCall:
             pass  # they belong to the newer attempt now
         except FleetError as error:
-            log.warning("devices were not given back in order, and will be when their lease ends: %s", error)
+            log.warning("devices not returned in order; they return when their lease ends: %s", error)
 
     def held(self, kind: str) -> int:
         """Count the devices of a kind that replicas of the run have, or wait for."""
@@ -204,8 +203,7 @@ class RunDevices:
         return any(taken.users and taken.held is None for taken in self._taken.values())
 
     def places(self, allocation: Allocation) -> list[str]:
-        """The names of an allocation's devices in the cluster, the same for every run; empty if the run does not hold
-        them."""
+        """Return the names of an allocation's devices in the cluster, the same for every run; empty if not held."""
         groups = self._placement.groups_of(allocation)
         held = [self._taken[group.name].held for group in groups if self._holds(group)]
         return [f"{each.address} {allocation.devices[0].kind} {number}" for each in held if each is not None
@@ -276,10 +274,8 @@ class RunDevices:
     # -- the life of what is held
 
     async def renew(self) -> None:
-        """Renew the lease of what is held, and notify replicas whose devices were lost meanwhile.
-
-        Raises StaleCall if a newer attempt has taken over.
-        """
+        """Renew the lease of the devices, and notify replicas whose devices were lost. Raises StaleCall if a newer
+        attempt has replaced this one."""
         names = [name for name, taken in self._taken.items() if taken.held is not None]
         if self._manager is None or self._cluster.lost:
             return
@@ -302,15 +298,14 @@ class RunDevices:
             lost(f"its devices ({group}) are lost: what held them has died")
 
     async def adopt(self) -> None:
-        """Take over the devices that an earlier driver of the run holds; `settle` gives back those without a
-        replica."""
+        """Adopt the devices of an earlier driver of the run; `settle` returns those without a replica."""
         self._manager = await asyncio.to_thread(existing_manager, self._manager_name)
         if self._manager is None:
             return
         try:
             left = await self.ask("held", SAY_S)
         except FleetError as error:
-            log.warning("devices of an earlier attempt: %s", error)
+            log.warning("devices of an earlier attempt not adopted: %s", error)
             return
         for group in self._placement.groups:
             demand, held = left.pop(group.name, (None, None))
@@ -336,7 +331,7 @@ class RunDevices:
         try:
             await self.ask("leave")
         except (StaleCall, FleetError) as error:
-            log.info("the run's reservation manager is left to its lease: %s", error)
+            log.info("reservation manager not reached; it ends with its lease: %s", error)
             return
         if not self.shared:
             await asyncio.to_thread(ray.kill, self._manager)
@@ -349,8 +344,8 @@ class RunDevices:
 
     @property
     def _lease_of_devices_s(self) -> float:
-        """The lease of what is held. Longer than that of the replicas on it, and their orderly stop, so that no other
-        run gets a device that a replica still uses: a driver renews its replicas' leases with every call."""
+        """The lease of the devices: longer than the lease of the replicas on them plus their orderly stop, so that no
+        other run gets a device that a replica still uses."""
         return 2 * self._lease_s + self.timeouts.drain_s + (self.timeouts.start_s if self._any_starts else 0.0)
 
     async def ask(self, method: str, *arguments: object) -> Any:
@@ -377,8 +372,8 @@ class RunDevices:
 
 
 def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
-    """The demand of a group: its planned node first, if that is among `nodes`. Ray fails a holder that asks for a node
-    that has left, whatever alternatives it names, and an autoscaler would not see the demand."""
+    """Return the demand of a group: its planned node first, if that is among `nodes`. Ray fails an actor that asks for
+    a node that has left, whatever the alternatives, and an autoscaler would not see the demand."""
     gpu, count = group.kind != CPU_KIND, len(group.devices)
     anywhere = selector(group.kind) if gpu else {}
     if all(node.name != group.node for node in nodes):

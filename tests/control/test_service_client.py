@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless.control.delivery import DriverOrder, DriverState
-from rlhfless.control.driver.service_client import Link, Outbox
+from rlhfless.control.driver.service_client import Outbox, ServiceClient
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -24,7 +24,7 @@ def test_a_link_that_could_not_deliver_ends_without_a_traceback(
         free.wait(10)
         return DriverState(reason="stepping")
 
-    link = Link(order, outbox, state, lambda _: None, lambda _: None)
+    link = ServiceClient(order, outbox, state, lambda _: None, lambda _: None)
     link._pushed = 0
     with caplog.at_level(logging.INFO):
         link.start()

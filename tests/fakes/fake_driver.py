@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from rlhfless.control.delivery import DriverState, LeaseWanted, PushAnswer
-from rlhfless.control.driver.service_client import Link, Outbox
+from rlhfless.control.driver.service_client import Outbox, ServiceClient
 from rlhfless.control.drivers import read_order
 
 STEP_S = 0.03
@@ -32,7 +32,9 @@ def main(folder: Path) -> None:
         answers[:] = [answer]
         heard.set()
 
-    link = Link(order, outbox, lambda: DriverState(reason="stepping", lease=lease), hear, lambda _: replaced.set())
+    link = ServiceClient(
+        order, outbox, lambda: DriverState(reason="stepping", lease=lease), hear, lambda _: replaced.set()
+    )
     link.start()
 
     def tell(item: str, /, **data: object) -> None:

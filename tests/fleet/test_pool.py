@@ -42,7 +42,7 @@ async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptur
     cluster.gates[1].set_exception(FleetError("no slot"))
     await until(lambda: watcher.heard == [("missed", 1)])
     assert pool.state(1) is None
-    assert "no generation replica came up at slot 1, which stays empty for now: no slot" in caplog.text
+    assert "generation replica at slot 1 did not start; the slot stays empty for now: no slot" in caplog.text
     await pool.wait_any_up()  # there is another, so nothing waits
 
 

@@ -170,7 +170,7 @@ async def test_an_actor_starts_elsewhere_and_a_resumed_run_keeps_its_devices(ray
             await resumed.devices.settle()
             (taken_over,) = resumed.actors.replicas()
             assert await resumed.where(taken_over) == place
-            with pytest.raises(StaleCall, match="attempt 2 has taken over"):
+            with pytest.raises(StaleCall, match="attempt 2 has replaced it"):
                 await run.devices.renew()
             await run.devices.release(name)
             await asyncio.sleep(1)

@@ -100,4 +100,4 @@ async def test_the_trace_says_how_an_actor_gets_its_weights_and_when_that_change
         Decision(0, 5.0, "transport", "generation-0", {"transport": "http"}),
         Decision(3, 6.0, "transport", "generation-0", {"transport": "nccl"}),
     ]
-    assert "generation-0 gets its weights by http" in caplog.text
+    assert "generation-0 loads weights by http" in caplog.text

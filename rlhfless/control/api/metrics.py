@@ -81,10 +81,8 @@ def metrics_texts(session: Session, run_id: str, after_step: int, until_step: in
 
 
 def wanted_names(names: Iterable[str]) -> frozenset[str]:
-    """The requested names; empty for all metrics. The name of a family or histogram stands for all its members.
-
-    Raises ApiError (422) for the name of no metric.
-    """
+    """Return the requested names; empty for all. The name of a family or histogram stands for all its members. Raises
+    ApiError (422) for an unknown name."""
     wanted = frozenset(names)
     for name in wanted:
         if name.partition("/")[0] not in METRICS:
@@ -113,8 +111,7 @@ def _declared(name: str) -> tuple[int, str]:
 
 
 def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times: Any, points: int) -> Series:
-    """The curve of one metric. None is kept, as a gap; rows without the metric are left out. Stored values are
-    finite."""
+    """Return the curve of one metric. None is kept as a gap; rows without the metric are left out."""
     column = np.array([row.get(name, math.inf) for row in rows], dtype=float)
     places = np.flatnonzero(~np.isposinf(column))
     chosen = places[kept(column[places], points)]
@@ -142,7 +139,7 @@ def described(name: str) -> tuple[str, str]:
 
 
 def kept(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.intp]:
-    """The indices of the points that stay, in order: at most `points` (at least FEWEST). NaN stays only in a bin
+    """Return the indices of the points to keep, in order: at most `points` (at least FEWEST). NaN stays only in a bin
     without other values."""
     count = len(values)
     if count <= points:

@@ -165,8 +165,8 @@ async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _tar(location: str, name: str) -> Iterator[bytes]:
-    """A tar file of a folder or URL, in pieces. A file has the size that it has when it is reached: later appends are
-    left out, and so are files that were removed."""
+    """Yield a tar file of a folder or URL. A file has the size at which it is reached: later appends and removed files
+    are left out."""
     files, root = files_of(location)
     for path in sorted(files.find(root)):
         try:

@@ -37,8 +37,7 @@ Runs = Annotated[Caller, Depends(requires("run"))]
 
 
 async def known_query(request: Request) -> None:
-    """A dependency of every route of the API: refuses query parameters that the route does not know, which FastAPI
-    ignores. Raises ApiError (422)."""
+    """Refuse query parameters that the route does not know, which FastAPI ignores. Raises ApiError (422)."""
     if not request.query_params:
         return
     route: APIRoute = request.scope["route"]

@@ -247,8 +247,7 @@ def allowed_of(changes: dict[str, Any]) -> tuple[str, ...]:
 
 
 def require_own(caller: Caller, run: RunRow) -> None:
-    """Raises ApiError (403) for a caller who may not steer the run: its own key and admins may; every caller may read
-    it."""
+    """Raises ApiError (403) unless the caller's key made the run, or is an admin's."""
     if run.owner != caller.owner and "admin" not in caller.scopes:
         raise ApiError(403, "forbidden", f"run {run.id} belongs to {run.owner}; ask with its key, or an admin's")
 

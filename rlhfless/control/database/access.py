@@ -67,10 +67,8 @@ class Database:
         """Called in the writer's thread, with the runs that a transaction has changed (CHANGED)."""
 
     async def write(self, change: Callable[[Session], T]) -> T:
-        """Do a change in one transaction, maybe more than once; its result must not need the session.
-
-        Raises Unavailable, or what `change` raises; nothing is changed then.
-        """
+        """Do a change in one transaction, maybe more than once; its result must not need the session. Raises
+        Unavailable, or what `change` raises; nothing is changed then."""
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # the change is done even if its caller is cancelled
         self._queue.append((change, answer))
@@ -78,8 +76,8 @@ class Database:
         return await asyncio.wrap_future(answer)
 
     def _write_all(self) -> None:
-        """Do all queued changes in one transaction, because a commit waits for the disk. A change that fails is undone
-        alone. After the commit the watchers of changed runs are told first, then the callers."""
+        """Do all queued changes in one transaction, because a commit waits for the disk; a failed change is undone
+        alone. After the commit, watchers are notified before callers."""
         queued = [self._queue.popleft() for _ in range(len(self._queue))]
         if not queued:
             return  # an earlier call has done them
@@ -157,7 +155,7 @@ def _is_away(error: DBAPIError | PoolTimeout) -> bool:
 
 
 def database_of(settings: ServiceSettings) -> Database:
-    """The database of a service: SQLite in the data folder, unless the settings name another. Raises InputError or
+    """Open the database of a service: SQLite in the data folder, unless the settings name another. Raises InputError or
     NotPrivate."""
     return Database(settings.database or f"sqlite:///{open_data(settings) / DATABASE_FILE}")
 

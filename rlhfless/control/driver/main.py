@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlhfless import __version__
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverExit, DriverOrder, OtherProtocol, failure
 from rlhfless.control.driver.reporter import Reporter
-from rlhfless.control.driver.service_client import Link, Outbox, StaleOutbox
+from rlhfless.control.driver.service_client import Outbox, ServiceClient, StaleOutbox
 from rlhfless.control.drivers import read_order
 from rlhfless.control.keys import hashed
 from rlhfless.control.lifecycle import Status
@@ -55,8 +55,8 @@ ENDED, STALE = 0, 3
 
 
 def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) -> int:
-    """Drive the run in a folder as its order says; returns the exit code. `limit` limits the process's memory, to the
-    order's GiB if the order has any."""
+    """Drive the run in a folder as its order says; return the exit code. `limit` limits the process's memory, to the
+    order's GiB if it has any."""
     try:
         order = read_order(folder)
     except OtherProtocol as error:
@@ -117,12 +117,13 @@ class _Attempt:
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
         leave_mark(self._folder, self._order.attempt, hashed(self._order.token))
-        link = Link(self._order, self._outbox, reporter.state, reporter.receive, self._end_replaced, marked=True)
+        replaced = self._end_replaced
+        client = ServiceClient(self._order, self._outbox, reporter.state, reporter.receive, replaced, marked=True)
         work = asyncio.create_task(self._work(spec, reporter, console))
         self._loop, self._task = asyncio.get_running_loop(), work
-        reporter.wake, reporter.cancel = link.wake, self._abort_all
-        link.start()
-        ended = DriverExit(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
+        reporter.wake, reporter.cancel = client.wake, self._abort_all
+        client.start()
+        ended = DriverExit(status=Status.QUEUED, reason="stopped with the service; resumes when the service is back")
         try:
             ended = await work
         except asyncio.CancelledError:
@@ -131,11 +132,11 @@ class _Attempt:
             elif not self._replaced:
                 raise
         finally:
-            log.info("ended: %s", ended)
+            log.info("attempt %d ends: %s: %s", self._order.attempt, ended.status, ended.reason)
             if not self._replaced:
                 await to_the_end(reporter.settle())
                 reporter.put("ended", **ended.model_dump(mode="json"))
-            await asyncio.to_thread(link.close, DELIVER_S)
+            await asyncio.to_thread(client.close, DELIVER_S)
 
     def _spec(self) -> RunSpec:
         """The spec that was POSTed, on the service's Ray; in a resumed run, the spec that its devices have settled."""
@@ -152,8 +153,8 @@ class _Attempt:
         return spec.model_copy(update=changes | {"sizes": sizes, "output": str(self._folder.parent)})
 
     def _prepare(self, spec: RunSpec) -> Prepared:
-        """Check the spec. The locations of its files are checked again, because links may have changed since the POST.
-        Raises InputError."""
+        """Check the spec, and the locations of its files again: links may have changed since the POST. Raises
+        InputError."""
         order, runs = self._order, str(self._folder.parent)
         if order.roots is not None:
             problems = location_problems(order.spec, order.roots, runs, hub=order.allow_hub, inside=True)
@@ -220,14 +221,14 @@ class _Attempt:
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return DriverExit(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_begun(spec, self._folder):
-            kept = "what was drawn and learned is kept; once that is corrected, resume"
+            kept = "samples and checkpoints are kept; correct that, then resume"
             return DriverExit(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
         return DriverExit(status=Status.FAILED, reason=text, error=what)
 
 
 IN_LOGS = "The traceback is in the run's logs."
 
-RAY_AWAY = "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct that"
+RAY_AWAY = "the service's Ray cannot be reached; the run's logs say why, and its operator can correct it"
 """The reason of a run whose cluster cannot be reached: the user of the API has not chosen it, and cannot start it."""
 
 CODES = {

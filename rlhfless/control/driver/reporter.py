@@ -333,8 +333,8 @@ class UsageReporter:
 
 
 def bill(holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> list[dict[str, Any]]:
-    """The usage by function and kind of device, as objects.FunctionUsage. A call counts at the kind that its
-    replica holds."""
+    """Return the usage by function and kind of device, as objects.FunctionUsage. A call counts at its replica's
+    kind."""
     rows = []
     for function in in_order([*(held.function for held in holdings), *(call.function for call in invocations)]):
         calls = [call for call in invocations if call.function == function]

@@ -37,8 +37,8 @@ class SampleReader:
     """Texts of the tokenizer's special tokens: the page shows them apart from other text."""
 
     def of_step(self, experience: Experience) -> list[dict[str, Any]]:
-        """A few samples of a training step. A prompt that is drawn again in a later epoch is likely to be among them
-        again: they are chosen by a hash of the prompt's id."""
+        """Return a few samples of a training step, chosen by a hash of the prompt's id: a prompt that returns in a
+        later epoch is likely to be shown again."""
         found = [sample for group in _chosen(experience.groups, GROUPS) for sample in _extremes(group)]
         known = {id(sample) for _, sample in found}
         rest = ((group, sample) for group in experience.groups for sample in group.samples if id(sample) not in known)

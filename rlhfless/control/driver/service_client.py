@@ -128,7 +128,7 @@ def _items_after(database: sqlite3.Connection, seq: int, limit: int) -> list[Ite
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
+HEARTHEARTBEAT_S = 1.0
 """Longest time between two pushes: they carry the driver's state to the service, and its answer back."""
 
 GATHER_S = 0.05
@@ -140,7 +140,7 @@ TIMEOUT_S = 10.0
 AWAY_S = 2.0
 """Time between two tries while the service does not answer."""
 
-SAY_AGAIN_S = 60.0
+LOG_AGAIN_S = 60.0
 """Time between two log lines about the same silence."""
 
 
@@ -148,7 +148,7 @@ class Replaced(Exception):
     """The service knows another driver of the run, or does not know the run any more: this driver must end."""
 
 
-class Link:
+class ServiceClient:
     """The delivery thread. Other threads call only `wake` and `close`."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Link:
         on_replaced: Callable[[str], None],
         marked: bool = False,
     ) -> None:
-        """`marked`: see Push. `state`, `on_answer` and `on_replaced` are called in the link's thread."""
+        """`marked`: see Push. `state`, `on_answer` and `on_replaced` are called in the client's thread."""
         self._order = order
         self._outbox = outbox
         self._state = state
@@ -173,8 +173,8 @@ class Link:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._silent_since_s: float | None = None
-        self._said_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="service-link", daemon=True)
+        self._logged_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="service-client", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -211,7 +211,7 @@ class Link:
                 continue
             if self._closing.is_set():
                 return
-            self._wake.wait(HEARTBEAT_S)
+            self._wake.wait(HEARTHEARTBEAT_S)
             if self._wake.is_set() and not self._closing.is_set():
                 time.sleep(GATHER_S)
             self._wake.clear()
@@ -243,8 +243,8 @@ class Link:
     def _note_silence(self, error: Exception) -> None:
         now_s = time.monotonic()
         if self._silent_since_s is None:
-            self._silent_since_s, self._said_s = now_s, 0.0
-        if now_s - self._said_s > SAY_AGAIN_S:
-            self._said_s = now_s
+            self._silent_since_s, self._logged_s = now_s, 0.0
+        if now_s - self._logged_s > LOG_AGAIN_S:
+            self._logged_s = now_s
             silent_s = now_s - self._silent_since_s
-            log.info("the service does not answer for %.0f s (%s); the run goes on", silent_s, error)
+            log.info("service silent for %.0f s (%s); the run continues", silent_s, error)
