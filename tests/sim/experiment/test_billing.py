@@ -105,14 +105,12 @@ def test_a_reserved_fleet_is_rounded_once() -> None:
 
 
 def test_owned_devices_that_a_fleet_leaves_out_are_paid_for() -> None:
-    machines = [
-        {"kind": kind, "devices_per_node": 2, "tenure": "owned", "released_value": 0.25} for kind in ("h100", "l40s")
-    ]
-    one = scenario(cluster={"machines": machines}, seeds=1, policies=[{"name": STATIC}])
+    owned = {"kind": "h100", "devices_per_node": 2, "tenure": "owned", "released_value": 0.25}
+    one = scenario(cluster={"machines": [owned]}, seeds=1, policies=[{"name": STATIC}])
     prices = price_book(one)
-    layout = layout_of(one, FleetShape(ScenarioPlacementSpec(mode="colocated"), 1, ("h100",)))
+    layout = layout_of(one, FleetShape(ScenarioPlacementSpec(mode="colocated"), 1))
     supply = supply_of(one, layout, reserved=True)
-    assert (supply.count, supply.spare) == ({"h100": 1}, {"h100": 1, "l40s": 2})
-    # For an hour: the one that is reserved in full, the others without the quarter that others pay.
-    kept = prices.device("h100").usd_per_hour * 1.75 + prices.device("l40s").usd_per_hour * 1.5
+    assert (supply.count, supply.spare) == ({"h100": 1}, {"h100": 1})
+    # For an hour: the reserved device in full, the other without the quarter that other users pay.
+    kept = prices.device("h100").usd_per_hour * 1.75
     assert unheld_usd([], 3600.0, prices, supply) == pytest.approx(kept)
