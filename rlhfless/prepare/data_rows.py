@@ -225,6 +225,9 @@ def _is_foreign(text: str) -> bool:
     return "://" in text or "::" in text or text.startswith(("/", "~")) or ".." in text.split("/")
 
 
+# -- Arrow tables
+
+
 _Read = Callable[[Any], Any]
 
 

@@ -263,6 +263,9 @@ def _counts(old: Sequence[bytes], new: Sequence[bytes]) -> tuple[int, int, int]:
     return changed, added, removed
 
 
+# -- files of user code
+
+
 PACKAGE = "rlhfless"
 """Code of the package itself changes with its version."""
 

@@ -246,6 +246,9 @@ def _error(field: str, what: str, hint: str) -> InputError:
     return InputError("model", [Problem(field, what, hint)])
 
 
+# -- the critic
+
+
 KEY = "critic.model"
 
 

@@ -105,6 +105,9 @@ def _not_finite(field: str, files: ModelFiles) -> list[Problem]:
     return problems
 
 
+# -- files and headers
+
+
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers; `<name>.index.json` is the index of a file's shards."""
 

@@ -273,6 +273,9 @@ def _without(train: list[Prompt], held_out: list[Prompt], section: str, warnings
     return kept
 
 
+# -- text and tokens
+
+
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 
 _ENDED_BY_ASSISTANT = {

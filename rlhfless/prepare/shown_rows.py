@@ -211,6 +211,9 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) ->
         before, start = max(before, whole, key=len), end
 
 
+# -- what rewards get
+
+
 @dataclass(frozen=True, slots=True)
 class RewardInput:
     """What one reward gets besides the response."""

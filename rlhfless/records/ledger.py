@@ -240,6 +240,9 @@ class Slept:
     """Bytes still held."""
 
 
+# -- weight versions
+
+
 BUCKET_BYTES = 256 << 20
 """What a learner's rank gives the engines on its GPU at a time (rlhfless.weights.buckets); a larger tensor takes
 several buckets."""

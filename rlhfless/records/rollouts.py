@@ -110,6 +110,9 @@ def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> 
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+# -- samples and groups
+
+
 class Source(StrEnum):
     """The source of tokens that the policy did not generate."""
 

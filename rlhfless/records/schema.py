@@ -153,6 +153,9 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
 `steps`."""
 
 
+# -- files
+
+
 def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -> None:
     """Write rows, each in the order of the schema's columns, as one Parquet file."""
     columns = zip(*rows, strict=True)

@@ -231,26 +231,12 @@ class TraceWriter:
 
 def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...]:
     traced, drawn = record
-    return (
-        traced.step,
-        traced.prompt_id,
-        traced.sample_index,
-        traced.seed,
-        traced.prompt_tokens,
-        traced.response_tokens,
-        traced.cached_tokens,
-        traced.reward,
-        list(traced.reward_parts.items()),
-        list(traced.reward_failures.items()),
-        traced.finish_reason,
-        [(span.version, span.start, span.end) for span in traced.version_spans],
-        traced.actor,
-        traced.started_s,
-        traced.finished_s,
-        None if drawn is None else drawn.token_ids.astype(np.int32),
-        None if drawn is None else drawn.logprobs,
-        None if drawn is None else storable(drawn.text),
-    )
+    row = {name: getattr(traced, name) for name in TABLES["rollouts"].names}
+    row |= {"reward_parts": list(traced.reward_parts.items()), "reward_failures": list(traced.reward_failures.items())}
+    row["version_spans"] = [(span.version, span.start, span.end) for span in traced.version_spans]
+    if drawn is not None:
+        row |= {"token_ids": drawn.token_ids.astype(np.int32), "logprobs": drawn.logprobs, "text": storable(drawn.text)}
+    return tuple(row.values())
 
 
 def _prompt_row(prompt: Prompt) -> tuple[Any, ...]:
@@ -398,6 +384,9 @@ def _rollout(row: dict[str, Any]) -> TracedRollout:
 
 def _decision(row: dict[str, Any]) -> Decision:
     return Decision(**(row | {"inputs": json.loads(row["inputs"])}))
+
+
+# -- comparison
 
 
 Key = tuple[int, str, int]

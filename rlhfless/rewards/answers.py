@@ -95,6 +95,9 @@ def answer_faults(spec: AnswerSpec, prompts: Sequence[Prompt]) -> list[str]:
     return [listed(what, empty, len(prompts), "fill it in, or remove these rows")] if empty else []
 
 
+# -- final answers
+
+
 _TAG, _TAG_ENDS = "<answer>", "</answer>"
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BARE = re.compile(r"[^\s${}\\]+")
@@ -198,6 +201,9 @@ def _closings(text: str) -> dict[int, int]:
     return closings
 
 
+# -- words and choices
+
+
 _WORDS = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*\.?")
 # A choice with brackets, braces, a point or a colon around its letter, and its value; or the letter alone.
 _CHOICE = re.compile(
@@ -261,6 +267,9 @@ def as_words(text: str) -> str | None:
     if max(map(len, said), default=0) < 3:
         return None
     return " ".join(words).casefold().strip(".")
+
+
+# -- units
 
 
 Unit = tuple[Fraction, frozenset[tuple[str, int]]]

@@ -111,6 +111,9 @@ class LengthPenalty(LocalReward):
         return 0.0 - min(1.0, max(0, sample.response_tokens - free) / (most - free))
 
 
+# -- JSON schemas
+
+
 # Number of distinct schemas that a worker caches.
 _SCHEMA_CACHE = 1024
 # Openings of an object or list that are tried, from the first: each is one parse of the rest of the text.

@@ -158,6 +158,9 @@ def _what_to_run(test: Test, spec: CodeSpec) -> dict[str, Any]:
     }
 
 
+# -- comparing outputs
+
+
 _NUMBER = re.compile(r"(?<![\w.])([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?!\w|\.\w)", re.ASCII)
 """A number that is not a part of a word."""
 
@@ -191,6 +194,9 @@ def _close(given: str, expected: str, tolerance: float) -> bool:
         return (digits == "0" or digits[0] != "0") and Decimal(given) == Decimal(expected)
     a, b = float(given), float(expected)
     return math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))
+
+
+# -- completing stubs
 
 
 _CODE = re.compile(r"^[ \t]*(?:import |from \S+ import |def |async def |class )", re.MULTILINE)

@@ -186,6 +186,9 @@ def as_json(value: Any, path: str = "") -> Any:
     raise Unsendable(f"the column `{path}` holds {described(value)}")
 
 
+# -- forbidden addresses
+
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")

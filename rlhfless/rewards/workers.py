@@ -13,6 +13,7 @@ to the log under its name, up to a limit.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -42,6 +43,8 @@ from rlhfless.rewards.protocol import (
 from rlhfless.util import processes
 from rlhfless.util.tasks import gather_or_cancel
 from rlhfless.util.text import legible
+
+logger = logging.getLogger(__name__)
 
 START_S = 120.0
 """Timeout of a worker's start with its imports: torch takes ten seconds on a cold disk."""
@@ -119,6 +122,7 @@ class Workers:
                 for index in tuple(left):
                     done(index, Failed(error.what))
             except WorkerLost as lost:
+                logger.warning("reward worker lost: %s; %d of %d samples left", lost, len(left), len(part))
                 idle_deaths += not lost.begun
                 blamed = left if idle_deaths > 1 else lost.begun
                 if len(blamed) == 1 or idle_deaths > 1:
@@ -260,6 +264,9 @@ class _Worker:
         if code is None:
             return "it closed its connection"
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+# -- environment and output of workers
 
 
 KIB = 1024

@@ -24,10 +24,10 @@ from rlhfless.rewards.confinement import (
     CodeTask,
     Measures,
     Protection,
-    filter_of_processes_and_network,
     protection_with,
     run_confined,
 )
+from rlhfless.rewards.seccomp import filter_of_processes_and_network
 from rlhfless.spec import CodeSpec
 
 PROBE = Path(__file__).with_name("confinement_probe.py")
