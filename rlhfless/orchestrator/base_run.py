@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -31,44 +32,44 @@ log = logging.getLogger(__name__)
 
 
 class TrainerPools:
-    """The pools of these functions, each with one replica."""
+    """The pools of the trained functions, each with one replica."""
 
     def __init__(self, pools: Sequence[ReplicaPool], spec: RunSpec, work: Callable[..., Awaitable[Any]]) -> None:
-        """`pools` in the order in which they are updated: the one that publishes is the last. `work`: see Run.work."""
+        """`pools` in the order of their updates, the publisher last. `work`: see BaseRun.work."""
         self.pools = tuple(pools)
         self._spec = spec
         self._work = work
 
     @property
     def publisher(self) -> ReplicaPool:
-        """The learner: the pool whose weights the engines load."""
+        """The learner: its weights go to the engines."""
         (pool,) = (pool for pool in self.pools if pool.kind.publishes)
         return pool
 
     @property
     def others(self) -> tuple[ReplicaPool, ...]:
-        """The pools whose weights nobody else loads."""
+        """The pools that publish nothing, such as a critic."""
         return tuple(pool for pool in self.pools if not pool.kind.publishes)
 
     @property
     def all_there(self) -> bool:
-        """Whether none is lost."""
+        """Whether all have a replica."""
         return all(pool.replicas() for pool in self.pools)
 
     @property
     def must_move(self) -> bool:
-        """Whether the node of one leaves the cluster."""
+        """Whether a node with one of them leaves the cluster."""
         return any(pool.must_move for pool in self.pools)
 
     def replica(self, pool: ReplicaPool) -> Replica:
-        """Raises ReplicaLost if it is gone: a new one has the initial weights until it is restored."""
+        """Return a pool's replica. Raises ReplicaLost without one: a new one needs a restore first."""
         replicas = pool.replicas()
         if not replicas:
             raise ReplicaLost(f"the {pool.function} was lost; restarting from the latest checkpoint")
         return replicas[0]
 
     async def update_others(self, call: Call, batch: PackedBatch) -> dict[str, float]:
-        """The updates of one training step that come before the policy's; returns their metrics."""
+        """Update the functions that learn before the policy; returns their metrics."""
         metrics: dict[str, float] = {}
         for pool in self.others:
             metrics |= await self.learn(pool, call, batch)
@@ -77,7 +78,8 @@ class TrainerPools:
     async def learn(
         self, pool: ReplicaPool, call: Call, batch: PackedBatch, sent: asyncio.Event | None = None
     ) -> Mapping[str, float]:
-        """The optimiser steps of one function in one training step. `sent` is set when the call has left the driver."""
+        """Run the optimiser steps of one function in one training step. `sent` is set when the call has left the
+        driver."""
         spec = self._spec
         # There are fewer mini-batches if dropped samples leave fewer groups.
         count = min(spec.mini_batches, batch.denominators.groups)
@@ -90,12 +92,12 @@ class TrainerPools:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of a checkpoint beside the publisher's own."""
+        """The parts of a checkpoint other than the publisher's."""
         return tuple(pool.function for pool in self.others)
 
     async def checkpoint(self, call: Call, checkpoints: Checkpoints, notes: CheckpointNotes) -> list[Replica]:
-        """Begin to save the state after `call`'s step; when it returns all are free for the next step. Returns those
-        that are still writing. Raises CheckpointError."""
+        """Start saving the state after `call`'s step; on return all are free for the next step. Returns those that are
+        still writing. Raises CheckpointError."""
         later = []
         for pool in self.pools:
             replica, location = self.replica(pool), checkpoints.location(call.step, _part(pool))
@@ -122,14 +124,14 @@ class TrainerPools:
                 await self._work(replica, Work.RESTORE, "restore", call, location)
 
     async def stop_leaving(self) -> None:
-        """Stop those whose node leaves."""
+        """Stop the functions whose node leaves the cluster."""
         for pool in self.pools:
             if pool.must_move:
-                log.info("the %s moves, because its node leaves", pool.function)
+                log.info("%s stops and restarts elsewhere: its node leaves the cluster", pool.function)
                 await pool.stop(*pool.replicas())
 
     async def _require_shared(self, replica: Replica, checkpoints: Checkpoints, call: Call) -> None:
-        """Raises CheckpointError if a function, on whichever nodes it is, does not see the checkpoints of the run."""
+        """Raise CheckpointError if a node of the function cannot use the folder of the run's checkpoints."""
         limit_s, what = self._spec.timeouts.call_s, "the checkpoint storage check"
         with checkpoints.token() as token:
             faults = await replica.call("check_shared_storage", call, token, timeout_s=limit_s, waiting_for=what)
@@ -141,12 +143,12 @@ class TrainerPools:
 
 
 def _part(pool: ReplicaPool) -> str:
-    """The part of a checkpoint that a function writes; the publisher writes the checkpoint itself."""
+    """Return the part of a checkpoint that a function writes; empty for the publisher, which writes the main part."""
     return "" if pool.kind.publishes else pool.function
 
 
 class ElasticLearner(Protocol):
-    """The number of a learner's ranks, where it may change: see rlhfless.orchestrator.recovery."""
+    """A learner whose number of ranks may change: see rlhfless.orchestrator.recovery.LearnerSize."""
 
     def resume(self, decisions: Sequence[Decision]) -> None: ...
 
@@ -161,7 +163,7 @@ class ElasticLearner(Protocol):
 
 @dataclass(kw_only=True)
 class BaseRun:
-    """A run in progress."""
+    """A run in progress, of any type."""
 
     run_id: str
     attempt: int
@@ -175,9 +177,9 @@ class BaseRun:
     journal: Journal
     checkpoints: Checkpoints
     before: Mapping[str, float] = field(default_factory=dict)
-    """Held-out figures before the first step."""
+    """Held-out metrics before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
-    """The metrics that were measured last, by name."""
+    """The newest value of each metric."""
     evaluated: int = -1
     """The step of the last evaluation."""
     clock: StepClock = field(default_factory=StepClock)
@@ -203,17 +205,17 @@ class BaseRun:
 
     @property
     def helpers(self) -> tuple[ReplicaPool, ...]:
-        """The pools of functions that work on complete groups, and are idle between two steps."""
+        """The pools that work on complete groups: scoring, and functions with per-token outputs."""
         return self.with_role(FunctionRole.SCORES, FunctionRole.COLUMN)
 
     def call(self, step: int) -> Call:
-        """The identity that all calls of a step carry."""
+        """Return the identity that all calls of a step carry."""
         return Call(self.run_id, self.attempt, step)
 
     async def work(  # type: ignore[no-untyped-def]
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
     ):
-        """A call of a function, in its turn."""
+        """Call a function when its turn on the devices comes."""
         calls = 2 if work is Work.PUBLISH else 1  # the call may first wait for `learn`
         async with self.pools[replica.function].turn(call):
             return await replica.call(
@@ -229,15 +231,16 @@ class BaseRun:
     # -- checkpoints
 
     async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
-        """Save the state after `step`, with everything that a resumed run needs. `begun` is set when the functions are
-        free for the next step. Raises CheckpointError."""
-        notes = self._notes(step)
+        """Save everything that a resumed run needs after `step`. `begun` is set when the functions are free for the
+        next step. Raises CheckpointError."""
+        notes, start_s = self._notes(step), time.time()
         self.clock.interrupt()
-        self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
+        self.ledger.write(self.pools.values())  # a resumed run does not repeat these steps
         call = self.call(step)
         writing = await self.trainers.checkpoint(call, self.checkpoints, notes)
         begun.set()
         await self.trainers.wait_written(writing, call)
+        log.info("step %d: checkpoint %s saved in %.1f s", step, self.checkpoints.location(step), time.time() - start_s)
         self.checkpoints.prune()
         self.journal.forget(step)
 
@@ -270,7 +273,7 @@ class BaseRun:
         return all(score < each if best.mode == "min" else score > each for each in saved if each is not None)
 
     async def restore(self) -> int:
-        """Go on from the newest checkpoint, or the initial models if there is none; returns its step."""
+        """Restore the newest checkpoint, or the initial models if there is none; returns its step."""
         newest = self.checkpoints.newest()
         step = newest.notes.step if newest else 0
         await self.trainers.restore(self.call(step), self.checkpoints, newest)
@@ -279,7 +282,7 @@ class BaseRun:
         return step
 
     async def open_weights(self, step: int) -> None:
-        """Do what the functions need after the learner has been given the weights of `step`."""
+        """Publish the weights of `step` after the learner was restored."""
 
     @property
     def digest(self) -> str:
@@ -287,18 +290,18 @@ class BaseRun:
         return ""
 
     async def publish_again(self, before: int) -> None:
-        """Have the learner write damaged or missing weight files again, of the step before `before`: they may be the
-        cause of a fault."""
+        """Have the learner rewrite the weight files, if their step is before `before`: damaged or missing files may
+        have caused the fault."""
 
     async def move_trainers(self) -> None:
-        """Start the functions with state whose node leaves on another node, from the newest checkpoint."""
+        """Restart trained functions whose node leaves on other nodes, from the newest checkpoint."""
         await self.trainers.stop_leaving()
         await self.open_weights(await self.restore())
 
     # -- ledger
 
     def _close(self, record: StepRecord, samples: Mapping[str, Sequence[float]]) -> None:
-        """Put the step into the ledger, and show its figures."""
+        """Put the step into the ledger, and emit its metrics."""
         self.latest.update(record.metrics)
         others_since_s = self.clock.end(record.step, record.end_s)
         if not self.ledger.has_step(record.step):
@@ -309,8 +312,8 @@ class BaseRun:
 
 
 def warn_of_skipped_updates(record: StepRecord) -> None:
-    """A run without finite gradients goes on, and learns nothing: nobody should find that out at its end."""
+    """Warn of updates that were skipped: a run without finite gradients goes on and learns nothing."""
     for prefix, section in (("", "optimizer"), ("critic_", "critic.optimizer")):
         if skipped := record.metrics.get(f"{prefix}skipped_updates"):
-            what = "step %d: %d update(s) were left out, as the gradient was not finite; try a lower %s.learning_rate"
+            what = "step %d: %d update(s) skipped: the gradient was not finite; try a lower %s.learning_rate"
             log.warning(what, record.step, skipped, section)

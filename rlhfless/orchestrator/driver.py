@@ -1,7 +1,7 @@
-"""A run from start to end: start the fleet, publish weights, evaluate, train, evaluate, checkpoint, stop the fleet.
+"""Drive a run from start to end: start the fleet, publish weights, evaluate, train, checkpoint, stop the fleet.
 
-Whatever happens, the functions are stopped, the ledger is written, and the weight store is removed. Replicas that die
-are replaced (rlhfless.orchestrator.recovery). A run that is stopped leaves a journal and checkpoints to resume from.
+In any case the functions are stopped, the ledger is written, and the weight store is removed. Replicas that die are
+replaced (rlhfless.orchestrator.recovery). A run that is stopped leaves a journal and checkpoints to resume from.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Outcome:
     after: Mapping[str, float]
     steps: int
     wall_s: float
-    """Duration of this attempt, and the time in which earlier ones held devices: what the cost is of."""
+    """Duration of this attempt, plus the time in which earlier attempts held devices: the time that the cost covers."""
     attempts: int
     checkpoint: str
-    """Where the last checkpoint is."""
+    """Location of the last checkpoint."""
     best_checkpoint: str
-    """Where the best one is, by `checkpoint.best`."""
+    """Location of the best one, by `checkpoint.best`."""
     best_by: str
     """The metric, value and step that make it the best."""
     recovered: Recovered
@@ -51,7 +51,7 @@ class Outcome:
 
 
 async def execute(session: Session) -> Outcome:
-    """Drive one attempt of a run: all of its steps, or the remaining ones of a resumed run.
+    """Run one attempt: all steps, or the remaining ones of a resumed run.
 
     Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
     StaleCall; after too many faults of one step, the last fault (ReplicaLost, CallTimeout, FleetError).
@@ -70,7 +70,7 @@ async def execute(session: Session) -> Outcome:
 
 
 async def drive_steps(session: Session, run: BaseRun, first: int) -> Recovered:
-    """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
+    """Run all steps from `first` on, in the order of the spec's schedule; returns what was recovered.
 
     Raises as `execute` does.
     """
@@ -95,20 +95,19 @@ class RunSteps:
     def __init__(self, run: BaseRun, session: Session, first: int) -> None:
         self._run: Any = run
         self._stages: Any = rlhf if isinstance(run, RLRun) else supervised
-        """What a step and an evaluation of the run are."""
+        """The module with the run's rollout, train and evaluate_held_out."""
         self._session = session
         if isinstance(run, RLRun):
             run.evaluated_samples = partial(session.host.evaluated, run)
         self.following = first
-        """The first step that is not done. Step 0 is only evaluated."""
+        """The first unfinished step. Step 0 is only evaluated."""
         self._rollouts: dict[int, asyncio.Task[Data]] = {}
-        """Of steps that are not trained on yet: a fault of another step does not end them."""
+        """By step that is not trained on yet; faults of other steps do not end them."""
         self._saving: asyncio.Task[None] | None = None
-        """The checkpoint that is being written while the run goes on."""
+        """The checkpoint that is being written in the background."""
 
     def restart_at(self, step: int) -> None:
-        """Go on after a fault: `step` is the next to be trained on. Rollouts that failed are forgotten, and all others
-        go on."""
+        """Continue after a fault with training on `step`. Failed rollouts are dropped, and all others go on."""
         failed = [number for number, task in self._rollouts.items() if task.done() and not _succeeded(task)]
         for number in failed:
             del self._rollouts[number]
@@ -125,22 +124,30 @@ class RunSteps:
 
     async def _roll_out(self, step: int) -> Data:
         with self._session.console.stage(f"step {step}"):
+            log.info("step %d: rollout starts", step)
             data: Data = await self._stages.rollout(self._run, self._run.begin(step))
+            if isinstance(data, Experience):
+                what = "step %d: rollout complete: %d groups, %d samples, %d tokens"
+                samples = data.samples
+                log.info(what, step, len(data.groups), len(samples), sum(each.model_tokens for each in samples))
             return data
 
     async def train(self, step: int, experience: Data) -> None:
-        """See Steps. Steps are trained on in their order: raises ValueError for another one."""
+        """See Steps. Raises ValueError if the step is not the next one."""
         if step != self.following:
             raise ValueError(f"step {step} is trained on, but step {self.following} is the next; correct the schedule")
         self._rollouts.pop(step, None)
         with self._session.console.stage(f"step {step}"):
             if isinstance(experience, Experience):
                 self._session.host.drawn(self._run, step, experience)
-            await self._stages.train(self._run, self._run.under_way[step], experience)
+            record = await self._stages.train(self._run, self._run.under_way[step], experience)
+        what, reward = "step %d: trained in %.1f s, weights %s%s", record.metrics.get("reward_mean")
+        score = "" if reward is None else f", reward_mean {reward:.4g}"
+        log.info(what, step, record.end_s - record.start_s, self._run.digest or "not published", score)
         await self.close(step)
 
     async def close(self, step: int) -> None:
-        """The evaluation and checkpoint that the spec wants after a step."""
+        """Evaluate and checkpoint after a step, as the spec says."""
         spec = self._session.spec
         if self._saving is not None and self._saving.done():
             await self._wait_for_checkpoint()
@@ -153,7 +160,7 @@ class RunSteps:
             saves = await asyncio.to_thread(self._run.improves, step)
         if saves:
             await self._save(step, whole=moves or step == spec.steps)
-        self.following = step + 1  # a fault from here on is none of this step, which the functions have taken
+        self.following = step + 1  # the functions have taken this step: later faults do not repeat it
         if moves:
             await self._run.move_trainers()
         elif 0 < step < spec.steps and self._run.learner_size is not None:
@@ -170,7 +177,7 @@ class RunSteps:
                 await size.change(step, allocation, save=lambda: self._save(step, whole=True))
 
     async def _obey(self, step: int, *, saved: bool) -> None:
-        """Do what the host asks for after a step, and keep the limits of the spec. Raises RunPaused."""
+        """Apply the host's verdict after a step, and the limits of the spec. Raises RunPaused."""
         run = self._run
         verdict = self._session.host.after_step(run, step)
         if step == self._session.spec.steps:
@@ -187,7 +194,7 @@ class RunSteps:
             run.scaler.fleet.limit_actors(verdict.actors)
 
     async def _save(self, step: int, *, whole: bool) -> None:
-        """Begin a checkpoint after the previous one is written; with `whole`, wait until it is written, too."""
+        """Start a checkpoint once the previous one is written; with `whole`, wait until it is written, too."""
         await self._wait_for_checkpoint()
         begun = asyncio.Event()
         self._saving = asyncio.create_task(self._checkpoint(step, begun))
@@ -203,17 +210,17 @@ class RunSteps:
         self._session.host.saved(self._run.checkpoints)
 
     async def _wait_for_checkpoint(self) -> None:
-        """Wait for the checkpoint that was begun. If the learner was lost meanwhile it does not exist, and the run goes
-        on without it. Raises CheckpointError."""
+        """Wait for the checkpoint that is being written. If the learner died meanwhile it does not exist, and the run
+        continues without it. Raises CheckpointError."""
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
                 await saving
         except RECOVERABLE as fault:
-            log.warning("a checkpoint was not written to its end, and does not count: %s", fault)
+            log.warning("checkpoint incomplete; ignored: %s", fault)
 
     async def end(self) -> None:
-        """Abandon the rollouts under way, and the checkpoint that is still being written: it does not count."""
+        """Cancel the rollouts in progress and the checkpoint that is being written, which does not count then."""
         abandoned = [*self._rollouts.values(), *([self._saving] if self._saving else [])]
         for task in abandoned:
             task.cancel()
@@ -231,6 +238,8 @@ class RunSteps:
         run.evaluated = step
         if step == 0:
             run.before = figures
+        what = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        log.info("step %d: evaluated on %d held-out prompts: %s", step, len(run.held_out), what)
         self._session.sinks.emit(step, named)
         return True
 

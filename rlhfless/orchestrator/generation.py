@@ -1,13 +1,14 @@
-"""The generation stage: samples go to actors, finished groups come back, and work can move while it runs.
+"""The generation stage: send samples to actors, and yield groups as they become complete.
 
-`rlhfless.orchestrator` decides which actor draws which samples; this module carries it out. Work moves in one way only:
-samples are aborted on their actor, come back with the tokens so far, and continue from there on another actor. Draining
-an actor, giving work to a new one and losing one are all this same move. No token is drawn twice, except tokens that a
-dead actor had not delivered, and the last token before a move, which shows whether both engines draw the same. Finished
-samples go into the journal before they count, and samples that the journal has are not drawn.
+The scaling policy decides which actor generates which samples (rlhfless.orchestrator.scaler); this module carries that
+out. Samples migrate in one way only: they are aborted on their actor, return with the tokens so far, and continue from
+there on another actor. Draining an actor, giving work to a new one and losing one are all this migration. No token is
+generated twice, except tokens that a dead actor had not delivered, and the last token before a migration, which shows
+whether both engines agree. Finished samples go into the journal before they count, and samples in the journal are not
+generated again.
 
-A step that does not wait for all groups (`Selection`) ends with one more such move: what is unfinished then
-is handed back, and the journal keeps its tokens, from which a later step continues.
+A step that does not wait for all groups (`Selection`) defers what is unfinished at its end: the journal keeps the
+tokens, from which a later step continues.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class GenerationStage:
-    """One stage's generation over the actors of a pool. A slot is the number of an allocation of the pool."""
+    """Generation of one request over the actors of a pool. A slot is the number of an allocation of the pool."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class GenerationStage:
         prefill: PrefillActors | None = None,
         history: PromptHistory | None = None,
     ) -> None:
-        """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
-        time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
+        """`at_work` is called at the first message of an engine: the engines are busy then, and the driver is not.
+        `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
         `prefill`: see Precomputation. `history`: where engines that draft have their drafts from.
         """
         self._pool = pool
@@ -79,7 +80,7 @@ class GenerationStage:
         self._gate = GroupGate(request.groups, request.selection.must_include if request.selection else ())
         self._from_earlier: list[Group] | None = None
         self.resumed: tuple[int, int] = (0, 0)
-        """Samples that an earlier step has begun, and their tokens."""
+        """Samples that an earlier step deferred, and their tokens."""
         self._requests: list[Replica] = []
         """The actor of each request."""
         self._streams: dict[asyncio.Task[None], Replica] = {}
@@ -90,17 +91,17 @@ class GenerationStage:
             request, spec.timeouts.sync_s, prefill=prefill, in_flight=spec.schedule.in_flight
         )
         self._ahead: dict[int, asyncio.Task[None]] = {}
-        """What each request waits for before its samples are drawn."""
+        """Prompts or prefixes that each request waits for."""
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
-        """Actors that were lost, or did not come up, since the last sample ended."""
+        """Actors that died or failed to start since the last sample finished."""
         self._events: asyncio.Queue[_Message | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
         self._busy: BusyCores | None = None
         self.host_busy_cores = 0.0
-        """The load of the driver's machine while the samples were drawn."""
+        """Busy cores of the driver's machine during generation."""
         self.over = False
-        """Whether no sample is left, or the stage was abandoned."""
+        """Whether no sample is left, or the stage was cancelled."""
 
     @property
     def step(self) -> int:
@@ -108,31 +109,34 @@ class GenerationStage:
 
     @property
     def progress(self) -> dict[SampleKey, int]:
-        """Tokens so far of the running samples, by the last heartbeats."""
+        """Tokens of the running samples, as of the last heartbeats."""
         return self._table.progress
 
     async def groups(self) -> AsyncIterator[Group]:
-        """Groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor is
-        left."""
+        """Yield groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor
+        is left."""
         try:
             self.load_from_journal()
             for group in self._from_earlier or ():
                 yield group
             if self._gate.left:
                 async with self._pool.turn(self.request.call):
-                    async for group in self._drawn():
+                    async for group in self._generated():
                         yield group
             self._journal.take(self._gate.passed)
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
-            # Only now, when the last groups are being scored: the estimates that the step updates take time.
+            # Only now, while the last groups are scored: the policy's estimates take time to update.
             if self._asked_s is not None:
                 self._ask(Generated())
         finally:
             self.over = True
             await self._stop_streams()
 
-    async def _drawn(self) -> AsyncIterator[Group]:
-        """Groups as the actors finish them."""
+    async def _generated(self) -> AsyncIterator[Group]:
+        """Yield groups as the actors finish them."""
+        actors = sum(map(self._pool.expects, range(len(self._pool.allocations))))
+        what = "step %d: %s: %d samples of %d prompts to generate on %d actors; %d of them resume with %d tokens"
+        log.info(what, self.step, self.request.work, len(self._table.items), len(self._prompts), actors, *self.resumed)
         self._asked_s = self._clock()
         self._runner.begin(self._table)
         self._submit_waiting()
@@ -146,11 +150,12 @@ class GenerationStage:
         self.over = True
         if self._finished:
             await self._defer()
-        # Each stream still delivers its end, with the call's entry for the ledger.
+        # Each stream still delivers its end, which is the call's row of the ledger.
         await asyncio.gather(*self._streams)
 
     async def _defer(self) -> None:
-        """Stop the samples that are left to later steps, and keep their tokens. Raises as `groups`, and CallTimeout."""
+        """Abort the samples that are deferred to later steps, and journal their tokens. Raises as `groups`, and
+        CallTimeout."""
         actors = tuple({actor.name: actor for actor in self._streams.values()}.values())
         if left := await self._abort_all(*actors):
             names = ", ".join(sorted({self._streams[task].name for task in left}))
@@ -163,8 +168,12 @@ class GenerationStage:
                     for rollouts in groups:
                         self._take(request, rollouts)
                 case _Message(request, ReplicaLost() as lost):
-                    log.warning("%s was lost with what it had drawn: %s", self._requests[request].name, lost)
-        self._journal.keep(self._table.defer_unfinished())
+                    log.warning(
+                        "%s died; its unfinished samples are regenerated: %s", self._requests[request].name, lost
+                    )
+        deferred = self._table.defer_unfinished()
+        log.info("step %d: %d started samples deferred to later steps", self.step, len(deferred))
+        self._journal.keep(deferred)
 
     # -- actors that come and go (rlhfless.fleet.pool)
 
@@ -173,23 +182,24 @@ class GenerationStage:
         self._on_event(Serving(slot))
 
     def missed(self, slot: int) -> None:
-        """Unassign the samples that wait at a slot: no actor will come to it."""
+        """Unassign the samples that wait at a slot: its actor failed to start."""
         if self._table.lose(slot).size:
             self._on_event(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
 
     async def drain(self, actor: Replica) -> None:
-        """Take an actor out of the stage: its samples continue on other actors, and it gets no new ones."""
+        """Drain an actor: its samples continue on other actors, and it gets no new ones."""
         actor.drain()
+        log.info("step %d: %s drains", self.step, actor.name)
         slot = self._slot_of(actor)
         if self._table.lose(slot).size:
             self._on_event(Lost(slot, self._table.unassigned))
         await self._abort_all(actor)
 
     async def _abort_all(self, *actors: Replica) -> list[asyncio.Task[None]]:
-        """Abort what runs on these actors. Returns the streams that have not ended within `timeouts.drain_s`."""
+        """Abort all samples on these actors. Returns the streams that have not ended within `timeouts.drain_s`."""
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of in actors]) and self._clock() < limit_s:
-            # An abort may arrive before the request that it aborts, so it is repeated until no sample is left.
+            # An abort may arrive before its request, so it is repeated until no sample is left.
             for actor in actors:
                 on = [number for number, request in self._table.request_of.items() if self._requests[request] is actor]
                 await self._abort(actor, on)
@@ -199,7 +209,7 @@ class GenerationStage:
     # -- decisions
 
     def _on_event(self, event: Event, loss: str = "") -> None:
-        """Handle an event from outside the stage; `loss` says why an actor was lost. A fault is raised in `groups`."""
+        """Handle an event from outside the stage; `loss` says why an actor died. Errors are raised in `groups`."""
         if self._asked_s is None or self.over:
             return
         try:
@@ -215,7 +225,7 @@ class GenerationStage:
         self._abort_misplaced()
 
     def _submit_waiting(self) -> None:
-        """Submit waiting samples to serving actors, in the order in which they were assigned."""
+        """Submit waiting samples to serving actors, in the order of their assignment."""
         ready: dict[int, list[int]] = {}
         for number in self._table.waiting:
             ready.setdefault(int(self._table.slot_of[number]), []).append(number)
@@ -226,8 +236,8 @@ class GenerationStage:
                     self._submit(actor, part)
 
     def _parts(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Samples by request. Where prompts are computed apart, an actor draws the first while others wait for
-        theirs."""
+        """Split samples into requests. With prefill actors, an actor generates the first while others wait for
+        their prompts."""
         if not self._apart:
             return [list(numbers)]
         prompts = [self._table.items[sample].prompt_token_ids for sample in numbers]
@@ -258,7 +268,7 @@ class GenerationStage:
         task.add_done_callback(self._streams.pop)
 
     def _abort_misplaced(self) -> None:
-        """Call back samples that run on an actor of another slot than the slot they are assigned to."""
+        """Abort samples that run on another actor than that of the slot they are assigned to."""
         strays: dict[str, list[int]] = {}
         replicas = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
         for sample, request in self._table.request_of.items():
@@ -306,8 +316,7 @@ class GenerationStage:
             self._events.put_nowait(error)
 
     async def _prepare(self, actor: Replica, number: int, request: GenerateRequest) -> None:
-        """Give the actor the KV of the prompts, or of a part of them; samples that are called back do not wait for
-        it."""
+        """Give the actor the KV of the prompts or of shared prefixes; aborted samples do not wait for it."""
         ahead = asyncio.create_task(self._precomputation.before(actor, request.items, request.version))
         self._ahead[number] = ahead
         try:
@@ -335,14 +344,14 @@ class GenerationStage:
                 self._lose(event.request, lost)
 
     def _heartbeat(self) -> None:
-        """Ask the policy, at most once per interval: each actor heartbeats on its own."""
+        """Ask the policy, at most once per interval: each actor sends its own heartbeats."""
         now_s = self._clock()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s
             self._ask(Heartbeat())
 
     def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
-        """Keep ended samples, and make aborted ones wait for another actor."""
+        """Journal finished samples, and queue aborted ones for another actor."""
         current = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
         ended = [rollout for rollout in current if rollout.finish_reason != FinishReason.ABORT]
         if ended:
@@ -355,14 +364,15 @@ class GenerationStage:
             self._finished[rollout.prompt_id].append(rollout)
 
     def _lose(self, request: int, error: ReplicaLost) -> None:
-        """A request is lost with its actor. The first lost request of an actor also makes its slot Lost."""
+        """Requeue the samples of a request whose actor died. The first such request also makes the slot Lost."""
         actor = self._requests[request]
         slot = self._slot_of(actor)
         gone = self._table.restart_lost(request)
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
             self._table.lose(slot)
-        log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
+        what = "step %d: %s died; %d samples continue on other actors: %s"
+        log.warning(what, self.step, actor.name, gone.size, error)
         if first:
             self._count_loss(str(error))
         if first or self._table.unassigned.size:
@@ -387,13 +397,13 @@ class GenerationStage:
     # -- groups
 
     def load_from_journal(self) -> bool:
-        """Take the samples of this draw that the journal has, once. Returns whether others are left to draw."""
+        """Load the request's samples from the journal, once. Returns whether others are left to generate."""
         if self._from_earlier is None:
             self._from_earlier = list(self._from_journal())
         return bool(self._gate.left)
 
     def _from_journal(self) -> Iterable[Group]:
-        """Yields the groups that are complete with the journal's samples, in the order in which they became so."""
+        """Yield the groups that the journal's samples complete, in the order of completion."""
         missing = {item.key: item for item in self._table.items}
         for rollout in self._journal.load(self._table.items):
             if rollout.finish_reason == FinishReason.ABORT:
@@ -408,7 +418,7 @@ class GenerationStage:
         self._table = self._table_of(list(missing.values()))
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
-        """The prompt's group, once, when all of its samples are there; not if it is left to a later step."""
+        """Yield the prompt's group once, when all of its samples are there, unless it is deferred to a later step."""
         if len(self._finished.get(prompt_id, ())) == self.request.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
             if self._gate.passes(prompt_id):
@@ -423,7 +433,7 @@ class GenerationStage:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of a request's stream, or the error that ended it."""
+    """A message of a request's stream, or the error that ended the stream."""
 
     request: int
     event: GenerationEvent | ReplicaLost

@@ -1,7 +1,7 @@
-"""From a stream of groups to experience: scores and columns are computed while generation is still going on.
+"""Score groups and compute their per-token outputs while generation goes on.
 
 Each stage sends all waiting groups in one call. Before the call it waits WINDOW_S for more groups, because groups end
-in bursts; after the end of generation it does not wait.
+in bursts; after the last group it does not wait.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhfless.util.tasks import gather_or_cancel
 T = TypeVar("T")
 
 WINDOW_S = 0.03
-"""How long a stage waits for more groups after the first. A call costs some 4 ms of transport on cores that generation
-needs. Most of a step's 32 groups come within 30 ms of another group, and a step takes seconds."""
+"""Seconds that a stage waits for more groups after the first. A call costs about 4 ms of transport on cores that
+generation needs. Most of a step's 32 groups come within 30 ms of another one, and a step takes seconds."""
 
 ScoredGroups = Sequence[Sequence[Score]]
 ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
@@ -29,36 +29,34 @@ ComputeColumn = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArr
 async def collect(
     groups: AsyncIterator[Group], count: int, score: ScoreGroups, columns: Mapping[str, ComputeColumn]
 ) -> Experience:
-    """Run `score` and each of `columns` on groups as they come; returns when all groups have passed them, with the
-    results added to each sample.
+    """Run `score` and each of `columns` on groups as they complete; returns all groups with the results.
 
-    Once `count` groups have come, the stages do not wait for more: the stream has no further groups, though it may not
-    have ended. Raises RuntimeError if the stream ends before that, and what a stage or the stream raised; then the
-    other stages are cancelled.
+    After `count` groups the stages do not wait for more, although the stream may not have ended. Raises RuntimeError if
+    the stream ends earlier, and what a stage or the stream raises; then the other stages are cancelled.
     """
-    drawn: dict[str, Group] = {}
+    complete: dict[str, Group] = {}
     stages: dict[str, _Stage[Any]] = {name: _Stage(work) for name, work in {"score": score, **columns}.items()}
 
     async def feed() -> None:
         async for group in groups:
-            drawn[group.prompt.prompt_id] = group
+            complete[group.prompt.prompt_id] = group
             for stage in stages.values():
-                stage.put(group, last=len(drawn) == count)
-        if len(drawn) < count:
-            raise RuntimeError(f"the stream of groups ended after {len(drawn)} of {count} groups")
+                stage.put(group, last=len(complete) == count)
+        if len(complete) < count:
+            raise RuntimeError(f"the stream of groups ended after {len(complete)} of {count} groups")
 
     await gather_or_cancel(feed(), *(stage.run() for stage in stages.values()))
 
     return Experience(
         tuple(
-            drawn[prompt_id].adding(**{name: stage.results[prompt_id] for name, stage in stages.items()})
-            for prompt_id in sorted(drawn)
+            complete[prompt_id].adding(**{name: stage.results[prompt_id] for name, stage in stages.items()})
+            for prompt_id in sorted(complete)
         )
     )
 
 
 async def with_columns(experience: Experience, columns: Mapping[str, ComputeColumn]) -> Experience:
-    """The experience with columns that are computed when all of its groups are there."""
+    """Compute per-token outputs when all groups are there, and add them to the experience."""
     groups = experience.groups
     for name, compute in columns.items():
         values = await compute(groups)
@@ -67,7 +65,7 @@ async def with_columns(experience: Experience, columns: Mapping[str, ComputeColu
 
 
 class _Stage(Generic[T]):
-    """One consumer of groups, which adds a T to each sample."""
+    """A consumer of groups that computes a T for each sample."""
 
     def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work

@@ -23,19 +23,18 @@ from rlhfless.spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of the groups that a step draws it learns from, if it does not wait for all."""
+    """The groups that a step learns from if it does not wait for all: the first `groups` to be complete."""
 
     groups: int
-    """So many: those that are complete first."""
     must_include: frozenset[str]
-    """Prompts that are among them in any case."""
+    """Prompts whose groups the step waits for."""
     begun: Mapping[str, int]
-    """By prompt, the step that began it, which is part of its samples' seeds."""
+    """By prompt, the step that started it, which is part of its samples' seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """The samples that one generation stage is to draw."""
+    """The samples that one generation stage generates."""
 
     call: Call
     prompts: tuple[Prompt, ...]
@@ -50,11 +49,11 @@ class RolloutRequest:
 
     @property
     def groups(self) -> int:
-        """Groups that come of it."""
+        """Number of groups that the step learns from."""
         return self.selection.groups if self.selection else len(self.prompts)
 
     def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
-        """The samples of one prompt. Their seeds do not depend on where they are drawn."""
+        """List the samples of one prompt. Their seeds do not depend on the actor."""
         begun = self.selection.begun[prompt.prompt_id] if self.selection else self.seed_step
         return tuple(
             SampleItem(
@@ -68,7 +67,7 @@ class RolloutRequest:
 
 
 def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
-    """The spec's sampling settings, or their greedy variant."""
+    """Return the spec's sampling settings, or their greedy variant."""
     generation = spec.generation
     return Sampling(
         max_tokens=generation.max_tokens,
@@ -81,15 +80,14 @@ def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
 
 
 class StageJournal:
-    """The journal, as one draw reads and writes it; without a journal nothing is read nor written."""
+    """The journal as one stage uses it; without a journal nothing is read or written."""
 
     def __init__(self, journal: Journal | None, request: RolloutRequest) -> None:
         self._journal = journal
         self._request = request
 
     def load(self, items: Sequence[SampleItem]) -> Iterator[Rollout]:
-        """The rollouts of these samples. Another seed means another draw, for example because the data set has been
-        edited since."""
+        """Yield the rollouts of these samples. One with another seed is ignored: the data set was edited since."""
         if self._journal is None:
             return
         seeds = {item.key: item.seed for item in items}
@@ -104,40 +102,40 @@ class StageJournal:
             self._journal.add(step, [rollout for rollout in rollouts if self._step_of(rollout.prompt_id) == step])
 
     def keep(self, aborted: Sequence[Rollout]) -> None:
-        """Write the tokens of samples that are left to later steps."""
+        """Write the tokens of deferred samples."""
         if self._request.selection is not None:
             self.add(aborted)
 
     def take(self, prompt_ids: Sequence[str]) -> None:
-        """Write that the step learns from the groups of these prompts."""
+        """Record that the step learns from the groups of these prompts."""
         if self._journal is not None and (selection := self._request.selection) is not None:
             begun = [(selection.begun[prompt_id], prompt_id) for prompt_id in prompt_ids]
             self._journal.take_groups(self._request.call.step, begun)
 
     def _step_of(self, prompt_id: str) -> int:
-        """The step of a prompt's rows: the one that began it."""
+        """Return the step of a prompt's rows: the one that started it."""
         selection = self._request.selection
         return selection.begun[prompt_id] if selection else self._request.call.step
 
 
 @dataclass(slots=True)
 class Replayed:
-    """A comparison of engines: the last token of each moved sample is drawn again by its new engine, with the same seed
-    after the same tokens. Equal engines draw the same token."""
+    """Compare engines: the new engine of a migrated sample generates its last token again, with the same seed after the
+    same tokens. Equal engines generate the same token."""
 
     tokens: int = 0
     differ: int = 0
-    """Number of them that differ from the first draw."""
+    """Replayed tokens that differ from the first engine's."""
     logprob_difference: float = 0.0
-    """Largest difference between the logprobs of a token that both drew, in nats."""
+    """Largest difference between the logprobs of an equal token, in nats."""
 
     def add(self, before: Rollout, after: Rollout) -> None:
-        """Compare a moved sample before and after its move."""
+        """Compare a sample before and after its migration."""
         last = len(before.token_ids) - 1
         if _version_at(before, last) != _version_at(after, last):
-            return  # newer weights may draw another token
+            return  # newer weights may generate another token
         if len(after.token_ids) <= last + (after.finish_reason == FinishReason.ABORT):
-            return  # the new engine may have drawn nothing
+            return  # the new engine may have generated nothing
         self.tokens += 1
         if after.token_ids[last] != before.token_ids[last]:
             self.differ += 1
@@ -146,7 +144,7 @@ class Replayed:
             self.logprob_difference = max(self.logprob_difference, difference)
 
     def figures(self) -> dict[str, float]:
-        """The comparison as metrics; none if nothing was compared."""
+        """Return the comparison as metrics; none if nothing was compared."""
         if not self.tokens:
             return {}
         return {
@@ -156,19 +154,19 @@ class Replayed:
         }
 
     def decision(self, step: int, at_s: float) -> Decision:
-        """The comparison as a row of the trace."""
+        """Return the comparison as a row of the trace."""
         inputs: dict[str, float | int | str | bool] = {"tokens": self.tokens, "differ": self.differ}
         inputs["logprob_difference"] = self.logprob_difference
         return Decision(step, at_s, "replayed", f"{self.differ} of {self.tokens} tokens differ", inputs)
 
 
 def _version_at(rollout: Rollout, token: int) -> str | None:
-    """The version that drew a token; None if the engine does not say."""
+    """Return the version that generated a token; None if the engine does not say."""
     return next((span.version for span in rollout.version_spans if span.start <= token < span.end), None)
 
 
 class InFlightSamples:
-    """The samples of one step. A sample is a number, in the order of the draw: siblings one after the other."""
+    """The samples of one step. A sample is a number; samples of one prompt have consecutive numbers."""
 
     def __init__(self, step: int, items: Sequence[SampleItem], slots: int) -> None:
         token_ids = {item.prompt_id: item.prompt_token_ids for item in items}
@@ -178,9 +176,9 @@ class InFlightSamples:
         self.items = list(items)
         """Each item with the tokens from which the sample continues."""
         self.request_of: dict[int, int] = {}
-        """The request that each sample is on, or none."""
+        """The request that each running sample is on."""
         self.waiting: dict[int, None] = {}
-        """Samples with a slot that are on no request, in the order in which they go to the engine."""
+        """Samples with a slot and no request, in the order in which they will be submitted."""
         self.replayed = Replayed()
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
@@ -195,8 +193,8 @@ class InFlightSamples:
         self.assignment = Assignment(self.slot_of, self._finished, slots)
 
     def prefixes_decision(self, at_s: float) -> Decision | None:
-        """The shared prefixes of the prompts as a row of the trace, for replays, because the trace has no prompts; None
-        without shared prefixes."""
+        """Return the prompts' shared prefixes as a row of the trace, for replays; None without any. The trace has no
+        prompts."""
         if not len(self.prefixes):
             return None
         texts = {prompt_id: self.prefixes.text(number) for number, prompt_id in enumerate(self._prompt_ids)}
@@ -205,22 +203,22 @@ class InFlightSamples:
 
     @property
     def progress(self) -> dict[SampleKey, int]:
-        """Tokens so far of the samples that have drawn some and not ended."""
+        """Tokens of the samples that have some and are not finished."""
         running = np.flatnonzero((self._tokens > 0) & ~self._finished)
         return {self.items[number].key: int(self._tokens[number]) for number in running.tolist()}
 
     @property
     def left(self) -> Ints:
-        """Samples that have not ended."""
+        """Unfinished samples."""
         return np.flatnonzero(~self._finished)
 
     @property
     def unassigned(self) -> Ints:
-        """Samples that have not ended and belong to no slot."""
+        """Unfinished samples without a slot."""
         return self.assignment.unassigned
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
-        """The step at this instant. The columns are read-only views, without a copy."""
+        """Return the policy's view of the step now. Its arrays are read-only and not copied."""
         return StepView(
             fleet,
             tuple(slots),
@@ -236,7 +234,7 @@ class InFlightSamples:
         )
 
     def counts(self, slot: int) -> tuple[int, int]:
-        """The number of samples of a slot with at least one token, and the number without."""
+        """Count the unfinished samples of a slot with at least one token, and those without."""
         unfinished = (self.slot_of == slot) & ~self._finished
         drawing = int(np.count_nonzero(unfinished & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(unfinished)) - drawing
@@ -244,7 +242,7 @@ class InFlightSamples:
     # -- messages of the actors
 
     def apply_heartbeat(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
-        """Apply a heartbeat of a request. It may come late, so it never lowers a count."""
+        """Apply a heartbeat of a request. It may be late, so it never lowers a count."""
         for key, count in tokens.items():
             number = self._numbers[key]
             if self.is_on(request, key) and not self._finished[number]:
@@ -254,11 +252,11 @@ class InFlightSamples:
                 self._end(self._numbers[key], end.tokens, truncated=end.truncated)
 
     def is_on(self, request: int, key: SampleKey) -> bool:
-        """Whether a sample is still on this request. A message of a request about any other sample is ignored."""
+        """Whether a sample is still on this request. Messages about other samples are ignored."""
         return self.request_of.get(self._numbers[key]) == request
 
     def take_back(self, rollout: Rollout) -> None:
-        """Take a sample back from its request. A sample that has not ended continues from its tokens."""
+        """Take a sample back from its request. An unfinished one continues from its tokens."""
         number = self._numbers[rollout.key]
         del self.request_of[number]
         if (prior := self.items[number].prior) is not None:
@@ -271,17 +269,16 @@ class InFlightSamples:
         self._restart(number)
 
     def restart_lost(self, request: int) -> Ints:
-        """Restart the samples of a lost request, from the tokens that they had when it began. Returns the samples."""
+        """Restart the samples of a lost request from the tokens that they had at its start. Returns the samples."""
         lost = np.array([number for number, on in self.request_of.items() if on == request], np.int64)
         for number in lost.tolist():
             del self.request_of[number]
-            self._finished[number] = self._truncated[number] = False  # the sample may have ended, but was not delivered
+            self._finished[number] = self._truncated[number] = False  # it may have finished, and was not delivered
             self._restart(number)
         return lost
 
     def defer_unfinished(self) -> list[Rollout]:
-        """Leave all samples that have not ended to another step, with the tokens that they have: for a policy they end
-        as if they were truncated there. Returns what was drawn of them."""
+        """Defer unfinished samples to a later step, and return their tokens. For the policy they end truncated."""
         left = self.left.tolist()
         self.request_of.clear()
         for number in left:
@@ -291,7 +288,7 @@ class InFlightSamples:
     # -- actions of the policy
 
     def give(self, samples: Ints, slot: int) -> None:
-        """Give samples that have not ended to a slot; samples on no request wait there."""
+        """Assign unfinished samples to a slot; those on no request wait there."""
         self.assignment.give(samples, slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)
@@ -299,7 +296,7 @@ class InFlightSamples:
                 self.waiting[number] = None
 
     def lose(self, slot: int) -> Ints:
-        """Take its samples from a slot. Returns them."""
+        """Unassign the samples of a slot, and return them."""
         samples = self.assignment.lose(slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)

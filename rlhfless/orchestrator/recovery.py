@@ -201,25 +201,24 @@ def size_of(
 
 
 async def clear(run: BaseRun, call: Call) -> None:
-    """Find out which replicas are lost, and free their allocations."""
+    """Find lost replicas, and free their devices."""
     await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools.values()))
     await gather_or_cancel(*(pool.remove_dead() for pool in run.pools.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The losses in one attempt of a run, and the cost of recovering from them."""
+    """The losses of one attempt, and the steps that they cost."""
 
     replicas_lost: int
-    """Replicas of any function that died, hung or restarted while the run needed them. Their work continued on other
-    replicas, and they were replaced if it still needed them."""
+    """Replicas that died, hung or restarted while the run needed them. They were replaced if it still did."""
     steps_again: int
-    """Steps that were done again: the step that failed, and earlier steps that a new learner had to take again. A lost
-    actor costs no step if its samples went to other actors."""
+    """Repeated steps: those that failed, and earlier ones that a new learner had to learn again. A lost actor costs no
+    step if its samples continued on other actors."""
 
 
 class Recovery:
-    """Repairs a run's fleet, a bounded number of times per step."""
+    """Recovers a run from faults, a bounded number of times per step."""
 
     def __init__(self, run: BaseRun) -> None:
         self._run = run
@@ -229,25 +228,24 @@ class Recovery:
 
     @property
     def recovered(self) -> Recovered:
-        """The recoveries so far. A fault counts when the run has recovered from it: the fault that stops a run does not
-        count, and faults during a recovery count once."""
+        """The recoveries so far. The fault that stops a run does not count, and faults during a recovery count once."""
         return Recovered(sum(pool.lost for pool in self._run.pools.values()), self._steps_again)
 
     async def after(self, step: int, fault: Exception) -> int:
-        """Replace lost replicas; returns the step to go on with.
+        """Replace lost replicas; returns the step to continue with.
 
         Raises the fault itself after `recovery.per_step` recoveries without a new step, an error that stopped the
         recovery, or CancelledError if the run is told to stop.
         """
         if is_stopping():
             raise asyncio.CancelledError from fault
-        # Learning earlier steps again, before the step that failed, is no progress.
+        # Repeating steps before the one that failed is no progress.
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
         limit = self._run.spec.recovery.per_step
         if self._count > limit:
             raise fault
-        log.warning("step %d failed and is done again (%d of %d): %s", step, self._count, limit, fault)
+        log.warning("step %d failed; recovery %d of %d: %s", step, self._count, limit, fault)
         began_s = time.time()
         try:
             following = await self._recover(step)
@@ -255,10 +253,11 @@ class Recovery:
             return await self.after(step, another)
         inputs: dict[str, float | int | str | bool] = {
             "fault": legible(f"{type(fault).__name__}: {fault}"),
-            "mended_in_s": time.time() - began_s,
+            "recovered_in_s": time.time() - began_s,
             "next_step": following,
         }
         self._steps_again += step - following + 1
+        log.info("recovered in %.1f s; the run continues with step %d", time.time() - began_s, following)
         self._run.ledger.add_decision(Decision(step, began_s, "recover", "redo the step", inputs))
         return following
 
@@ -273,5 +272,5 @@ class Recovery:
                 await size.after_fault(step)
             restored = await run.restore()
         await run.open_weights(restored)
-        # Step 0 is the evaluation before the first step; it is done if a step was learned or its figures are known.
+        # Step 0, the evaluation before the first step, is done if a step was learned or its figures are known.
         return restored + 1 if restored or run.before else 0

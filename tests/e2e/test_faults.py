@@ -75,7 +75,7 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     for step in broken.steps:  # what a fault cost is in the step's own figures
         times = step_times(step, broken.invocations)
         faults = [each for each in recoveries if each.step == step.step and each.at_s < step.end_s]
-        spent_s = sum(float(each.inputs["mended_in_s"]) for each in faults)
+        spent_s = sum(float(each.inputs["recovered_in_s"]) for each in faults)
         assert times.recovery_s >= spent_s
         # Weights that move count as outside, so their phase is no further part of the whole.
         worked_s = max(spent for phase, spent in times.phases_s.items() if phase is not Phase.SYNC)

@@ -199,7 +199,7 @@ async def test_what_is_lost_waits_for_who_is_on_the_way(caplog: pytest.LogCaptur
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 2)
     pool["a"].die()
-    await until(lambda: "a was lost with 2 samples" in caplog.text)
+    await until(lambda: "a died; 2 samples" in caplog.text)
     assert not pool["b"].running
     pool["b"].state = ReplicaState.SERVING
     stage.joined(1)

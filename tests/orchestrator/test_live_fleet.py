@@ -102,7 +102,7 @@ async def test_slots_show_their_replicas_and_how_much_each_has(tmp_path: Path) -
     seen.give(np.array([0, 1, 2]), 0)
     seen.give(np.array([3]), 1)
     for number in range(3):
-        seen.on[number] = 0
+        seen.request_of[number] = 0
     seen.apply_heartbeat(0, {("p", 0): 4}, {})
     slots = scene.fleet.slots(seen)
     assert [slot.state for slot in slots] == [ReplicaState.SERVING, None, ReplicaState.SERVING, ReplicaState.SERVING]

@@ -133,7 +133,7 @@ def test_a_sample_takes_no_more_than_is_said(prompts: int, samples: int) -> None
     try:
         table = InFlightSamples(1, [item for prompt in given for item in request.items(prompt)], 2)
         table.assignment.give(np.arange(prompts * samples), 0)
-        table.on.update(dict.fromkeys(range(prompts * samples), 0))
+        table.request_of.update(dict.fromkeys(range(prompts * samples), 0))
         asked = GenerateRequest(tuple(table.items), request.sampling, "v", "actor", 1.0, 1.0, 1.0)
         sent = pickle.dumps(asked, protocol=5)
         _, peak_bytes = tracemalloc.get_traced_memory()
