@@ -1,10 +1,9 @@
-"""Gives up the memory of tensors for a while and gets it back: the sleep of a function.
+"""Offload tensors to the host and back: the sleep of a function.
 
-The memory is taken from under the tensors, so each view and alias of them stays what it is, and is whole again after
-`restore`. On a GPU a storage is emptied in place (torch's `UntypedStorage.resize_`), and what was in it waits in pinned
-memory, which is kept for the next time, because to pin it takes longer than the copy. On a CPU the system takes the
-pages back and gives pages of zeros when they are touched again (`madvise`), and what was in them waits in a file
-without a name: the memory of the device is the host's own there.
+Only the memory is released: tensors, views and aliases stay valid, and have their values again after `restore`. On a
+GPU a storage is resized to 0 in place (torch's `UntypedStorage.resize_`), and its content is kept in pinned memory,
+which stays allocated because pinning takes longer than the copy. On a CPU `madvise` releases the pages, and an unnamed
+file keeps their content.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
 class HostOffload:
-    """The storages of some tensors, in use or parked. Not thread-safe."""
+    """Storages of tensors, in use or offloaded. Not thread-safe."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A sharded tensor is parked by this rank's part. Tensors that share a storage are parked together."""
+        """Of a sharded tensor this rank's shard is offloaded. Tensors that share a storage are offloaded together."""
         self._storages = storages_of(local(tensor.detach()) for tensor in tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._pinned: list[torch.Tensor] = []
@@ -45,12 +44,11 @@ class HostOffload:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all storages while they are in use."""
+        """Bytes of all storages in use."""
         return sum(self._sizes)
 
     def park(self) -> None:
-        """Move the content of the storages to the host, and give their memory up. Idempotent. If the move fails nothing
-        has changed."""
+        """Copy the storages to the host and release their memory. Idempotent. A failed copy changes nothing."""
         if self.parked:
             return
         if self._on_gpu:
@@ -68,8 +66,7 @@ class HostOffload:
         give_back_free_memory()
 
     def restore(self) -> None:
-        """Fill the storages again. Idempotent. Raises MemoryError if the GPU is still in use; what was parked stays
-        parked then."""
+        """Fill the storages again. Idempotent. Raises MemoryError, and stays offloaded, if the GPU is still in use."""
         if not self.parked:
             return
         if self._on_gpu:
@@ -89,9 +86,9 @@ class HostOffload:
 
     @contextmanager
     def lent(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Within the block tensors are whole although they are parked; what is written to them then is lost."""
+        """Fill some offloaded tensors within the block; writes to them are lost."""
         wanted = [local(tensor.detach()).untyped_storage() for tensor in tensors] if self.parked else []
-        # Of a storage there is one object, whose memory, and so its address, is gone.
+        # Compare by identity: an emptied storage has no address.
         chosen = [number for number, mine in enumerate(self._storages) if any(each is mine for each in wanted)]
         storages = [self._storages[number] for number in chosen]
         refill(storages, [self._sizes[number] for number in chosen])
@@ -114,19 +111,19 @@ class HostOffload:
 
 
 def kept_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors of a frozen model."""
+    """Yield the tensors of a frozen model."""
     yield from model.parameters()
     yield from model.buffers()
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of tensors, each once, without those that hold nothing."""
+    """Return the non-empty storages of tensors, each once."""
     storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
     return list(storages.values())
 
 
 def empty(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Give up the memory of storages, with its content."""
+    """Release the memory of storages, with its content."""
     for storage in storages:
         if storage.device.type == "cuda":
             storage.resize_(0)
@@ -135,7 +132,7 @@ def empty(storages: Iterable[torch.UntypedStorage]) -> None:
 
 
 def refill(storages: list[torch.UntypedStorage], sizes: list[int]) -> None:
-    """Memory for emptied storages, without their values: all of them, or none if there is too little."""
+    """Allocate emptied storages, without their values: all of them, or none if memory is short."""
     try:
         for storage, size in zip(storages, sizes, strict=True):
             if storage.nbytes() != size:  # pages of a CPU come when they are touched
@@ -146,7 +143,7 @@ def refill(storages: list[torch.UntypedStorage], sizes: list[int]) -> None:
 
 
 def _give_back_pages(storage: torch.UntypedStorage) -> None:
-    """Give back the whole pages of a storage; pages that it shares with other memory stay."""
+    """Release the pages that a storage has to itself."""
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0 and _LIBRARY.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
@@ -154,7 +151,7 @@ def _give_back_pages(storage: torch.UntypedStorage) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes in use: on a GPU by all its processes, of a CPU's memory by this process, without mapped files."""
+    """Return the bytes in use: on a GPU by all processes, on a CPU by this one, without mapped files."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -181,7 +178,7 @@ def require_free(device: torch.device, size_bytes: int, wait_s: float = RELEASE_
 
 
 def give_back_free_memory() -> None:
-    """Give back to the device and the system what allocators keep for their next request."""
+    """Return the allocators' free memory to the device and the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     # vLLM preloads tcmalloc; where it is not, malloc is glibc's.

@@ -42,34 +42,34 @@ class PerTokenSettings(DistributedSettings):
     logits_elements: int | None = None
     """See OutputHead.chunk_elements."""
     own: Any = None
-    """The settings of a function of the user's own: its section of the spec."""
+    """The section of the spec of a user's function."""
     import_paths: tuple[str, ...] = ()
     """Folders from which to import the worker: the driver's own `sys.path`."""
 
 
 class PerTokenWorker(Protocol):
-    """One rank of a function that computes a column."""
+    """One rank of a function that computes a per-token output."""
 
     def __init__(self, settings: PerTokenSettings, threads: int, mesh: DeviceMesh | None) -> None:
         """Load the model; with a mesh, this rank's part of it. *Collective* then."""
         ...
 
     def kept_on_device(self) -> Iterable[torch.Tensor]:
-        """All tensors that this rank keeps on its device between two calls: they leave it while the function sleeps."""
+        """Return all tensors on the device between two calls; they are offloaded while the function sleeps."""
         ...
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """The column `[tokens]` of the whole batch, 0 on tokens that the model did not draw; and the prompt tokens that
-        this rank did not compute, because a sequence with the same prefix had computed them. *Collective*."""
+        """Compute the output `[tokens]` of the whole batch, 0 on tokens that were not generated; and count the prompt
+        tokens that this rank did not compute, because of a shared prefix. *Collective*."""
         ...
 
 
 PHASE = "logprobs"
-"""The phase of the memory plan."""
+"""Phase of the memory plan."""
 
 
 class PerTokenActor(RankActor[PerTokenSettings]):
-    """A rank; rank 0 gives the values of all."""
+    """One rank; rank 0 returns the values of all."""
 
     def _load(self, address: str) -> None:
         from rlhfless.functions.sharding import join_frozen

@@ -1,4 +1,4 @@
-"""The critic function: its ranks as Ray actors, and their front (rlhfless.functions.training)."""
+"""The critic function: its ranks as Ray actors, and their controller (rlhfless.functions.training)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class CriticActor(TrainingActor[CriticSettings]):
         self._rank = self._joined(address, CriticRank, self._settings.algorithm)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
-        """See CriticRank.values; rank 0 gives the values of all. *Collective.*"""
+        """See CriticRank.values; rank 0 returns the values of all. *Collective.*"""
         with self._at_work("values"):
             values, shared_tokens = self._rank.values(batch)
         return None if self._number else values, shared_tokens
 
 
 class CriticFunction(TrainedFunction):
-    """The critic's front. It keeps the state of the run as the learner does: a checkpoint of the run has both."""
+    """The controller of the critic. A checkpoint of the run has the state of critic and learner."""
 
     named = "critic"
     actor = CriticActor
@@ -68,5 +68,5 @@ class CriticFunction(TrainedFunction):
 
     @admitted
     async def compute(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Values `[tokens]` of a packed batch of whole groups, 0 on tokens that the policy did not draw."""
+        """Compute values `[tokens]` of a packed batch of complete groups; 0 on tokens that were not generated."""
         return await self._per_token(batch)

@@ -49,9 +49,8 @@ class StoreHome:
     """Workers of all engines together, which a broadcast goes to."""
 
     def open(self, host: str) -> WeightStore:
-        """The store; if there is a token it is served at `host`, this node's address, from threads of this process as
-        long as it lives."""
-        # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
+        """Open the store. With a token, threads of this process serve it at `host`, this node's address."""
+        # Imported here: they import torch, and the controller never opens the store.
         from rlhfless.weights.broadcast import Broadcaster
         from rlhfless.weights.buckets import BucketStore
         from rlhfless.weights.device_hash import piece_hash_of
@@ -67,8 +66,8 @@ class StoreHome:
         return HttpStoreServer(self.folder, host=host, token=self.token, join=join, of_piece=of_piece)
 
     def mark(self) -> None:
-        """Show engines that this folder is the learner's (StoreAddress.require_shared). Again with each version: a
-        folder that was lost is made anew."""
+        """Mark this folder as the learner's for engines (StoreAddress.require_shared). Repeated with each version,
+        because a lost folder is created again."""
         if not self.token:
             StoreAddress("file", self.folder).mark()
 
@@ -84,9 +83,9 @@ class LearnerSettings(TrainedSettings):
     quantization: Quantization
     """Of the engines."""
     probe_token_ids: tuple[int, ...]
-    """The text whose logprobs every published version carries."""
+    """Tokens of the probe; each published version has the learner's logprobs of them."""
     read_back: bool
-    """A published version carries samples of its weights, which engines compare with theirs."""
+    """Publish samples of the weights, which engines compare with their own."""
     store: StoreHome
     kept_versions: int
     """Newest versions that stay in the store: those that steps may still draw with (scaling.memory.kept_versions)."""
@@ -103,9 +102,9 @@ class LearnerActor(TrainingActor[LearnerSettings]):
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
         super().__init__(settings, rank)
         self._published: list[WeightVersion] = []
-        """Versions in the store, those of a group before this one too, in the order in which they were published."""
+        """Versions in the store, oldest first, including those of an earlier group of ranks."""
         self._averaged: WeightVersion | None = None
-        """The average that was published last."""
+        """The last published average."""
 
     @property
     def shares_device_memory(self) -> bool:
@@ -126,7 +125,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         self._rank = self._joined(address, LearnerRank, settings.algorithm, settings.temperature, settings.quantization)
 
     def publish(self, run_id: str, attempt: int, step: int, averaged: bool) -> tuple[PublishedWeights, ...]:
-        """Write the weights to the store; rank 0 returns what it wrote, with samples and no logprobs. *Collective.*"""
+        """Write the weights to the store. Rank 0 returns the version, with samples and no logprobs. *Collective.*"""
         from rlhfless.functions.training.checkpoint import drain
 
         with self._at_work("publish"), self._as_published(averaged):
@@ -149,8 +148,8 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
 
     def feed(self, version: WeightVersion, workers: Sequence[int]) -> int:
-        """Give the weights, which are those of a version, to engines on the ranks' GPUs (rlhfless.weights.buckets):
-        to so many `workers` on each rank's. Also asleep. Returns how many have taken them. *Collective.*"""
+        """Give the weights to engines on this rank's GPU (rlhfless.weights.buckets), to `workers[rank]` workers; also
+        while the rank sleeps. Return how many workers have taken them. *Collective.*"""
         from rlhfless.functions.training.checkpoint import drain
 
         with self._naming_memory_errors("publish"):
@@ -162,7 +161,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
                 drain(stream)  # the other ranks wait for each tensor
 
     def probe(self, averaged: bool) -> tuple[float, ...]:
-        """The learner's own logprobs of the probe. *Collective.*"""
+        """Compute the logprobs of the probe. *Collective.*"""
         with self._at_work("publish"), self._as_published(averaged):
             return self._rank.probe_logprobs(self._settings.probe_token_ids)
 
@@ -170,8 +169,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         return self._rank.averaged() if averaged else contextlib.nullcontext()
 
     def _forget_average(self) -> None:
-        """Delete the last average, which no engine loads any more; one of no updates is the same version as the
-        weights, and stays."""
+        """Delete the last average. An average of no updates equals the live version, and stays."""
         if self._averaged is not None and self._averaged not in self._published:
             self._store.delete(self._averaged)
 
@@ -183,7 +181,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
 
 
 class SupervisedActor(TrainingActor[LearnerSettings]):
-    """Rank `rank` of a learner that learns from written responses. It publishes nothing."""
+    """Rank `rank` of a supervised learner, which publishes nothing."""
 
     named = "learner"
     _rank: SupervisedRank
@@ -195,7 +193,7 @@ class SupervisedActor(TrainingActor[LearnerSettings]):
 
 
 class LearnerFunction(TrainedFunction):
-    """The learner's front."""
+    """The controller of the learner."""
 
     named = "learner"
     actor = LearnerActor
@@ -258,8 +256,8 @@ class LearnerFunction(TrainedFunction):
 
     @admitted
     async def evaluate(self, _: Call, batch: PackedBatch) -> CallResult[FloatArray]:
-        """Logprobs `[tokens]` of the current policy: before the first update of a step they are the old ones. Of a
-        reward model, scores (rlhfless.functions.learner.supervised)."""
+        """Compute logprobs `[tokens]` of the current policy, or scores of a reward model
+        (rlhfless.functions.learner.supervised)."""
         values = (await self._group.call("evaluate", ray.put(batch)))[0]
         return CallResult(values, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
@@ -273,14 +271,14 @@ class LearnerFunction(TrainedFunction):
         await self._wait_learned(call.step)
         start_s = time.time()
         ((written,), *_) = await self._group.call_all("publish", call.run_id, call.attempt, call.step, averaged)
-        # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
+        # All ranks give equal answers; the last rank did not write the file, so its answer checks it.
         logprobs = (await self._group.call_all("probe", averaged))[-1]
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 
     async def offers(self, call: Call, version: WeightVersion) -> Reply[bool]:
-        """Whether `feed` can give a version: the weights have taken its step, and learn no other."""
+        """Return whether `feed` can give a version: it is the current one, and no step is being learned."""
         self.admit(call)
         return self.reply(self._offers(version), time.time())
 
@@ -296,7 +294,7 @@ class LearnerFunction(TrainedFunction):
         return CallResult(tuple(taken))
 
     async def _wait_learned(self, step: int) -> None:
-        """Wait until the weights have taken a step."""
+        """Wait for the end of a step's `learn`."""
         while self._step < step:
             if self._learning is not None and self._learning[0].step == step:
                 await asyncio.shield(self._learning[1])
@@ -308,16 +306,15 @@ class LearnerFunction(TrainedFunction):
                 raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
 
     def admit(self, call: Call) -> None:
-        """See Function. The first call makes the store this learner's."""
+        """See Function. The first call claims the store."""
         super().admit(call)
         if not self._owns:
-            with contextlib.suppress(OSError):  # the ranks have not made it yet
+            with contextlib.suppress(OSError):  # the folder does not exist yet
                 (Path(self._settings.store.folder) / OWNER).write_text(self.incarnation)
                 self._owns = True
 
     def clean_up(self) -> None:
-        """Remove the store: its files outlive processes, and no function of the run reads them any more. Not that of a
-        learner which has come in the place of this one, after Serve had restarted it."""
+        """Delete the store, whose files outlive processes, unless another incarnation has claimed it."""
         folder = Path(self._settings.store.folder)
         with contextlib.suppress(OSError):
             if (folder / OWNER).read_text() != self.incarnation:

@@ -1,4 +1,4 @@
-"""The base of a rank as a Ray actor: its devices, signs of life, and how ranks meet."""
+"""The base of a rank's Ray actor: devices, signs of life, rendezvous, sleep."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlhfless.functions.loopback import (
     loopback_environment,
     set_default_environment,
 )
+from rlhfless.functions.on_node import node_address
 from rlhfless.functions.out_of_memory import naming_memory_errors
 from rlhfless.records import SleepTier, Slept
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Asleep(RuntimeError):
-    """The call needs tensors that a sleeping rank keeps in the host's memory."""
+    """The rank sleeps: its tensors are in the host's memory."""
 
 
 S = TypeVar("S", bound=DistributedSettings)
@@ -39,13 +40,13 @@ class RankActor(Generic[S]):
     """Rank `rank` of a function."""
 
     named = ""
-    """The function, in errors."""
+    """Name of the function in errors."""
     phases: ClassVar[Mapping[str, str]] = {}
     """The methods of `_rank` that `call` may call, with their phase of the memory plan."""
     _rank: Any
     """The model of this rank; set by `_load`."""
     _parking: HostOffload | None = None
-    """The tensors that are parked while the rank sleeps; made by the first sleep."""
+    """Made by the first sleep."""
 
     def __init__(self, settings: S, rank: int) -> None:
         settings.rank_bindings[rank].bind()
@@ -57,11 +58,11 @@ class RankActor(Generic[S]):
 
     @ray.method(concurrency_group="signs_of_life")
     def alive(self) -> None:
-        """A sign of life; answered also while the rank computes."""
+        """Answer also while the rank computes."""
 
     def node(self) -> str:
-        """The address of this rank's node, as Ray knows it."""
-        return ray.util.get_node_ip_address()
+        """Return the address of this rank's node."""
+        return node_address()
 
     @property
     def shares_device_memory(self) -> bool:
@@ -70,7 +71,7 @@ class RankActor(Generic[S]):
 
     @property
     def reaches_other_nodes(self) -> bool:
-        """Whether the rank forms groups with processes of other nodes beside the group of its ranks."""
+        """Whether the rank joins process groups with other nodes, apart from the group of its ranks."""
         return False
 
     @property
@@ -79,7 +80,7 @@ class RankActor(Generic[S]):
         return self._settings.rank_bindings[self._number].node
 
     def rendezvous(self, on_one_node: bool) -> str:
-        """An address on this node at which the ranks can meet: on loopback if no other node has a rank."""
+        """Return an address for the ranks' rendezvous on this node: on loopback if no other node has a rank."""
         host = LOOPBACK if on_one_node else self.node()
         return f"tcp://{host}:{free_port(host)}"
 
@@ -108,11 +109,11 @@ class RankActor(Generic[S]):
             return getattr(self._rank, method)(*arguments, **keywords)
 
     def kept_on_device(self) -> Iterable[torch.Tensor]:
-        """All tensors that this rank keeps on its device between two calls; none: it cannot sleep."""
+        """Return all tensors on the device between two calls. None: the rank cannot sleep."""
         return ()
 
     def sleep(self) -> Slept:
-        """Move the tensors that the rank keeps on its device to the host's memory. Idempotent."""
+        """Offload the rank's tensors to the host's memory. Idempotent."""
         from rlhfless.functions.host_offload import HostOffload, held_bytes
         from rlhfless.functions.sharding import default_device
 
@@ -125,19 +126,19 @@ class RankActor(Generic[S]):
         return Slept(SleepTier.HOST, max(before - held, 0), held)
 
     def wake(self) -> None:
-        """Move them back. Idempotent."""
+        """Move the tensors back. Idempotent."""
         if self._parking is not None:
             with self._naming_memory_errors("wake"):
                 self._parking.restore()
 
     @property
     def _threads(self) -> int:
-        """The threads of a rank that computes on its own devices alone."""
+        """Threads of a rank with cores of its own."""
         return len(self._settings.rank_bindings[self._number].ids)
 
     @contextlib.contextmanager
     def _at_work(self, phase: str) -> Iterator[None]:
-        """Within the block a lack of memory is reported with its phase. Raises Asleep while the rank sleeps."""
+        """Report a lack of memory with its phase. Raises Asleep while the rank sleeps."""
         if self._parking is not None and self._parking.parked:
             raise Asleep(f"{self.named} rank {self._number} sleeps, and cannot {phase}; wake it first")
         with self._naming_memory_errors(phase):

@@ -43,7 +43,7 @@ _OF_NETWORK = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out
 
 
 class RankGroup:
-    """1..N rank actors, by rank. `function` is its name in errors."""
+    """Rank actors, in order. `function`: its name in errors."""
 
     def __init__(self, ranks: Sequence[Any], limit_s: float, function: str) -> None:
         self.ranks = tuple(ranks)
@@ -52,13 +52,13 @@ class RankGroup:
         self._broken: BaseException | None = None
 
     async def call_all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
-        """Call a method of every rank at the same time; the answers, by rank. See `_judge` for what it raises, also
-        after `limit_s`, or else the group's own limit."""
+        """Call a method of every rank actor; return the answers in order. Raises what `_judge` returns, also after
+        `limit_s`, by default the group's limit."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
         return await self._answers(method, calls, limit_s or self._limit_s)
 
     async def call(self, method: str, *arguments: object, **keywords: object) -> list[Any]:
-        """Call a method of the model of every rank (see RankActor.call); otherwise as `call_all`."""
+        """Call a method of every rank's model (RankActor.call); otherwise as `call_all`."""
         calls = [rank.call.remote(method, *arguments, **keywords) for rank in self.ranks]
         return await self._answers(method, calls, self._limit_s)
 
@@ -85,13 +85,13 @@ class RankGroup:
                 task.cancel()
         if not causes and not late:
             return [task.result() for task in tasks]
-        # Other calls that are under way fail because the ranks were ended; all of them get the reason.
+        # Concurrent calls fail because the ranks were killed; all of them raise the first reason.
         raise self._broken or self._judge(method, causes, late, len(tasks), limit_s)
 
     def _judge(
         self, method: str, failures: Mapping[int, BaseException], late: list[int], asked: int, limit_s: float
     ) -> BaseException:
-        """The error to raise: the ranks' own if all raised alike, which leaves them in step; else they are ended."""
+        """Return the ranks' error if all raised the same kind, which leaves them in step; else kill the ranks."""
         causes = {number: _cause(error) for number, error in failures.items()}
         if len(failures) == asked and all(map(_raised, failures.values())):
             kinds = {type(cause) for cause in causes.values()}
@@ -109,8 +109,7 @@ class RankGroup:
         late: list[int],
         limit_s: float,
     ) -> BaseException:
-        """An error that the user can correct, or else FunctionBroken that names the rank which failed first and its
-        error."""
+        """Return the error that the user can correct, or FunctionBroken, which names the first rank that failed."""
         if not causes:
             ranks = ", ".join(map(str, late))
             return FunctionBroken(
@@ -128,7 +127,7 @@ class RankGroup:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error that the rank's method raised, or else the error of the call."""
+    """Return the error that the method raised, or else the error of the call."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
@@ -137,8 +136,7 @@ def _raised(error: BaseException) -> bool:
 
 
 def _order(error: BaseException, cause: BaseException) -> int:
-    """The order of blame: lost ranks first, then errors of a rank's own, last errors of ranks that waited for
-    another."""
+    """Rank errors by blame: lost ranks, then own errors, then errors of waiting for another rank."""
     return 0 if not _raised(error) else 2 if _of_network(cause) else 1
 
 
@@ -151,12 +149,12 @@ def _of_network(cause: BaseException) -> bool:
 
 
 SILENT_SHARE = 0.5
-"""The share of a lease in which every rank must give a sign of life. Drivers ask for one four times in a lease, and
-give up a replica that is silent for a whole one."""
+"""Share of a lease in which every rank must answer. Drivers ask four times in a lease, and give up a replica that is
+silent for a whole lease."""
 
 
 class DistributedFunction(Function):
-    """A front that owns a rank actor for each of `settings.rank_bindings`. Awaitable, as Serve wants it."""
+    """Starts a rank actor for each of `settings.rank_bindings`. Serve awaits the constructor."""
 
     named: str
     """The function, in errors."""
@@ -181,19 +179,19 @@ class DistributedFunction(Function):
             "num_gpus": 0,
             "label_selector": {NODE_LABEL: settings.rank_bindings[rank].node},
             "max_restarts": 0,
-            # Threads of their own, so that a rank that computes still answers `alive`, and is waited for meanwhile.
+            # Threads for calls that a computing rank must answer.
             "concurrency_groups": {"signs_of_life": 1, "waits": 1},
         }
         make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
         return make(self.actor_of(settings)).remote(settings, rank)
 
-    def actor_of(self, settings: Any) -> type:  # noqa: ARG002 - of most functions it is the same for all
+    def actor_of(self, settings: Any) -> type:  # noqa: ARG002 - an override may need it
         """The class of a rank's actor."""
         return self.actor
 
     @admitted
     async def describe(self, _: Call) -> CallResult[ReplicaInfo]:
-        """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
+        """Describe this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
         pids = await self._group.call_all("pid")
         return CallResult(self.info(tuple(pids), self._step_of_weights))
 
@@ -213,17 +211,17 @@ class DistributedFunction(Function):
 
     @admitted
     async def renew(self, _: Call) -> CallResult[None]:
-        """See Function.renew; silent while a rank is, and broken if one is for SILENT_SHARE of a lease."""
+        """See Function.renew. Waits for all ranks; raises FunctionBroken after SILENT_SHARE of a lease."""
         if self._looking is None or self._looking.done():
-            # Ended before the driver gives up the whole replica, so that the rank is named.
+            # Shorter than the driver's limit, so that the error names the rank.
             limit_s = self._lease_s * SILENT_SHARE
             self._looking = asyncio.create_task(self._group.call_all("alive", limit_s=limit_s))
         await asyncio.shield(self._looking)
         return CallResult(None)
 
     @admitted
-    async def sleep(self, call: Call, tier: SleepTier) -> CallResult[Slept]:  # noqa: ARG002 - their state is nowhere else
-        """See Function.sleep: in HOST, whatever is asked for."""
+    async def sleep(self, call: Call, tier: SleepTier) -> CallResult[Slept]:  # noqa: ARG002
+        """See Function.sleep. The tier is HOST always: the ranks' state is nowhere else."""
         slept: list[Slept] = await self._group.call_all("sleep")
         freed, held = sum(each.freed_bytes for each in slept), sum(each.held_bytes for each in slept)
         return CallResult(Slept(SleepTier.HOST, freed, held))
@@ -236,6 +234,6 @@ class DistributedFunction(Function):
 
     @admitted
     async def stop(self, _: Call) -> CallResult[None]:
-        """End the ranks; the front cannot work after that."""
+        """Kill the ranks; the controller cannot work after that."""
         self._group.end()
         return CallResult(None)

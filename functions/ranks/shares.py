@@ -1,4 +1,4 @@
-"""What all ranks of a network compute of a batch: each for its share of the sequences."""
+"""Outputs of a network over its ranks, each of which computes its share of the sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfless.records import FloatArray, IntArray
 
 
 def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> IntArray:
-    """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
+    """Return this rank's sequences `[share]`; all ranks have equal work."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
     return deal(batch, budget_tokens, ranks, packing=policy.packing)[rank]
 
@@ -23,16 +23,15 @@ def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> I
 def share_logprobs(
     policy: PolicyNetwork, batch: PackedBatch, temperature: float, budget_tokens: int
 ) -> tuple[FloatArray, int]:
-    """`share_outputs` of the head that gives logprobs."""
+    """Compute `share_outputs` of the logprob head."""
     return share_outputs(policy, batch, logprob_outputs(policy, temperature), budget_tokens)
 
 
 def share_outputs(
     policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int
 ) -> tuple[FloatArray, int]:
-    """The first output `[tokens]` of a head for this rank's sequences, 0 on prompt tokens and on the tokens of other
-    ranks; and the prompt tokens of the share that were not computed, because a sequence with the same prefix had
-    computed them. *Collective*."""
+    """Compute the first output `[tokens]` of a head for this rank's sequences, 0 on prompt tokens and on the tokens of
+    other ranks; and count the prompt tokens that were not computed, because of a shared prefix. *Collective*."""
     share = share_of(policy, batch, budget_tokens)
     own = select(batch, share)
     parts = cut(own, budget_tokens, packing=policy.packing)
@@ -43,11 +42,11 @@ def share_outputs(
 
 
 def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget_tokens: int) -> tuple[FloatArray, int]:
-    """The first of `outputs` `[tokens]` of the whole batch, 0 on prompt tokens, on every rank; and the prompt tokens of
-    this rank's share that were not computed, because a sequence with the same prefix had computed them. *Collective.*
+    """Compute the first of `outputs` `[tokens]` of the whole batch, 0 on prompt tokens, on every rank; and count the
+    prompt tokens of this rank's share that were not computed, because of a shared prefix. *Collective.*
 
-    Groups are computed each by itself, and dealt to the ranks whole: what a group gets is the same bits whatever other
-    groups came with it, so a step that is done again learns the same.
+    A rank computes whole groups, each alone: results are bitwise independent of batch composition, so a repeated step
+    learns the same.
     """
     parts: list[MicroBatch] = []
     saved = 0
@@ -60,7 +59,7 @@ def by_group(policy: PolicyNetwork, batch: PackedBatch, outputs: Outputs, budget
 
 
 def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]:
-    """The sequences of each group of this rank: the largest groups first, so that all ranks have equal work."""
+    """Return the sequences of each group of this rank. Groups are dealt from the largest on, for equal work."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
     groups = batch.sequence_groups
     order = np.argsort(-np.bincount(groups, batch.lengths), kind="stable")[rank::ranks]
@@ -68,7 +67,7 @@ def _groups_of_rank(policy: PolicyNetwork, batch: PackedBatch) -> list[IntArray]
 
 
 def all_reduce_rows(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
-    """The sum over the ranks, on each of them: values of shares become those of the batch. *Collective*."""
+    """Sum values over the ranks: those of shares become those of the batch. *Collective*."""
     if policy.mesh is None:
         return values
     everything = torch.from_numpy(values).to(policy.device)

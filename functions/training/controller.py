@@ -31,14 +31,14 @@ Learned: TypeAlias = Reply[Mapping[str, float]]
 
 
 class TrainedFunction(DistributedFunction):
-    """The front of a trained model; `actor` is a TrainingActor."""
+    """The controller of a trained model; `actor` is a TrainingActor."""
 
     async def __init__(self, settings: TrainedSettings) -> None:  # type: ignore[misc]
         self._learning: tuple[Call, asyncio.Task[Learned]] | None = None
         self._step = 0
         """The last training step of the weights."""
         self._asked = asyncio.Event()
-        """Set, and replaced, when a step is to be learned."""
+        """Set, and replaced, by each new `learn`."""
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
     @property
@@ -46,9 +46,9 @@ class TrainedFunction(DistributedFunction):
         return self._step
 
     async def learn(self, call: Call, batch: PackedBatch, passes: Passes) -> Learned:
-        """One training step: an optimiser step per mini-batch of each pass. Returns the metrics.
+        """Take a training step: an optimiser step per mini-batch of each pass. Return the metrics.
 
-        Idempotent by step: a repeated call, even during the first, gets the answer of the first.
+        Idempotent by step: a repeated call, even during the first, gets the first call's answer.
         """
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
@@ -68,13 +68,13 @@ class TrainedFunction(DistributedFunction):
 
     @admitted
     async def check_shared_storage(self, _: Call, token: str) -> CallResult[tuple[str, ...]]:
-        """Why ranks cannot read a file that the run has written, or write beside it; empty if all can."""
+        """Return why ranks cannot read a file of the run, or write next to it; empty if all can."""
         answers: list[str | None] = await self._group.call_all("check_shared_storage", token)
         return CallResult(tuple(sorted({fault for fault in answers if fault})))
 
     @admitted
     async def restore(self, call: Call, location: str) -> CallResult[None]:
-        """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
+        """Continue after the step of a checkpoint. Idempotent."""
         await self._restore(call, location)
         return CallResult(None)
 
@@ -84,14 +84,13 @@ class TrainedFunction(DistributedFunction):
 
     @admitted
     async def checkpoint(self, _: Call, location: str, notes: Mapping[str, Any], background: bool) -> CallResult[bool]:
-        """Save model, optimiser and the run's `notes`, beside and renamed. Returns whether it is still being written:
-        with `background`, and where there is memory for a copy of the state."""
+        """Save model, optimiser and the run's `notes`. Return whether ranks still write (see TrainingRank.save)."""
         later: list[bool] = await self._group.call("save", location, notes, background=background)
         return CallResult(all(later))
 
     @admitted
     async def wait_written(self, _: Call) -> CallResult[None]:
-        """Wait until the checkpoint that was begun is complete. Raises CheckpointError."""
+        """Wait for the files of the last checkpoint. Raises CheckpointError."""
         await self._group.call_all("wait_written")
         return CallResult(None)
 
@@ -123,8 +122,8 @@ class TrainingActor(RankActor[S]):
     """Set by `_load`."""
 
     def _joined(self, address: str, rank: Callable[..., R], *own: Any) -> R:
-        """The rank, of the class `rank`, which has met the others at an address; `own`: what its class takes beside the
-        settings of every trained model. *Collective.*"""
+        """Make the model of this rank, of class `rank`, which joins the others at an address. `own`: arguments of that
+        class alone. *Collective.*"""
         settings, training = self._settings, self._settings.training
         if training.threads is None and settings.rank_bindings[self._number].kind == "cpu":
             training = training.model_copy(update={"threads": self._threads})
@@ -144,7 +143,7 @@ class TrainingActor(RankActor[S]):
         return self._rank.kept_on_device()
 
     def learn(self, batch: PackedBatch, passes: Passes) -> Mapping[str, float]:
-        """See TrainingRank.learn; with `shared_prompt_tokens`, of this call. *Collective.*"""
+        """See TrainingRank.learn; adds `shared_prompt_tokens` of this call. *Collective.*"""
         before = self._rank.shared_prompt_tokens
         with self._at_work("learn"):
             metrics = self._rank.learn(batch, passes)
@@ -156,7 +155,7 @@ class TrainingActor(RankActor[S]):
         self._rank.wait_written()
 
     def check_shared_storage(self, token: str) -> str | None:
-        """Why a file of the run cannot be read on this node, or another written beside it; None if both can."""
+        """Return why this node cannot read a file of the run, or write next to it; None if it can."""
         from rlhfless.records.checkpoints import files_of
 
         files, path = files_of(token)

@@ -1,5 +1,4 @@
-"""One rank of a model that is trained: the learner's policy, or the critic's value function. A plain class: the actor
-decides when it is started, and where.
+"""One rank of a trained model: the learner's policy, or the critic's value function.
 
 Each rank holds its shards of the float32 master weights, gradients and AdamW's state (rlhfless.functions.sharding),
 works on its share of the sequences, and gradients are added up over the ranks. Losses are divided by the step's global
@@ -8,11 +7,9 @@ denominators, so the sum is the gradient of the whole batch: two ranks take the 
 Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` layers compute in bfloat16, from
 weights that are cast where they are gathered; softmax and losses stay float32.
 
-Invariants: all ranks run as many micro-batches, a rank without work with one token that counts for nothing; an update
-with a gradient that is not finite is skipped by all of them, so NaN never reaches a weight; and with a fixed number of
-threads the same batch gives the same weights, bit for bit, on a CPU.
-
-Deliberately not here: what the loss is, which a subclass says (`_loss`), and retries, which the front decides.
+Invariants: all ranks run the same number of micro-batches; a rank without work runs one token that counts for nothing.
+All ranks skip an update whose gradient is not finite, so NaN never reaches a weight. On a CPU, with a fixed number of
+threads, the same batch gives the same weights, bit for bit. Subclasses define the loss; the controller retries.
 """
 
 from __future__ import annotations
@@ -73,10 +70,10 @@ class TrainingRank:
         init_method: str,
         timeout_s: float,
     ) -> None:
-        """Joins the process group at `init_method` (`tcp://host:port` or `file:///path`) and loads the model.
+        """Join the process group at `init_method` (`tcp://host:port` or `file:///path`) and load the model.
 
-        `timeout_s` bounds the rendezvous and each collective; torch raises an error that names the operation.
-        One rank forms a group, too: one path for any number.
+        `timeout_s` limits the rendezvous and each collective; torch raises an error that names the operation.
+        A single rank forms a group, too.
         """
         torch.set_num_threads(training.threads or default_threads(world_size))
         self._spec = model
@@ -92,40 +89,39 @@ class TrainingRank:
         try_files(model, self._model, self._savers)
         self._background = Background(self._savers, timeout_s, self._mesh)
         self.shared_prompt_tokens = 0
-        """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
-        computed the same prefix. Equal on all ranks."""
+        """Prompt tokens of all updates that were not computed, because a sequence of the same micro-batch had the same
+        prefix. Equal on all ranks."""
 
     def _load(self, device: torch.device) -> PolicyNetwork:
-        """The network, with the parameters split over `self._mesh`. *Collective.*"""
+        """Load the network, split over `self._mesh`. *Collective.*"""
         raise NotImplementedError
 
     def _loss(
         self, batch: PackedBatch, packed: PackedSegments | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss `[]` and metrics, each `[]`, of one micro-batch: its share of the mini-batch's. A backward pass of it
-        must run also without responses."""
+        """Compute loss `[]` and metrics, each `[]`: the micro-batch's share of the mini-batch's. The backward pass must
+        run even without responses."""
         raise NotImplementedError
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
-        """One training step: an optimiser step on each mini-batch of all passes, with the metrics of `_updates`.
-        *Collective.*"""
+        """Take an optimiser step on each mini-batch of all passes; return the metrics of `_updates`. *Collective.*"""
         raise NotImplementedError
 
     def kept_on_device(self) -> list[torch.Tensor]:
-        """Shards of the master weights and of the optimiser's moments, and buffers; nothing that is offloaded."""
+        """Return the shards of master weights and moments, unless they are offloaded, and the buffers."""
         tensors = [tensor for part in self._state().values() if isinstance(part, dict) for tensor in part.values()]
         if self._training.offload:
             tensors = []
         return [*tensors, *self._model.buffers()]
 
     def _state(self) -> dict[str, Any]:
-        """All that a checkpoint keeps for `restore`, in place."""
+        """Return the state of a checkpoint; `restore` writes into these tensors."""
         average = {} if self._average is None else {"average": self._average.tensors}
         return self._optimizer.state() | average | {"random_state": torch.get_rng_state()}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block the model has the average of its weights, if one is kept. *Collective.*"""
+        """Swap in the average of the weights, if there is one. *Collective.*"""
         if self._average is None:
             yield
             return
@@ -139,15 +135,14 @@ class TrainingRank:
         dist.destroy_process_group()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All weights in the published format, on the CPU and on every rank, at once: for models that fit into one
-        process. *Collective*."""
+        """Return all weights in the published format, on the CPU of every rank. *Collective*."""
         stream = published_stream(self._model, self._spec.dtype, self._policy.device, everywhere=True)
         return {name: tensor.to("cpu", copy=True) for name, tensor in stream.tensors}
 
     def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:
         """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
-        and `notes`. The model has the average of the weights, if one is kept. With `background`, and where there is
-        memory for a copy of the state, this returns True at once, and `wait_written` when it is done. *Collective.*"""
+        and `notes`. The model has the average of the weights, if there is one. With `background`, and memory for a copy
+        of the state, return True after the copy; `wait_written` waits for the files. *Collective.*"""
         state = self._state()
         later = background and self._background.fits(state)
         device = self._policy.device
@@ -162,63 +157,62 @@ class TrainingRank:
         return later
 
     def wait_written(self) -> None:
-        """Wait until the checkpoint that `save` began is complete. Raises CheckpointError."""
+        """Wait for the files of the last `save`. Raises CheckpointError."""
         self._background.wait_written()
 
-    def export_state(self, folder: Path) -> bool:
+    def export_state(self, folder: str | Path) -> bool:
         """Write the state to a folder in shared memory, which any number of ranks can `restore`. Returns False if
         there is no memory for a copy. *Collective.*"""
         self.wait_written()
         state = self._state()
-        return self._background.fits(state) and export_state(folder, state, self._savers)
+        return self._background.fits(state) and export_state(Path(folder), state, self._savers)
 
     def restore(self, location: str | Path) -> None:
-        """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.
-        *Collective.*"""
+        """Continue from a checkpoint by any number of ranks; bit for bit if by the same number. *Collective.*"""
         state = self._state()
         restore_checkpoint(str(location), state)
         self._optimizer.set_restored(state)
         torch.set_rng_state(state["random_state"])
 
     def _updates(self, parts: Iterable[PackedBatch], planned: int) -> dict[str, float]:
-        """An optimiser step on each mini-batch, of `planned` in the whole run. Returns `skipped_updates`, the updates
-        whose gradient was not finite, and for the other updates means over their response tokens (`*_max` are maxima),
-        including `gradient_norm` before clipping and `learning_rate`. *Collective.*"""
+        """Take an optimiser step on each mini-batch, of `planned` in the whole run. Return `skipped_updates`, whose
+        gradient was not finite, and means over the response tokens of the other updates (maxima of `*_max`), including
+        `gradient_norm` before clipping and `learning_rate`. *Collective.*"""
         updates = [(self._weight(part), self._update(part, planned)) for part in parts]
         applied = [(weight, metrics) for weight, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
     def _weight(self, batch: PackedBatch) -> int:
-        """The weight of a mini-batch's figures among those of a step."""
+        """Return the weight of a mini-batch's metrics in those of a step."""
         return batch.denominators.tokens
 
     def _of_responses(self, batch: PackedBatch, values: FloatArray | IntArray) -> torch.Tensor:
-        """Values `[tokens]` of a batch as those of its response tokens, on the device."""
+        """Select the values of response tokens from `[tokens]`, on the device."""
         return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
 
     @staticmethod
     def _share(outputs: LossOutputs, computed: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What `_loss` gives for an algorithm's outputs. `computed`: what the model gave for the responses. Nothing of
-        an empty micro-batch may reach an algorithm's loss, and still its backward pass must run."""
+        """Return loss and metrics of `_loss`. `computed`: the model's outputs for the responses, which connect the loss
+        of an empty micro-batch to the parameters."""
         loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + computed.sum() * 0
         return loss, {name: at_least_float32(value.detach()) for name, value in outputs.metrics.items()}
 
     def _sequences_of_rank(self, batch: PackedBatch) -> IntArray:
-        """The sequences of a mini-batch that this rank learns from."""
+        """Return this rank's sequences of a mini-batch."""
         return share_of(self._policy, batch, self._training.pass_tokens)
 
     def _cut(self, batch: PackedBatch) -> MicroBatches:
-        """The micro-batches of this rank's sequences."""
+        """Cut this rank's sequences into micro-batches."""
         return cut(batch, self._training.pass_tokens, packing=self._policy.packing)
 
     def _update(self, batch: PackedBatch, planned: int) -> dict[str, float] | None:
-        """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
+        """Take an optimiser step on a mini-batch. Return its metrics, or None if it was skipped."""
         share = select(batch, self._sequences_of_rank(batch))
         parts = self._cut(share)
-        # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
+        # Summed over micro-batches and ranks with the metrics of the loss.
         shared = prompt_tokens(share) - parts.prompt_tokens
         shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
-        # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
+        # Every rank must reduce the same metrics: those of a rank without sequences are 0.
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
             last = number == len(in_step)
@@ -240,14 +234,14 @@ class TrainingRank:
 
 
 def default_threads(world_size: int) -> int:
-    """The cores that this process may use, divided among the ranks unless it was pinned to its own."""
+    """Return the cores of this process if it is pinned, or else its share of the machine's."""
     usable = len(os.sched_getaffinity(0))
     pinned = usable < (os.cpu_count() or usable)
     return usable if pinned else max(1, usable // world_size)
 
 
 def over_ranks(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Each rank's share `[]` of an optimiser step's metrics, combined over the process group. Collective."""
+    """Combine each rank's share `[]` of an optimiser step's metrics. *Collective.*"""
     sums = [name for name in metrics if not name.endswith(MAXIMUM_SUFFIX)]
     maxima = [name for name in metrics if name.endswith(MAXIMUM_SUFFIX)]
     combined: dict[str, float] = {}
@@ -261,7 +255,7 @@ def over_ranks(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def over_updates(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """From (response tokens, metrics) of each optimiser step: means weighted by tokens, maxima of `*_max`."""
+    """Average (response tokens, metrics) of optimiser steps by tokens; take maxima of `*_max`."""
     if not parts:
         return {}
     total = sum(tokens for tokens, _ in parts)
@@ -276,7 +270,7 @@ def over_updates(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, flo
 def load_trained_policy(
     model: ModelSpec, learner: LearnerSpec, device: torch.device, mesh: DeviceMesh
 ) -> PolicyNetwork:
-    """The learner's policy. See load_trained."""
+    """Load the learner's policy; see load_trained."""
     exact = learner.head_dtype == "float32"
     head = {"exact_head": exact, "logits_elements": learner.logits_elements}
     return load_trained(model, learner, device, mesh, compiled=learner.compile, **head)
@@ -285,8 +279,8 @@ def load_trained_policy(
 def load_trained(
     model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh, **head: Any
 ) -> PolicyNetwork:
-    """Load a model, split over `mesh`, with its master weights in float32. `head`: what load_policy takes for its
-    output, and `compiled`. Raises as load_policy does. *Collective.*"""
+    """Load a model, split over `mesh`, with master weights in float32. `head`: further arguments of load_policy, which
+    says what is raised. *Collective.*"""
     return load_policy(
         model,
         parameter_dtype="float32",

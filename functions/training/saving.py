@@ -1,10 +1,10 @@
-"""Checkpoints that are written while the learner goes on, where its nodes have memory for a copy of the state.
+"""Checkpoints that are written in the background, where the nodes have memory for a copy of the state.
 
-The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, 16 with an average of the
-weights, over all ranks), from a GPU by way of two pinned buffers: the run waits for that alone. A thread writes the
-copy, and gathers what it publishes from it, on a process group of its own. One
-checkpoint is written at a time, and none counts before it is whole (rlhfless.functions.training.checkpoint). Copy and
-write have a deadline each, below the one for the call of the rank, whose error could not say what hangs.
+The run waits only for the copy to the host's memory (master weights and moments: 12 bytes per parameter, 16 with an
+average of the weights, over all ranks), which leaves a GPU through two pinned buffers. A thread writes the copy, on its
+own process group. One checkpoint is written at a time, and none counts before it is complete
+(rlhfless.functions.training.checkpoint). Copy and write have a deadline each, shorter than that of the rank's call,
+whose error could not name what hangs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Background:
         self._buffers: list[torch.Tensor] = []
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether every node has memory for a copy of its ranks' parts of a state."""
+        """Return whether every node has memory for a copy of its ranks' shards. *Collective.*"""
         size = sum(local(tensor).nbytes for tensor in _tensors(state))
         return enough(self._savers.all((socket.gethostname(), size, free_bytes())))
 
@@ -81,7 +81,7 @@ class Background:
         )
 
     def _on_host(self, part: torch.Tensor, deadline_s: float) -> torch.Tensor:
-        """A copy in pageable memory. A plain one runs at 3 to 5 GB/s where eight GPUs copy at once."""
+        """Copy to pageable memory. Without pinned buffers eight GPUs copy at 3 to 5 GB/s each."""
         if part.device.type != "cuda":
             return part.to("cpu", copy=True)
         if not self._buffers:
@@ -148,7 +148,7 @@ def copy_in_pieces(
 
 
 def enough(ranks: Sequence[tuple[str, int, int]]) -> bool:
-    """From each rank's node, bytes of its copy, and free bytes of the node: whether copies fit on all nodes."""
+    """Return whether copies fit on all nodes. `ranks`: node, bytes of the copy, and free bytes of the node."""
     nodes = {node for node, _, _ in ranks}
     return all(
         sum(size for node, size, _ in ranks if node == each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,13 +15,24 @@ from fakes.engine_settings import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.algorithms.passes import Passes
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
-from rlhfless.functions.learner.controller import LearnerFunction, LearnerSettings, StoreHome
+from rlhfless.functions.critic.controller import CriticActor
+from rlhfless.functions.critic.rank import CriticRank
+from rlhfless.functions.learner.controller import (
+    LearnerActor,
+    LearnerFunction,
+    LearnerSettings,
+    StoreHome,
+    SupervisedActor,
+)
+from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.learner.supervised import SupervisedRank
 from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.functions.ranks import controller
 from rlhfless.functions.ranks.controller import RankGroup
 from rlhfless.records import Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import AdamWSpec, DPOSpec, GRPOSpec, LearnerSpec, ModelSpec
 
+PLANNED = SimpleNamespace(planned={})
 STEP = Call("run", 1, 3)
 PROBE = Probe((1, 2), (-1.0,), {"w": b"values"})
 
@@ -226,6 +238,19 @@ async def test_a_failing_rank_ends_all_and_is_named(
     with pytest.raises(error, match=said):
         await RankGroup(ranks, 0.1, "learner").call_all("learn")
     assert killed == ranks
+
+
+@pytest.mark.parametrize(
+    ("actor", "model"), [(LearnerActor, LearnerRank), (SupervisedActor, SupervisedRank), (CriticActor, CriticRank)]
+)
+def test_methods_of_a_rank_are_called_in_their_phase(actor: Any, model: type) -> None:
+    told = {method for method in actor.phases if hasattr(model, method)}
+    assert actor.phases.keys() - told <= {"evaluate"}, "a critic has values"
+    rank = actor.__new__(actor)
+    rank._rank, rank._number, rank._settings = SimpleNamespace(save=lambda *given, **named: (given, named)), 0, PLANNED
+    assert rank.call("save", "here", background=True) == (("here",), {"background": True})
+    with pytest.raises(KeyError, match="close"):
+        rank.call("close")
 
 
 async def test_what_all_ranks_refuse_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
