@@ -128,8 +128,7 @@ def test_a_driver_that_does_not_know_the_spec_says_so(tmp_path: Path) -> None:
         (
             NoCluster("no Ray cluster answers; start it there (`ray start --head`)"),
             "queued",
-            "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct "
-            "that",
+            "the service's Ray cannot be reached; the run's logs say why, and its operator can correct it",
         ),
     ],
 )
