@@ -25,15 +25,6 @@ Overrides = Annotated[
     ),
 ]
 
-Engines = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--engines",
-        metavar="NAME",
-        help="Engines to compare by their published runs: vllm, sglang, tensorrt-llm. Runs use vLLM only.",
-    ),
-]
-
 Quantizations = Annotated[
     list[str] | None,
     typer.Option(

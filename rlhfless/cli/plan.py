@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhfless.cli.options import (
-    Engines,
     Limit,
     Overrides,
     Quantizations,
@@ -58,18 +57,10 @@ def plan(
         int | None,
         typer.Option(min=1, help="Number of the row to write. Default: the first that can run."),
     ] = None,
-    engines: Engines = None,
     quantization: Quantizations = None,
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
     limit: Limit = None,
-    bench: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENGINE:NxKIND:FILE",
-            help="Scale an engine's speed to this file of `vllm bench serve --save-result`.",
-        ),
-    ] = None,
     lengths_of: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Use response lengths and latencies of this recorded run."),
@@ -95,7 +86,6 @@ def plan(
     loaded = load_spec(spec, overrides or ())
     trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
     tried = {
-        "engines": engines,
         "quantization": quantization,
         "speculation": speculation,
         "share_prefixes": share_prefixes,
@@ -104,11 +94,11 @@ def plan(
         from rlhfless.cli.plan_compare import Asked, compare_devices
 
         _refuse_with_compare(measured)
-        asked_for = Asked(devices or (), tried, bench or (), limit)
+        asked_for = Asked(devices or (), tried, limit)
         compare_devices(Planner(loaded, trace), asked_for, out, row, as_json=as_json)
         return
     options: dict[str, object] = {f"--{name.replace('_', '-')}": values for name, values in tried.items()}
-    _refuse_without_compare(devices, options | {"--out": out, "--bench": bench, "--limit": limit})
+    _refuse_without_compare(devices, options | {"--out": out, "--limit": limit})
     kind, count, apart = (
         parsed_sides(devices[0], draws=not loaded.supervised) if devices else (*local_devices(loaded), {})
     )

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from rlhfless.planning.inputs import question_of
 from rlhfless.planning.objects import ComparedDevices, ComparisonObject
 from rlhfless.planning.run_plan import Planner
 from rlhfless.scaling.accelerators import types_of
-from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import NODE_DEVICES
 from rlhfless.spec import RunSpec
@@ -51,16 +50,14 @@ class Asked:
     devices: Sequence[str]
     tried: Mapping[str, Sequence[Any] | None]
     """By the names of Dimensions."""
-    benches: Sequence[str]
     limit: int | None = None
     """Most rows; by default LIMIT, and all of named devices."""
 
-    def read(self) -> tuple[Dimensions, tuple[Bench, ...]]:
-        """Raises typer.BadParameter, InputError, UnknownDevice."""
-        benches = tuple(Bench.of(text) for text in self.benches)
+    def read(self) -> Dimensions:
+        """Raises typer.BadParameter."""
         named = {name: tuple(values) for name, values in self.tried.items() if values}
         try:
-            return Dimensions.model_validate({"engines": tuple(each.engine for each in benches)} | named), benches
+            return Dimensions.model_validate(named)
         except ValidationError as error:
             first = error.errors()[0]
             what, option = f"{first['input']!r}: {first['msg']}", str(first["loc"][0]).replace("_", "-")
@@ -71,8 +68,7 @@ def compare_devices(planner: Planner, asked: Asked, out: Path | None, row: int |
     """Print the comparison, as a table or as JSON. Raises InputError for devices that do not exist, typer.BadParameter
     for a row that is not there, does not fit or cannot run."""
     estimates = Estimates(lambda text: print(text, file=sys.stderr), what="choices")
-    dimensions, benches = asked.read()
-    planner = replace(planner, benches=benches)
+    dimensions = asked.read()
     show = estimates.progress if asked.devices else None  # a search does not know how many choices it will try
     tried = compare.compared(planner, asked.devices, dimensions, os.cpu_count() or 1, show)
     limit = asked.limit or (None if asked.devices else compare.LIMIT)
@@ -147,14 +143,13 @@ MOST_REASONS = 8
 def comparison_lines(compared: ComparisonObject) -> RenderableType:
     """The rows that fit, those on the front marked, with numbers to choose them by; and why others do not fit."""
     made = table("", "devices", "placement", "step", "run", "cost", "$/M tok", "kWh", "busiest", texts=3, padding=1)
-    named = any(row.engine != "vllm" for row in compared.rows)
     for number, row in enumerate(compared.rows, start=1):
         if row.predicted is None:
             continue
         busiest, share = max(row.shares.items(), key=lambda item: item[1])
         made.add_row(
             f"{number}{' *' if row.on_front else ''}",
-            _devices(row, named) + (" (plan only)" if row.no_engine else ""),
+            _devices(row) + (" (plan only)" if row.no_engine else ""),
             row.placement,
             f"{decimal(row.predicted.step_s, 0)} s",
             clock(row.predicted.wall_s),
@@ -167,7 +162,7 @@ def comparison_lines(compared: ComparisonObject) -> RenderableType:
     lengths = whole(f"response lengths: {legible(compared.lengths)}")
     decided = verdict(compared)
     last = ("", Prose(decided, style="bold")) if decided else ()
-    return Group(made, "", *map(Prose, _notes(compared, named)), lengths, *last)
+    return Group(made, "", *map(Prose, _notes(compared)), lengths, *last)
 
 
 def verdict(compared: ComparisonObject) -> str:
@@ -191,16 +186,15 @@ def verdict(compared: ComparisonObject) -> str:
     return text + (f" Another row is the fastest or the cheapest with {' or '.join(changed)}." if changed else "")
 
 
-def _devices(row: ComparedDevices, named: bool) -> str:
-    """The devices; with the engine, if rows differ in it, and the settings that are not the usual ones."""
-    draws = [row.engine] if named else []
-    draws += [each for each in (row.quantization, row.speculation) if each != "off"]
+def _devices(row: ComparedDevices) -> str:
+    """The devices, with settings that are not the defaults."""
+    draws = [each for each in (row.quantization, row.speculation) if each != "off"]
     if not row.share_prefixes:
         draws.append("no sharing")
     return " ".join([f"{row.count} x {row.kind}", *draws])
 
 
-def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
+def _notes(compared: ComparisonObject) -> Iterator[str]:
     """What the table means, and the rows that are not in it."""
     if compared.left_out:
         yield (
@@ -209,7 +203,7 @@ def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
         )
     yield "* no other is both faster and cheaper; kWh of a step, at most"
     if any(row.no_engine for row in compared.rows):
-        yield "(plan only) no run can be started so; --json says why, and what each engine's times were taken from"
+        yield "(plan only) no run can be started so; --json says why"
     for each in compared.sensitivity:
         ends = f"fastest row {each.fastest}, cheapest row {each.cheapest}"
         unknown = f"; not known for {', '.join(each.unknown)}" if each.unknown else ""
@@ -219,7 +213,7 @@ def _notes(compared: ComparisonObject, named: bool) -> Iterator[str]:
         yield f"without a prediction are {len(left)} of {len(compared.rows)}:"
     for row in left[:MOST_REASONS]:
         if row.fits:
-            yield f"{_devices(row, named)}, {row.placement}: {row.reason}"
+            yield f"{_devices(row)}, {row.placement}: {row.reason}"
             continue
         why = f"fits with {row.nearest_change}" if row.nearest_change else next(iter(row.problems), row.reason or "")
-        yield f"{_devices(row, named)}, {row.placement}: {why}"
+        yield f"{_devices(row)}, {row.placement}: {why}"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from rlhfless.cli.options import (
-    Engines,
     Limit,
     Overrides,
     Quantizations,
@@ -135,7 +134,6 @@ def compare(
             help="Devices, such as 8xh100 or 8xl40s+2xh100. Default: the service's and the best of the price book.",
         ),
     ] = None,
-    engines: Engines = None,
     quantization: Quantizations = None,
     speculation: Speculations = None,
     share_prefixes: SharedPrefixes = None,
@@ -159,7 +157,6 @@ def compare(
         answer = client.compare(
             values,
             devices=devices or [],
-            engines=engines or [],
             quantization=quantization or [],
             speculation=speculation or [],
             share_prefixes=share_prefixes or [],

@@ -224,8 +224,8 @@ def plan(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]
 
 
 def compare(spec: Mapping[str, Any], **question: Any) -> ClientCall[dict[str, Any]]:
-    """The time and cost of a run on other devices and in other placements. `question`: devices, engines,
-    quantization, speculation, share_prefixes, lengths_of, deadline_s, limit."""
+    """The time and cost of a run on other devices and in other placements. `question`: devices, quantization,
+    speculation, share_prefixes, lengths_of, deadline_s, limit."""
     body = {"spec": dict(spec)} | question
     return ClientCall("POST", "/v1/runs:compare", dict[str, Any], body=body, timeout_s=COMPUTE_S)
 

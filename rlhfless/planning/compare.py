@@ -18,8 +18,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.planning import sensitivity
-from rlhfless.planning.dimensions import SHARE_PREFIXES, SPECULATION, Dimensions, undrafted
-from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
+from rlhfless.planning.dimensions import (
+    QUANTIZATION,
+    SHARE_PREFIXES,
+    SPECULATION,
+    Dimensions,
+    no_engine,
+    quantization_problem,
+    undrafted,
+)
 from rlhfless.planning.inputs import parsed_sides, question_of
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.prediction import Predicted
@@ -79,7 +86,6 @@ class Choice:
     count: int
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Values by dotted key."""
-    rollouts: Rollouts = AS_IN_RUNS
 
     @property
     def devices(self) -> Mapping[str, int]:
@@ -135,11 +141,7 @@ def compared(
 
     def tried_of(choices: Sequence[Choice]) -> list[Tried]:
         ways = dimensions.ways(planner.spec)
-        every = [
-            replace(each, changes={**each.changes, **way.changes}, rollouts=way.rollouts)
-            for each in choices
-            for way in ways
-        ]
+        every = [replace(each, changes={**each.changes, **way}) for each in choices for way in ways]
         return list(_each(planner.quick(), every, jobs, on_choice or (lambda *_: None)))
 
     tried = tried_of(choices_of(planner.spec, devices)) if devices else _searched(planner, present, tried_of)
@@ -253,7 +255,7 @@ def try_choice(planner: Planner, choice: Choice) -> Tried:
 
 def _tried(planner: Planner, choice: Choice) -> Tried:
     placement = placement_of(choice)
-    if problem := choice.rollouts.problem(planner.spec, choice.kind):
+    if problem := quantization_problem(planner.spec, choice.changes, choice.kind):
         return Tried(choice, placement, (problem,))
     try:
         asked = question_of(spec_of(planner.spec, choice), choice.kind, choice.count)
@@ -265,7 +267,7 @@ def _tried(planner: Planner, choice: Choice) -> Tried:
         return Tried(choice, placement, tuple(problems), None if change is None else change.text)
     if SPECULATION in choice.changes and (unknown := undrafted(asked.spec, planner.lengths.drafts(asked.spec)[1])):
         return Tried(choice, placement, reason=unknown)
-    predicted, reason = planner.predicted(asked, planner.measured_of(choice.rollouts, asked))
+    predicted, reason = planner.predicted(asked)
     return Tried(choice, placement, (), None, predicted, reason)
 
 
@@ -352,6 +354,7 @@ def as_json(
 
 def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
     spec, choice, found = planner.spec, tried.choice, tried.predicted
+    quantization = choice.changes.get(QUANTIZATION, spec.generation.quantization)
     figures: dict[str, Any] = dict.fromkeys(("predicted", "step_usd", "usd_per_million_tokens", "energy_kwh"))
     if found is not None:
         step_usd = found.cost.cost_usd / found.cost.steps
@@ -371,9 +374,8 @@ def _row(planner: Planner, tried: Tried, *, on_front: bool) -> dict[str, Any]:
         "nearest_change": tried.nearest_change,
         "costs_usd": {} if found is None else sensitivity.costs_usd(spec, choice.devices, found.cost.cost_usd),
         "reason": tried.reason,
-        "no_engine": choice.rollouts.no_engine(spec, choice.kind, planner.shape),
-        "engine": choice.rollouts.engine or "vllm",
-        "quantization": choice.rollouts.quantization_of(spec),
+        "no_engine": no_engine(spec, quantization, choice.kind, planner.shape),
+        "quantization": quantization,
         "speculation": choice.changes.get(SPECULATION, {}).get("method", spec.generation.speculation.method),
         "share_prefixes": choice.changes.get(SHARE_PREFIXES, spec.learner.share_prefixes),
         "latency": None if found is None else found.latency,

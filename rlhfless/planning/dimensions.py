@@ -1,23 +1,24 @@
-"""What a comparison tries on each choice of devices and placement: engines, and settings of the run. Pure.
+"""Settings of the run that a comparison tries on each choice of devices and placement. Pure.
 
-Each is a key of the run's spec, so that a row is a run that can be started; engines that only publish their speed are
-not. What is not named is as in the spec.
+Each is a key of the run's spec, so that a row is a run that can be started; other keys are as in the spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
-from rlhfless.scaling.latency.engines import EngineName
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.quantization import why_not
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.generation import Quantization
+from rlhfless.spec.losses import PolicyLossSpec
 
 QUANTIZATION, SHARE_PREFIXES = "generation.quantization", "learner.share_prefixes"
 SPECULATION = "generation.speculation"
@@ -29,9 +30,6 @@ Drafter = Literal["off", "auto", "ngram", "suffix"]
 class Dimensions(SpecModel):
     """What is tried on each choice of devices and placement."""
 
-    engines: Annotated[tuple[EngineName, ...], Field(max_length=3)] = ()
-    """Engines, each as its published serving runs have it; by default vLLM by the devices' data sheets."""
-
     quantization: Annotated[tuple[Quantization, ...], Field(max_length=3)] = ()
     """Values of `generation.quantization`."""
 
@@ -41,37 +39,22 @@ class Dimensions(SpecModel):
     share_prefixes: Annotated[tuple[bool, ...], Field(max_length=2)] = ()
     """Values of `learner.share_prefixes`."""
 
-    def ways(self, spec: RunSpec) -> list[Way]:
-        """Each of one with each of the others, once."""
+    def ways(self, spec: RunSpec) -> list[dict[str, Any]]:
+        """Changes of the spec by dotted key: each value with each of the other settings' once."""
         own_drafts = spec.generation.speculation.method
         settings = (
             [{QUANTIZATION: each} for each in dict.fromkeys(self.quantization)],
             [{SPECULATION: {"method": each}} if each != own_drafts else {} for each in dict.fromkeys(self.speculation)],
             [{SHARE_PREFIXES: each} for each in dict.fromkeys(self.share_prefixes)],
         )
-        return list(_ways(list(dict.fromkeys(self.engines)), *settings))
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One engine with one value of each setting."""
-
-    rollouts: Rollouts = AS_IN_RUNS
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the spec, by dotted key."""
-
-
-def _ways(engines: list[EngineName], *settings: list[dict[str, Any]]) -> Iterator[Way]:
-    named: list[EngineName | None] = [*engines] or [None]
-    for engine, each in product(named, product(*(one or [{}] for one in settings))):
-        changes = {key: value for one in each for key, value in one.items()}
-        yield Way(Rollouts(engine, changes.get(QUANTIZATION)), changes)
+        every: Iterator[tuple[dict[str, Any], ...]] = product(*(values or [{}] for values in settings))
+        return [{key: value for each in way for key, value in each.items()} for way in every]
 
 
 def like(spec: RunSpec, other: RunSpec) -> bool:
     """Whether latencies that were measured of one run are those of the other."""
-    drafts = spec.generation.speculation == other.generation.speculation
-    return drafts and spec.learner.share_prefixes == other.learner.share_prefixes
+    ours, theirs = ((each.generation.speculation, each.generation.quantization) for each in (spec, other))
+    return ours == theirs and spec.learner.share_prefixes == other.learner.share_prefixes
 
 
 def undrafted(spec: RunSpec, accepted: tuple[float, ...]) -> str | None:
@@ -80,3 +63,29 @@ def undrafted(spec: RunSpec, accepted: tuple[float, ...]) -> str | None:
     if method == "off" or accepted:
         return None
     return f"drafts of {method} are not known: name a run that speculated with it by lengths_of"
+
+
+def quantization_problem(spec: RunSpec, changes: Mapping[str, Any], kind: str) -> str | None:
+    """Why a run cannot generate on a kind of device in the format that `changes` ask for; None if it can."""
+    quantization = changes.get(QUANTIZATION)
+    if quantization is not None and spec.supervised:
+        return f"a run of type {spec.type} generates nothing"
+    if quantization in (None, "off"):
+        return None
+    if quantization == "fp8" and kind != CPU_KIND and device_of(kind).fp8_flops_per_s is None:
+        return f"{QUANTIZATION} is fp8: {kind} has no products of 8 bit floats"
+    loss = spec.algorithm
+    if isinstance(loss, PolicyLossSpec) and loss.importance is None:
+        quantised = f"samples with {QUANTIZATION} {quantization} are off policy"
+        return f"{quantised}: leave algorithm.importance out for its default, truncated weights"
+    return None
+
+
+def no_engine(spec: RunSpec, quantization: Quantization, kind: str, shape: ModelShape | None = None) -> str | None:
+    """Why no run can be started on a kind of device, although one can be planned; None if one can."""
+    if (reason := device_of(kind).no_engine) is not None or spec.supervised or quantization == "off":
+        return reason
+    # Where the spec leaves it open, the devices decide, and GPUs get 16 bits.
+    dtype = spec.model.dtype if "dtype" in spec.model.model_fields_set else "bfloat16"
+    refused = why_not(quantization, kind, dtype, shape)
+    return None if refused is None else f"{QUANTIZATION} is {quantization}: {refused[0]}"

@@ -94,8 +94,6 @@ class ComparedDevices(PlannedDevices):
 
     changes: dict[str, Any]
     """The keys of the spec that say so, by dotted name, beside `placement.kind` and `placement.devices`."""
-    engine: str
-    """What draws the responses; runs do so with vLLM alone."""
     quantization: str
     """`generation.quantization`: `off`, `int8` or `fp8`."""
     speculation: str

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.planning.objects import PlannedCost
 from rlhfless.planning.question import Question
 from rlhfless.planning.redraw_cost import Drawn, signal_of
@@ -154,7 +153,6 @@ def predicted(
     config: dict[str, Any],
     lengths: Lengths,
     latency: LatencyFile | None,
-    rollouts: Rollouts = AS_IN_RUNS,
     *,
     quick: bool = False,
 ) -> Predicted:
@@ -176,7 +174,7 @@ def predicted(
         if quick and not isinstance(asked.spec.schedule, PartialSpec):  # whose steps end at a heartbeat
             measured["heartbeat_s"] = NO_HEARTBEATS_S
         drafts = _drafts(asked.spec, lengths) if latency is None else {}  # which a fit has already
-        measured["engine"] = _engine(asked, rollouts) | drafts | measured.get("engine", {})
+        measured["engine"] = _engine(asked) | drafts | measured.get("engine", {})
         by_factor = [_results(_scenario(asked, config, lengths, factor, measured, *size)) for factor in factors]
     totals = [[Totals.of(run.steps[1:] or run.steps) for run in results] for results in by_factor]
     factor = sheet_factor(asked.sheet.kind) if latency is None else MEASURED_FACTOR
@@ -187,9 +185,7 @@ def predicted(
         factor,
         band_text(lengths, factor),
     )
-    source = rollouts.source(asked.spec, asked.shape, asked.sheet.kind)
-    if latency is not None:
-        source = f"measured: {', '.join(latency.traces)}"
+    source = f"the data sheet of {asked.sheet.kind}" if latency is None else f"measured: {', '.join(latency.traces)}"
     busy_s = fmean(of.busy_device_s / of.steps for of in totals[0])
     tokens = fmean(of.response_tokens / of.steps for of in totals[0])
     return Predicted(cost, busy_s, tokens, _shares(by_factor[0][0]), source)
@@ -354,9 +350,13 @@ def _machines(kind: str, count: int) -> dict[str, Any]:
     return {"kind": kind, "nodes": math.ceil(count / per_node), "devices_per_node": per_node}
 
 
-def _engine(asked: Question, rollouts: Rollouts) -> dict[str, Any]:
-    engine = asked.spec.generation.engine
-    return rollouts.settings(asked.spec, asked.sheet.kind) | {
+def _engine(asked: Question) -> dict[str, Any]:
+    engine, quantization = asked.spec.generation.engine, asked.spec.generation.quantization
+    # Of products of integers, and of CPUs, no rate in 8 bits is known, so that of 16 counts.
+    fast = quantization == "fp8" and asked.sheet.fp8_flops_per_s is not None
+    return {
+        "weight_bits": 16 if quantization == "off" else 8,
+        "product_bits": 8 if fast else 16,
         "tensor_parallel": engine.devices_per_actor,
         "max_sequences": engine.sequence_limit,
         "memory_fraction": engine.gpu_memory_fraction,

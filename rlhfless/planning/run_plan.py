@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from rlhfless.planning.dimensions import like
-from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.planning.inputs import model_config, question_of
 from rlhfless.planning.prediction import Lengths, Predicted, lengths_of, predicted
 from rlhfless.planning.prefill import PlannedPrefill, planned_prefill
@@ -22,7 +21,6 @@ from rlhfless.planning.sensitivity import costs_usd
 from rlhfless.planning.suggestions import nearest_change
 from rlhfless.planning.supervised_cost import written, written_lengths
 from rlhfless.records.traces import Trace, read_trace
-from rlhfless.scaling.latency.bench import Bench
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.sim.replay.calibrate import LearningFit, calibrate, learning_fit
@@ -43,8 +41,6 @@ class Planner:
     """An earlier run, for its lengths and, on the same devices, its latencies."""
     measured: LatencyFile | None = None
     """Latencies measured on the devices that are asked for."""
-    benches: tuple[Bench, ...] = ()
-    """The user's measurements of servers."""
     hurried: bool = False
     found_lengths: Lengths | None = None
     """`lengths`, where another planner has found them: to read them from the data takes seconds."""
@@ -80,14 +76,7 @@ class Planner:
         """One whose predictions are made with less work."""
         return replace(self, hurried=True, found_lengths=self.lengths)
 
-    def measured_of(self, rollouts: Rollouts, asked: Question) -> Rollouts:
-        """The rollouts as the user has measured them on these devices; the last measurement of several counts."""
-        for bench in reversed(self.benches):
-            if (bench.engine, bench.kind) == (rollouts.engine, asked.sheet.kind):
-                return replace(rollouts, measured=bench.factor(asked.shape))
-        return rollouts
-
-    def predicted(self, asked: Question, rollouts: Rollouts = AS_IN_RUNS) -> tuple[Predicted | None, str | None]:
+    def predicted(self, asked: Question) -> tuple[Predicted | None, str | None]:
         """Time and cost, or why there is no prediction."""
         if self.config is None:
             return None, "the model's config.json cannot be read"
@@ -95,23 +84,22 @@ class Planner:
             latency: LatencyFile | LearningFit | None = self.measured
             if latency is None:
                 latency = self._learning_of(asked) if self.spec.supervised else self._latency_of(asked)
-            fits = rollouts.as_in_runs(self.spec) and like(asked.spec, self.spec)
-            if latency is not None and not self.spec.supervised and not fits:
-                return None, f"on {asked.sheet.kind} latencies are measured: of vLLM, with the settings of the spec"
-            found = self._made(asked, latency, rollouts)
+            if latency is not None and not self.spec.supervised and not like(asked.spec, self.spec):
+                return None, f"on {asked.sheet.kind} latencies are measured with the settings of the spec"
+            found = self._made(asked, latency)
             # What is fitted to a run is as far off as for that run.
             scatter = self._scatter if latency is not None and self.measured is None else None
             return found if scatter is None else replace(found, cost=scatter.banded(found.cost)), None
         except (UserError, ValueError) as error:
             return None, str(error).splitlines()[-1].strip()
 
-    def _made(self, asked: Question, latency: LatencyFile | LearningFit | None, rollouts: Rollouts) -> Predicted:
+    def _made(self, asked: Question, latency: LatencyFile | LearningFit | None) -> Predicted:
         """The prediction with these latencies; None: by data sheets. Raises UserError, ValueError."""
         if self.spec.supervised:
             return written(asked, self.lengths, latency)
         assert self.config is not None
         assert not isinstance(latency, LearningFit)
-        return predicted(asked, self.config, self.lengths, latency, rollouts, quick=self.hurried)
+        return predicted(asked, self.config, self.lengths, latency, quick=self.hurried)
 
     @cached_property
     def _scatter(self) -> Scatter | None:
@@ -124,7 +112,7 @@ class Planner:
             own = question_of(spec, kind, kinds[kind])
             planner = Planner(own.spec, self.trace, hurried=self.hurried)
             latency = planner._learning_of(own) if spec.supervised else planner._latency_of(own)
-            step_s = planner._made(own, latency, AS_IN_RUNS).cost.step_s
+            step_s = planner._made(own, latency).cost.step_s
         except (UserError, ValueError) as error:
             log.info("the run %s cannot be predicted itself: %s", self.trace.meta.run_id, error)
             kind, step_s = next(iter(kinds), CPU_KIND), None

@@ -415,8 +415,6 @@ def test_devices_are_compared_and_the_chosen_ones_written(sized, tmp_path):
         (["--devices", "8xh100", "--devices", "1xl40s"], "several devices are for --compare"),
         (["--devices", "8xh100", "--out", "there"], "it needs --compare"),
         (["--compare", "--devices", "1xl40s", "--out", "there", "--row", "9"], "9 is no row that fits"),
-        (["--devices", "8xh100", "--engines", "sglang"], "it needs --compare"),
-        (["--compare", "--engines", "triton"], "'triton': Input should be 'vllm'"),
         (["--compare", "--quantization", "fp4"], "'fp4': Input should be 'off'"),
         (["--compare", "--share-prefixes", "perhaps"], "'perhaps': Input should be"),
         (["--devices", "8xh100", "--share-prefixes", "true"], "it needs --compare"),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rlhfless.cli.runs_tables import devices_lines, schedules_lines
-from rlhfless.planning import run_plan
 from rlhfless.planning.objects import PlannedCost, PlannedDevices, PlannedSchedule
 from rlhfless.planning.prediction import Lengths, Predicted
 from rlhfless.planning.run_plan import Planner
@@ -69,7 +68,6 @@ def test_the_runs_own_schedule_has_one_figure(
         return Predicted(cost, 1.0, 1.0, {"generation": 0.5, "learner": 0.4}), None
 
     monkeypatch.setattr(Planner, "predicted", quick)
-    monkeypatch.setattr(run_plan, "sizes_of", lambda *_: {})
     spec = RunSpec.model_validate(VALUES)
     asked = Question(spec, None, None, 2, 1024, 0)  # type: ignore[arg-type]
     planner = Planner(spec, found_lengths=Lengths(300.0, 300.0, 0.5, 100.0, "by hand", known=True))

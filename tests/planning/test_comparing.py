@@ -27,12 +27,15 @@ from rlhfless.planning.dimensions import (
     SHARE_PREFIXES,
     SPECULATION,
     Dimensions,
-    Way,
+    like,
+    no_engine,
+    quantization_problem,
 )
-from rlhfless.planning.engine_choice import AS_IN_RUNS, Rollouts
 from rlhfless.planning.objects import PlannedCost
-from rlhfless.planning.prediction import Predicted
+from rlhfless.planning.prediction import Predicted, _engine
+from rlhfless.planning.question import Question
 from rlhfless.planning.run_plan import Planner, chosen_devices
+from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import load_price_book
@@ -95,69 +98,61 @@ def test_rows_have_an_order_and_figures_by_hand() -> None:
     assert first["usd_per_million_tokens"] == pytest.approx(1.8)
     assert first["energy_kwh"] == pytest.approx(36.0 * 700 / 3.6e6)
     assert answer["rows"][3]["problems"] == ["too large"]
-    assert (first["engine"], first["latency"], first["no_engine"]) == ("vllm", "a sheet", None)
+    assert (first["latency"], first["no_engine"]) == ("a sheet", None)
     assert (first["quantization"], first["speculation"], first["share_prefixes"]) == ("off", "off", True)
 
 
-def test_engines_and_formats_that_runs_do_not_draw_with_are_planned_for() -> None:
-    ways = Dimensions(engines=("sglang", "vllm", "sglang"), quantization=("off", "fp8")).ways(SPEC)
-    every = [way.rollouts for way in ways]
-    assert [(each.engine, each.quantization) for each in every] == [
-        ("sglang", "off"),
-        ("sglang", "fp8"),
-        ("vllm", "off"),
-        ("vllm", "fp8"),
-    ]
-    assert [way.changes for way in ways] == 2 * [{QUANTIZATION: "off"}, {QUANTIZATION: "fp8"}]
-    assert Dimensions().ways(SPEC) == [Way()]
-    assert "SGLang can only be planned for" in str(every[0].no_engine(SPEC, "h100"))
-    assert every[2].no_engine(SPEC, "h100") is None
-    assert every[3].no_engine(SPEC, "h100") is None, "runs draw in fp8 where the device has it"
+def test_formats_that_no_run_can_have_are_planned_for() -> None:
+    assert Dimensions(quantization=("off", "fp8", "off")).ways(SPEC) == [{QUANTIZATION: "off"}, {QUANTIZATION: "fp8"}]
+    assert Dimensions().ways(SPEC) == [{}]
+    assert no_engine(SPEC, "off", "h100") is None
+    assert no_engine(SPEC, "fp8", "h100") is None, "runs generate in fp8 where the device has it"
     experts = replace(ModelShape.of_config(DENSE), experts=8)
-    assert "the model has experts" in str(every[3].no_engine(SPEC, "h100", experts))
-    assert every[2].no_engine(SPEC, "h100", experts) is None
-    assert "no engine of rlhfless" in str(every[2].no_engine(SPEC, "tpu-v5e"))
+    assert "the model has experts" in str(no_engine(SPEC, "fp8", "h100", experts))
+    assert no_engine(SPEC, "off", "h100", experts) is None
+    assert "no engine of rlhfless" in str(no_engine(SPEC, "off", "tpu-v5e"))
 
 
 def test_a_choice_in_fp8_is_a_run_with_that_quantization() -> None:
-    choice = Choice("h100", 8, {"placement.mode": "colocated", QUANTIZATION: "fp8"}, Rollouts("vllm", "fp8"))
-    assert spec_of(SPEC, choice).generation.quantization == "fp8"
-    own = spec_of(SPEC, choice)
-    for rollouts, bits in ((AS_IN_RUNS, (8, 8)), (Rollouts(quantization="off"), (16, 16))):
-        settings = rollouts.settings(own, "h100")
+    own = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", QUANTIZATION: "fp8"}))
+    assert own.generation.quantization == "fp8"
+    for kind, bits in (("h100", (8, 8)), (CPU_KIND, (8, 16))):
+        settings = _engine(Question(own, None, device_of(kind), 8, 1024, 0))  # type: ignore[arg-type]
         assert (settings["weight_bits"], settings["product_bits"]) == bits
-    assert AS_IN_RUNS.as_in_runs(own)
-    assert not Rollouts(quantization="off").as_in_runs(own)
-    assert AS_IN_RUNS.settings(own, CPU_KIND)["product_bits"] == 16
+    plain = _engine(Question(SPEC, None, device_of("h100"), 8, 1024, 0))  # type: ignore[arg-type]
+    assert (plain["weight_bits"], plain["product_bits"]) == (16, 16)
+    assert like(own, own)
+    assert not like(own, SPEC)
 
 
 def test_fp8_needs_products_of_8_bits_and_a_correction() -> None:
-    fp8 = Rollouts(quantization="fp8")
+    fp8 = {QUANTIZATION: "fp8"}
     written = RunSpec.model_construct(type="sft", algorithm=None)
-    assert fp8.problem(written, "h100") == "a run of type sft draws nothing"
-    assert AS_IN_RUNS.problem(written, "h100") is None
-    assert fp8.problem(SPEC, "h100") is None
-    assert fp8.problem(SPEC, "a100-80gb") == "generation.quantization is fp8: a100-80gb has no products of 8 bit floats"
+    assert quantization_problem(written, fp8, "h100") == "a run of type sft generates nothing"
+    assert quantization_problem(written, {}, "h100") is None
+    assert quantization_problem(SPEC, fp8, "h100") is None
+    refused = "generation.quantization is fp8: a100-80gb has no products of 8 bit floats"
+    assert quantization_problem(SPEC, fp8, "a100-80gb") == refused
     plain = RunSpec.model_validate(
         SPEC.model_dump(exclude_unset=True) | {"algorithm": {"type": "grpo", "importance": None}}
     )
-    assert "leave algorithm.importance out" in str(fp8.problem(plain, "h100"))
-    assert AS_IN_RUNS.problem(plain, "a100-80gb") is None
+    assert "leave algorithm.importance out" in str(quantization_problem(plain, fp8, "h100"))
+    assert quantization_problem(plain, {}, "a100-80gb") is None
     assert try_choice(
-        Planner(SPEC), Choice("a100-80gb", 8, {"placement.mode": "colocated", TURNS: False}, fp8)
+        Planner(SPEC), Choice("a100-80gb", 8, {"placement.mode": "colocated", TURNS: False, **fp8})
     ).problems
 
 
 def test_each_setting_is_tried_with_each_other_and_is_one_of_the_run() -> None:
     ways = Dimensions(speculation=("off", "suffix"), share_prefixes=(True, False)).ways(SPEC)
     suffix = {SPECULATION: {"method": "suffix"}}
-    assert [way.changes for way in ways] == [
+    assert ways == [
         {SHARE_PREFIXES: True},
         {SHARE_PREFIXES: False},
         {**suffix, SHARE_PREFIXES: True},
         {**suffix, SHARE_PREFIXES: False},
     ]
-    changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **ways[3].changes}))
+    changed = spec_of(SPEC, Choice("h100", 8, {"placement.mode": "colocated", **ways[3]}))
     assert (changed.generation.speculation.method, changed.learner.share_prefixes) == ("suffix", False)
 
 

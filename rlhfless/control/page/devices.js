@@ -23,9 +23,9 @@ export function comparisonOf({ rows, sensitivity, tried, left_out: left }) {
     left ? h("p", { class: "muted hint" }, `${left} of the ${tried} choices that were tried are left out: the worst by the run's contract.`) : null, sensitivityOf(rows, sensitivity)];
 }
 
-function remarkOf({ engine, quantization, speculation, share_prefixes: shared, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {
+function remarkOf({ quantization, speculation, share_prefixes: shared, on_front: best, shares, predicted, no_engine: planOnly, nearest_change: change, problems, reason }) {
   const [busiest, share] = Object.entries(shares).sort((a, b) => b[1] - a[1])[0] ?? [];
-  const draws = [engine !== "vllm" && engine, quantization !== "off" && quantization, speculation !== "off" && `drafts of ${speculation}`, !shared && "prompts not shared"];
+  const draws = [quantization !== "off" && quantization, speculation !== "off" && `drafts of ${speculation}`, !shared && "prompts not shared"];
   const found = predicted ? [best && "on the front", `${busiest} works ${percent(share)} of the time`] : [change ? `fits with ${change}` : problems[0] ?? reason];
   return [...draws, planOnly, ...found].filter(Boolean).join("; ");
 }

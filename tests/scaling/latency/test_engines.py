@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -10,13 +9,11 @@ from typing import get_args
 import pytest
 
 from rlhfless.scaling.latency import engines
-from rlhfless.scaling.latency.bench import Bench
-from rlhfless.scaling.latency.devices import UnknownDevice, device_of
+from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.engines import EngineName, Served, load_engines, served, steady_token_s
 from rlhfless.scaling.latency.kernel_tables import NoTables
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.spec.errors import InputError
 
 SHAPE = ModelShape.of_config(
     {
@@ -75,45 +72,3 @@ def test_every_engine_has_a_fit_for_any_device_and_says_of_which_versions() -> N
     for engine in table.values():
         for by in ("kernels", "roofline"):
             assert engine.fit("no such kind", by).rows >= max(each.rows for each in engine.fits if each.by == by)
-
-
-def bench_file(folder: Path, **changes: object) -> Path:
-    values = {
-        "mean_tpot_ms": 20.0,
-        "max_concurrency": 16,
-        "completed": 100,
-        "total_input_tokens": 50_000,
-        "total_output_tokens": 20_000,
-    }
-    path = folder / "bench.json"
-    path.write_text(json.dumps(values | changes))
-    return path
-
-
-def test_a_measured_server_scales_its_engine(tmp_path: Path) -> None:
-    bench = Bench.of(f"sglang:2xh100:{bench_file(tmp_path)}")
-    assert (bench.engine, bench.kind, bench.devices) == ("sglang", "h100", 2)
-    assert (bench.in_flight, bench.input_tokens, bench.output_tokens) == (16, 500, 200)
-    published_s = steady_token_s(served("sglang", SHAPE, device_of("h100"), 2), 16, 500, 200)
-    assert bench.factor(SHAPE) == pytest.approx(0.02 / published_s)
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "said"),
-    [
-        ("vllm:h100:{}", {}, "is no ENGINE:NxKIND:FILE; engines are vllm"),
-        ("triton:1xh100:{}", {}, "is no ENGINE:NxKIND:FILE"),
-        ("vllm:1xh100:{}", {"max_concurrency": None}, "has no such measurement"),
-        ("vllm:1xh100:{}", {"completed": 0}, "measured nothing"),
-        ("vllm:1xh100:/nowhere/x{}", {}, "FileNotFoundError"),
-    ],
-)
-def test_what_is_no_measurement_is_said(text: str, changes: dict[str, object], said: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=said) as caught:
-        Bench.of(text.format(bench_file(tmp_path, **changes)))
-    assert "--max-concurrency" in str(caught.value)
-
-
-def test_a_measurement_names_a_known_device(tmp_path: Path) -> None:
-    with pytest.raises(UnknownDevice, match="did you mean `h100`"):
-        Bench.of(f"vllm:1xh10:{bench_file(tmp_path)}")
