@@ -1,11 +1,11 @@
-"""The probe: a forward pass with the published weights, in exact arithmetic, beside the model that is trained.
+"""The probe: a forward pass with the published weights, in float32.
 
 A second model of the same class holds no data. Before a decoder layer runs, its weights are gathered from the shards as
-they are published; after it they are dropped. So the shards are not touched, and no device holds more than one layer
-and what belongs to none.
+they are published; afterwards they are dropped. The shards are not changed, and a device holds at most one layer beside
+embeddings and head.
 
-If engines quantise, so does the second model: the weights of linear layers and what goes into them are rounded to codes
-as an engine's are. Where an activation is close to the border between two codes, an engine may have the other one.
+If engines quantise, the second model does too: weights and inputs of linear layers are rounded to codes. An activation
+near the border between two codes may have the other code in an engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class ExactForward:
-    """A blank twin of a policy's model. Its buffers, which are small, are the policy's own."""
+    """A copy of a policy's model without parameters; it shares the policy's buffers."""
 
     def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool, quantization: Quantization = "off") -> None:
         self._source = policy.model
@@ -51,7 +51,7 @@ class ExactForward:
         )
 
     def _quantise_inputs(self) -> set[str]:
-        """Make linear layers round what they take; returns the names of their weights."""
+        """Make linear layers round their inputs; return the names of their weights."""
         names = set()
         for prefix, layer in self._layers.items():
             for name, module in layer.named_modules():
@@ -61,14 +61,14 @@ class ExactForward:
         return names
 
     def _in_codes(self, values: torch.Tensor) -> torch.Tensor:
-        """Each row of `values` [..., width] as a layer has it that multiplies codes."""
+        """Round each row of `values` [..., width] to codes."""
         assert self._codes is not None, "asked where engines quantise"
         rows = values.reshape(-1, values.shape[-1])
         return self._codes.as_drawn_with(rows, rows.abs().amax(1)).to(values.dtype).view_as(values)
 
     @torch.no_grad()
     def logprobs(self, token_ids: tuple[int, ...], fetch: Fetch) -> tuple[float, ...]:
-        """Logprobs at temperature 1 of each token after the first, `[probe - 1]`. *Collective*."""
+        """Compute logprobs at temperature 1 of each token after the first, `[probe - 1]`. *Collective*."""
         tokens = torch.tensor([token_ids], device=self._policy.device)
         tensors = {name: tensor for name, tensor in named_tensors(self._source).items() if name in self._owners}
         outside = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(self._layers))}
@@ -79,7 +79,7 @@ class ExactForward:
 
     @contextmanager
     def _filled_in_turn(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch) -> Iterator[None]:
-        """Within the block each layer has data while it runs."""
+        """Fill each layer while it runs."""
         with ExitStack() as hooks, ExitStack() as running:
             for prefix, layer in self._layers.items():
                 of_layer = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -96,7 +96,7 @@ class ExactForward:
 
     @contextmanager
     def _filled(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch) -> Iterator[None]:
-        """Within the block these parameters of the twin have data."""
+        """Fill parameters of the copy within the block."""
         blanks = {name: getattr(module, leaf) for name in tensors for module, leaf in self._owners[name][:1]}
         try:
             for name, tensor in tensors.items():
@@ -114,7 +114,7 @@ class ExactForward:
 
 
 def _owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
-    """By parameter: the modules that hold it, each with its own name for it. A tied one has several."""
+    """Return the modules that hold each parameter, with their name for it; a tied parameter has several."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""One rank of the learner: the policy that is trained, its logprobs, and what is published of it."""
+"""One rank of the learner: trains the policy, computes its logprobs, publishes its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhfless.spec.generation import Quantization
 from rlhfless.weights.files import TensorStream
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
-"""The columns of the batch from which a loss is computed."""
+"""Columns of the batch that a loss reads."""
 
 
 class LearnerRank(TrainingRank):
@@ -62,19 +62,18 @@ class LearnerRank(TrainingRank):
         return load_trained_policy(self._spec, self._training, device, self._mesh)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """Old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
+        """Compute old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
         return all_reduce_rows(self._policy, self._evaluate_share(batch))
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
-        """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""
+        """Evaluate this rank's sequences; 0 on the tokens of other ranks."""
         return share_logprobs(self._policy, batch, self._temperature, self._training.pass_tokens)[0]
 
     def learn(self, batch: PackedBatch, passes: Passes) -> dict[str, float]:
         """See TrainingRank. *Collective.*
 
-        A batch without old logprobs is evaluated here, before the first update; with one pass except its first
-        mini-batch, for which the old policy is the current one. In a step of one update that is so of all of it, and
-        old logprobs that its advantages needed are not used. Raises ValueError if the batch lacks advantages.
+        Old logprobs that are missing are computed before the first update. The first update needs none: its old policy
+        is the current one, so a step of one update ignores old logprobs. Raises ValueError without advantages.
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
@@ -89,27 +88,25 @@ class LearnerRank(TrainingRank):
         return self._updates(parts, passes.planned_updates)
 
     def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, WeightSample]]:
-        """The weights in the published dtype, by the names in a checkpoint, tied tensors once; they may share the
-        learner's memory. On rank 0; the other ranks' streams are empty. *Collective*: every rank must take all tensors.
+        """Stream the weights in the published dtype, by the names in a checkpoint, tied tensors once. Tensors may share
+        the learner's memory. Other ranks than 0 get an empty stream, and must exhaust it too. *Collective*.
 
-        And elements of those that were taken, which an engine that has loaded them reads back; none without `tokens`,
-        which select them.
+        The second value fills up with elements of the tensors, selected by `tokens`, which engines read back.
         """
         stream = published_stream(self._model, self._spec.dtype, self._policy.device)
         samples: dict[str, WeightSample] = {}
         return (sampling(stream, tokens, samples) if tokens else stream), samples
 
     def published_everywhere(self, lent: Lent | None) -> TensorStream:
-        """As `published`, on every rank, without samples; `lent` brings back what is parked.
-        *Collective.*"""
-        self._policy.settle()  # an evaluation leaves what it has gathered
+        """As `published`, on every rank, without samples. `lent` fills offloaded tensors. *Collective.*"""
+        self._policy.settle()  # an evaluation keeps gathered weights
         return published_stream(self._model, self._spec.dtype, self._policy.device, everywhere=True, lent=lent)
 
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.
+        """Compute logprobs at temperature 1 of each token after the first, `[probe - 1]`, by the published weights.
 
-        The weights are rounded to the published dtype, and to the engines' codes if they have any, and the arithmetic
-        is float32: the answer of an engine that has loaded them, up to the engine's own rounding. *Collective.*
+        Weights are rounded to the published dtype, or to the engines' codes; arithmetic is float32. An engine with
+        these weights gives the same, up to its own rounding. *Collective.*
         """
 
         def fetch(_: str, tensor: torch.Tensor) -> torch.Tensor:

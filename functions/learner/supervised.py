@@ -1,4 +1,4 @@
-"""One rank of the learner of a run that learns from written responses: a policy, or a reward model."""
+"""One rank of a supervised learner: a policy, or a reward model."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class SupervisedRank(TrainingRank):
 
     @property
     def _outputs(self) -> Outputs:
-        """What the model gives for each learned token: its logprob, or the score of its sequence."""
+        """The output for each learned token: its logprob, or the score of its sequence."""
         return values_of(self._policy) if self._type == "reward_model" else logprob_outputs(self._policy, 1.0)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
-        """The model's outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank; by the
-        average of its weights, if one is kept. *Collective.*"""
+        """Compute outputs `[tokens]` of the whole batch, 0 on tokens that are not learned, on every rank, with the
+        average of the weights, if there is one. *Collective.*"""
         with self.averaged():
             values, _ = share_outputs(self._policy, batch, self._outputs, self._training.pass_tokens)
             return all_reduce_rows(self._policy, values)

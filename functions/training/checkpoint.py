@@ -5,11 +5,11 @@
       learner_state/                                torch.distributed.checkpoint: each rank writes its own shards
       run.json                                      the run's notes
 
-Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed: a checkpoint
-that has its name is whole. To an object store each rank copies what it wrote, and run.json, without which it is none,
-comes last. A failure on one rank is an error of all.
+Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed, so a checkpoint
+with its final name is complete. In an object store each rank uploads its files, and run.json, which completes a
+checkpoint, comes last. A failure on one rank is an error on all.
 
-All of it is collective, on a process group of its own (`Savers`): it may run in a thread beside the learner's work.
+All functions are collective, on a separate process group (`Savers`), so they may run in a thread during learning.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Savers:
-    """The ranks, as they write checkpoints."""
+    """The ranks' process group for checkpoints."""
 
     group: dist.ProcessGroup
     phase: str = "nothing"
-    """What the ranks write, or wrote last."""
+    """The part of a checkpoint that is being written, or was written last."""
 
     @classmethod
     def of(cls, timeout_s: float) -> Savers:
@@ -69,13 +69,13 @@ class Savers:
         return dist.get_rank(self.group) == 0
 
     def all(self, value: T) -> list[T]:
-        """A value of each rank, by rank. *Collective*."""
+        """Gather a value from each rank. *Collective*."""
         values: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, phase: str, action: Callable[[], T]) -> T:
-        """`action` on every rank; if it fails on one it is an error on all. *Collective*."""
+        """Run `action` on every rank; a failure on one rank is an error on all. *Collective*."""
         self.phase = phase
         value, failure, cause = None, None, None
         try:
@@ -122,7 +122,7 @@ class _Contents:
 
 
 def write_files(folder: Path, spec: ModelSpec, model: PreTrainedModel) -> None:
-    """Write all files of the model but its weights. Raises CheckpointError."""
+    """Write all files of the model except its weights. Raises CheckpointError."""
     kind = class_of(model)
     own_code = kind if model.is_remote_code() else None
     write_model_files(folder, spec, copy.deepcopy(model.config), kind.__name__, own_code)
@@ -200,17 +200,17 @@ def restore_checkpoint(location: str, state: dict[str, Any]) -> None:
 
 
 def drain(stream: TensorStream) -> None:
-    """Take the remaining tensors of a stream, as every rank has to."""
+    """Exhaust a stream, as every rank must."""
     for _ in stream.tensors:
         pass
 
 
 class _RankFailed(RuntimeError):
-    """Something failed on at least one rank; raised on all."""
+    """A failure on at least one rank; raised on all."""
 
 
 def _first_failure(error: BaseException) -> str:
-    """torch's error lists the failures of all ranks with their traces."""
+    """Return the first failure of torch's error, which lists all ranks with traces."""
     if isinstance(error, CheckpointException) and error.failures:
         inner = next(iter(error.failures.values()))[0]
         return f"{type(inner).__name__}: {inner}"
@@ -222,7 +222,7 @@ def _free_mib(folder: Path) -> int:
 
 
 def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> None:
-    """Write to a folder beside, and rename it. All ranks see the folder."""
+    """Write to a neighbouring folder, and rename it. All ranks see the folder."""
     folder = Path(location)
     name = savers.all(uuid.uuid4().hex)[0]
     fresh = folder.with_name(f".{folder.name}.{name}{PARTIAL}")
@@ -238,7 +238,7 @@ def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> 
 
 
 def _begin(fresh: Path) -> None:
-    """Make a folder, and remove what learners that died while they wrote have left beside it."""
+    """Create a folder, and remove partial checkpoints of learners that died."""
     for left in fresh.parent.glob(f".*{PARTIAL}"):
         shutil.rmtree(left, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -254,7 +254,7 @@ def _replace(folder: Path, fresh: Path, previous: Path) -> None:
 
 
 def _to_store(location: str, write: Callable[[Path], None], savers: Savers) -> None:
-    """Write to a folder of each rank's own node, and upload that; run.json comes last."""
+    """Write to a local folder of each rank, and upload it; run.json comes last."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
         folder = Path(scratch) / location.rsplit("/", 1)[-1]
         savers.together("an empty folder", folder.mkdir)
