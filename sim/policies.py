@@ -20,8 +20,8 @@ from rlhfless.sim.baselines.rlhfuse_tail import RLHFuseTail, TailSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import nearest
+from rlhfless.spec.fleet import POLICY_SEAM, CostAwareSpec, StaticSpec
 from rlhfless.spec.imports import load_target
-from rlhfless.spec.policies import POLICY_SEAM, CostAwareSpec, StaticSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from rlhfless.algorithms.base import LossInputs, LossOutputs, by_staleness, largest
 from rlhfless.algorithms.kl import bounded, kl_estimate
 from rlhfless.spec import ClippedLossSpec, PolicyLossSpec
-from rlhfless.spec.losses import Level
+from rlhfless.spec.algorithm import Level
 
 S = TypeVar("S", bound=ClippedLossSpec)
 

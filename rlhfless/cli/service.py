@@ -24,9 +24,9 @@ from rlhfless.control.settings import (
     default_roots,
     open_data,
 )
+from rlhfless.spec.base import MOST_SIZES
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.explain import explain
-from rlhfless.spec.sizes import MOST_SIZES
 from rlhfless.util.folders import OTHERS
 
 if TYPE_CHECKING:

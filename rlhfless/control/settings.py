@@ -12,8 +12,7 @@ import psutil
 from pydantic import Field
 
 from rlhfless.spec import SizesSpec
-from rlhfless.spec.base import SpecModel
-from rlhfless.spec.sizes import MOST_SIZES
+from rlhfless.spec.base import MOST_SIZES, SpecModel
 from rlhfless.util.folders import OTHERS, NotPrivate, home, private, require_safe_place
 
 DATA_FOLDER = "rlhfless-data"

@@ -14,10 +14,10 @@ from rlhfless.control.objects import MOST_INTEGER
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.control.spec_paths import code_problems, file_problems, values_at
 from rlhfless.spec import RunSpec
+from rlhfless.spec.base import size_problems
 from rlhfless.spec.document import MOST_DEPTH
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import explain, shown
-from rlhfless.spec.sizes import size_problems
 from rlhfless.util.text import storable
 
 OWN = {

@@ -24,7 +24,7 @@ from rlhfless.functions.on_node import on_node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path, shadowed
 from rlhfless.spec.imports import TargetError, load_target
-from rlhfless.spec.targets import targets
+from rlhfless.spec.load import targets
 from rlhfless.util.errors import UserError
 from rlhfless.util.folders import private
 

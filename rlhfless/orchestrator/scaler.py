@@ -51,8 +51,8 @@ from rlhfless.scaling.policy import (
     StepView,
 )
 from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, WeightedSpec
+from rlhfless.spec.fleet import StaticSpec
 from rlhfless.spec.imports import load_target
-from rlhfless.spec.policies import StaticSpec
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.quantization import why_not
 from rlhfless.spec import RunSpec
+from rlhfless.spec.algorithm import PolicyLossSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.generation import Quantization
-from rlhfless.spec.losses import PolicyLossSpec
 
 QUANTIZATION, SHARE_PREFIXES = "generation.quantization", "learner.share_prefixes"
 SPECULATION = "generation.speculation"

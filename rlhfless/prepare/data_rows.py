@@ -23,10 +23,10 @@ import numpy as np
 import yaml
 
 from rlhfless.spec import SizesSpec
+from rlhfless.spec.base import too_large
 from rlhfless.spec.data import MOST_SKIPPED, is_path
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
-from rlhfless.spec.sizes import too_large
 from rlhfless.util.errors import class_and_line
 from rlhfless.util.text import parsed_json
 

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from rlhfless.spec import RunSpec
 from rlhfless.spec.data import is_path
 from rlhfless.spec.imports import TargetError, load_target
-from rlhfless.spec.targets import fields_of_targets
+from rlhfless.spec.load import fields_of_targets
 
 Kind = Literal["data", "model", "code"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -28,7 +28,7 @@ from rlhfless.records import START, Decision, Holding, ReplicaState, StartPhase
 from rlhfless.scaling.placement import Device, DeviceGroup, Node
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
-from rlhfless.spec.files import read_values
+from rlhfless.spec.load import read_values
 from rlhfless.util.errors import UserError
 
 M = TypeVar("M", bound=SpecModel)

@@ -4,16 +4,25 @@ here."""
 from rlhfless.spec.algorithm import (
     AlgorithmSpec,
     CISPOSpec,
+    ClippedLossSpec,
     DAPOSpec,
     DrGRPOSpec,
+    GroupRelativeSpec,
     GRPOSpec,
     GSPOSpec,
+    ImportanceSpec,
+    KLSpec,
+    Needs,
     OwnAlgorithmSpec,
+    PolicyLossSpec,
     PPOSpec,
     ReinforcePlusPlusSpec,
+    RejectionSpec,
+    RewardKLSpec,
     RLOOSpec,
     SAPOSpec,
 )
+from rlhfless.spec.base import SizesSpec
 from rlhfless.spec.data import (
     DataSpec,
     DrawLessSpec,
@@ -25,14 +34,16 @@ from rlhfless.spec.data import (
     PromptsSpec,
 )
 from rlhfless.spec.evaluation import BestSpec, CheckpointSpec, EvaluationSpec
-from rlhfless.spec.extension import OwnSpec
+from rlhfless.spec.extension import PluginSpec
 from rlhfless.spec.fleet import (
     CheapestSpec,
     ContractSpec,
+    CostAwareSpec,
     FastestSpec,
     GenerationScalingSpec,
     Hold,
     PlacementSpec,
+    PolicySpec,
     RecoverySpec,
     ScalingSpec,
     TimeoutsSpec,
@@ -41,24 +52,24 @@ from rlhfless.spec.fleet import (
     WeightsSpec,
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec, SpeculationSpec
-from rlhfless.spec.learner import AdamWSpec, CriticAdamWSpec, CriticSpec, LearnerSpec, ReferenceSpec, TrainingSpec
-from rlhfless.spec.losses import (
-    ClippedLossSpec,
-    GroupRelativeSpec,
-    ImportanceSpec,
-    KLSpec,
-    Needs,
-    PolicyLossSpec,
-    RejectionSpec,
-    RewardKLSpec,
+from rlhfless.spec.learner import (
+    AdamWSpec,
+    CriticAdamWSpec,
+    CriticSpec,
+    LearnerSpec,
+    OnFailure,
+    ReferenceSpec,
+    ScoringSpec,
+    TrainingSpec,
 )
-from rlhfless.spec.policies import CostAwareSpec, PolicySpec
-from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.rewards import (
+    CodeSpec,
     ExactMatchSpec,
     FormatSpec,
     HttpSpec,
+    JsonSchemaSpec,
     LengthPenaltySpec,
+    MathSpec,
     PythonRewardSpec,
     RegexSpec,
     RewardModelSpec,
@@ -73,6 +84,4 @@ from rlhfless.spec.schedule import (
     ScheduleSpec,
     SyncSpec,
 )
-from rlhfless.spec.scoring import OnFailure, ScoringSpec
-from rlhfless.spec.sizes import SizesSpec
 from rlhfless.spec.supervised import DemonstrationsSpec, DPOSpec, PreferencesSpec, RunType

@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.spec.base import MOST_TOKENS, SpecModel
-from rlhfless.spec.locations import HubPath
+from rlhfless.spec.base import MOST_TOKENS, HubPath, SpecModel
 
 DType = Literal["float32", "bfloat16", "float16"]
 

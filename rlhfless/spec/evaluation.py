@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhfless.spec.base import SpecModel, Steps, without_user
+from rlhfless.spec.base import KeptPath, SpecModel, Steps, without_user
 from rlhfless.spec.data import NamedSetSpec, require_different
-from rlhfless.spec.locations import KeptPath
 
 EVAL = "eval/"
 """What the names of evaluations' figures start with."""

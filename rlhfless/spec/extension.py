@@ -1,14 +1,14 @@
-"""Seams: fields of the spec that name a part of the run, which is built in or the user's own.
+"""Plugin fields: fields of the spec that name a part of the run, which is built in or the user's own.
 
     algorithm: {type: grpo, clip_high: 0.3}                 built in, by its short name
     algorithm: {type: my_module:LeaveOneOut, scale: 2}      the user's own, by import path, with keys of its own
 
 A short text alone (`algorithm: grpo`) stands for `{type: grpo}`. An import path names a class whose attribute
-`Settings` is a subclass of OwnSpec: its fields are the keys, and unknown keys are refused as in every part of the spec.
-The class is checked and its keys are validated when the spec is loaded. The RunSpec then holds an instance of
+`Settings` is a subclass of PluginSpec: its fields are the keys, and unknown keys are refused as everywhere. The class
+is checked and its keys are validated when the spec is loaded. The RunSpec then holds an instance of
 `Settings`, and `make(settings)` makes the algorithm, schedule or policy itself, in any process that needs it.
 
-Invariant: an OwnSpec is sent to other processes as plain data, with the folders to import from. An instance of a
+Invariant: a PluginSpec is sent to other processes as plain data, with the folders to import from. An instance of a
 user's class cannot be: to unpickle it, its module would have to be imported before our code could say from where.
 """
 
@@ -28,7 +28,7 @@ from rlhfless.spec.explain import nearest, several, tag_of
 from rlhfless.spec.imports import IMPORT_PATH, TargetError, add_import_paths, import_paths, load_target
 
 
-class OwnSpec(SpecModel):
+class PluginSpec(SpecModel):
     """A class of your own: `type` is its import path, and the other keys are the fields of its `Settings`. See
     docs/extending.md."""
 
@@ -40,8 +40,8 @@ class OwnSpec(SpecModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
-    """The annotation of a field that names a part of the run: `Annotated[BuiltInSpec | OwnSpec, Seam(...)]`."""
+class PluginField:
+    """Annotate a field that names a part of the run: `Annotated[BuiltInSpec | PluginSpec, PluginField(...)]`."""
 
     noun: str
     """The kind of part, as messages call it: `algorithm`."""
@@ -50,7 +50,7 @@ class Seam:
     without any the user's own must be named."""
     methods: tuple[str, ...]
     """The attributes that a user's own class must have."""
-    settings: type[OwnSpec] = OwnSpec
+    settings: type[PluginSpec] = PluginSpec
     """The base class of the `Settings` of a user's own class."""
 
     def model_of(self, value: Any) -> type[SpecModel]:
@@ -75,7 +75,7 @@ class Seam:
         hint = f"{nearest(name, by_tag)}{known}One of your own is named as `package.module:Name`"
         raise _error(value, f"{name!r} is no {self.noun}", hint)
 
-    def _own(self, target: str) -> type[OwnSpec]:
+    def _own(self, target: str) -> type[PluginSpec]:
         """Raises TargetError."""
         if not IMPORT_PATH.fullmatch(target):
             raise TargetError(f"{target!r} is no import path", "write it as `package.module:Name`")
@@ -107,7 +107,7 @@ class Seam:
         """Built-in settings in full. Of a user's own class only the key `type`: its other keys are in its module."""
         own = {
             "type": "object",
-            "description": inspect.getdoc(OwnSpec),
+            "description": inspect.getdoc(PluginSpec),
             "properties": {"type": {"type": "string", "pattern": f"^{IMPORT_PATH.pattern}$"}},
             "required": ["type"],
         }
@@ -122,17 +122,17 @@ def make(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
     return load_target(built_in.get(name, name))(settings)
 
 
-def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> OwnSpec:
-    """An OwnSpec in another process. Raises InputError if its module cannot be imported there."""
+def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> PluginSpec:
+    """A PluginSpec in another process. Raises InputError if its module cannot be imported there."""
     add_import_paths(paths)
     target = data["type"]
     try:
-        return _settings_class(load_target(target), target, OwnSpec).model_validate(data)
+        return _settings_class(load_target(target), target, PluginSpec).model_validate(data)
     except TargetError as error:
         raise InputError(f"the settings of {target!r}", [Problem("type", error.what, error.hint)]) from error
 
 
-def _settings_class(loaded: Any, target: str, base: type[OwnSpec]) -> type[OwnSpec]:
+def _settings_class(loaded: Any, target: str, base: type[PluginSpec]) -> type[PluginSpec]:
     """Raises TargetError if the class has no settings of the right kind."""
     settings = getattr(loaded, "Settings", None)
     if inspect.isclass(settings) and issubclass(settings, base):

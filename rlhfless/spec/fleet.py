@@ -6,9 +6,32 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.spec.base import MOST_PROCESSES, Duration, Processes, SpecModel
-from rlhfless.spec.locations import FilePath, KeptPath
-from rlhfless.spec.policies import CostAwareSpec, PolicySpec
+from rlhfless.spec.base import MOST_PROCESSES, Duration, FilePath, KeptPath, Processes, SpecModel
+from rlhfless.spec.extension import PluginField, PluginSpec
+
+
+class CostAwareSpec(SpecModel):
+    """RLHFless's own policy: plans each step from forecasts of its response lengths, under the contract."""
+
+    type: Literal["cost_aware"] = "cost_aware"
+
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.9
+    """The probability with which a deadline is to be kept."""
+
+
+class StaticSpec(SpecModel):
+    """A fleet that never changes."""
+
+    type: Literal["static"] = "static"
+
+    actors: Processes | None = None
+    """Number of generation actors; by default as many as the devices allow."""
+
+
+POLICY_SEAM = PluginField("scaling policy", built_in=(CostAwareSpec, StaticSpec), methods=("decide",))
+
+PolicySpec = Annotated[CostAwareSpec | StaticSpec | PluginSpec, POLICY_SEAM]
+
 
 MOST_TENANTS = 8
 """More runs than this take longer turns than a user waits for, and eight sleeping 7B runs fill a host's memory."""

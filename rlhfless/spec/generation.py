@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, SpecModel, Tokens
+from rlhfless.spec.base import MOST_TOKENS, Duration, HubPath, Processes, SpecModel, Tokens
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import several
 from rlhfless.spec.imports import IMPORT_PATH, TargetError, load_target
-from rlhfless.spec.locations import HubPath
 
 MOST_SEQUENCES = 65_536
 """Far above what an engine decodes at a time; it allocates its tables for so many."""

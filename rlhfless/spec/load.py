@@ -12,16 +12,19 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from rlhfless.spec import document
+from rlhfless.spec.base import SpecModel, locations
 from rlhfless.spec.document import MOST_CHARACTERS, DocumentError, dotted
-from rlhfless.spec.errors import Problem, SpecError
+from rlhfless.spec.errors import InputError, Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
+from rlhfless.spec.extension import PluginSpec
+from rlhfless.spec.generation import EngineSpec
 from rlhfless.spec.imports import search_in
-from rlhfless.spec.locations import locations
+from rlhfless.spec.rewards import PythonRewardSpec
 from rlhfless.spec.run import RunSpec
 from rlhfless.util.text import storable
 
@@ -204,3 +207,49 @@ def _absolute(value: str, base: Path) -> str:
     if path.is_absolute() or not (explicit or (base / path).exists()):
         return str(path) if path.is_absolute() else value
     return os.path.normpath(base / path)
+
+
+M = TypeVar("M", bound=SpecModel)
+
+
+def read_values(path: str | os.PathLike[str], model: type[M], hint: str) -> M:
+    """The values of a YAML or JSON file. `hint` is for a file that cannot be read.
+
+    Raises InputError with all problems: file, line, field, value, and the hint.
+    """
+    try:
+        parsed = document.parse(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(str(path), [Problem("", f"cannot be read: {error}", hint)]) from error
+    except document.DocumentError as error:
+        raise InputError(str(path), [error.problem]) from error
+    try:
+        return model.model_validate(parsed.data)
+    except ValidationError as error:
+        raise InputError(str(path), explain(error, model, parsed.origins)) from error
+
+
+def targets(spec: BaseModel) -> tuple[str, ...]:
+    """The import paths, such as `my_rewards:score`, sorted."""
+    return tuple(sorted(set(fields_of_targets(spec).values())))
+
+
+def fields_of_targets(spec: BaseModel) -> dict[str, str]:
+    """The same by the dotted field that names each."""
+    return dict(_targets(spec, ""))
+
+
+def _targets(value: object, field: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, PluginSpec):
+        yield f"{field}.type", value.type
+    elif isinstance(value, PythonRewardSpec):
+        yield f"{field}.target", value.target
+    elif isinstance(value, EngineSpec):
+        yield from ((f"{field}.type", value.type),) if ":" in value.type else ()
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _targets(getattr(value, name), f"{field}.{name}".lstrip("."))
+    elif isinstance(value, tuple | list | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _targets(item, f"{field}.{key}")

@@ -16,13 +16,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, OwnAlgorithmSpec
-from rlhfless.spec.base import Duration, SpecModel
+from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, OwnAlgorithmSpec, PolicyLossSpec
+from rlhfless.spec.base import Duration, Size, SizesSpec, SpecModel, size_problems
 from rlhfless.spec.data import DataSpec, HeldOutSpec, ModelSpec, NamedSetSpec, PromptsSpec
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.evaluation import CheckpointSpec, EvaluationSpec
 from rlhfless.spec.explain import nearest, several
-from rlhfless.spec.extension import OwnSpec, Seam
+from rlhfless.spec.extension import PluginField, PluginSpec
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.imports import load_target
@@ -34,14 +34,12 @@ from rlhfless.spec.learner import (
     Epochs,
     LearnerSpec,
     ReferenceSpec,
+    ScoringSpec,
     TrainingSpec,
 )
-from rlhfless.spec.losses import PolicyLossSpec
 from rlhfless.spec.removed import REMOVED
 from rlhfless.spec.rewards import RewardModelSpec, RewardSpec
 from rlhfless.spec.schedule import PartialSpec, ScheduleSpec, SyncSpec
-from rlhfless.spec.scoring import ScoringSpec
-from rlhfless.spec.sizes import Size, SizesSpec, size_problems
 from rlhfless.spec.supervised import (
     DATA,
     DemonstrationsSpec,
@@ -61,7 +59,7 @@ Labels = Annotated[
 OwnFunctions = Annotated[
     dict[
         Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,38}$")],
-        Annotated[OwnSpec, Seam("function", built_in=(), methods=("kind",))],
+        Annotated[PluginSpec, PluginField("function", built_in=(), methods=("kind",))],
     ],
     Field(max_length=8),
 ]
@@ -258,7 +256,7 @@ class RunSpec(SpecModel):
 
     @field_validator("functions")
     @classmethod
-    def _own_names_are_free(cls, functions: dict[str, OwnSpec]) -> dict[str, OwnSpec]:
+    def _own_names_are_free(cls, functions: dict[str, PluginSpec]) -> dict[str, PluginSpec]:
         # The package's own functions are called as their sections here; `reward_model`, which rewards start, and
         # `prefill`, a section of `scaling`, have none.
         if taken := sorted({*functions} & {*cls.model_fields, "reward_model", "prefill"}):

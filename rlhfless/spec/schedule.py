@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.extension import OwnSpec, Seam
+from rlhfless.spec.extension import PluginField, PluginSpec
 
 MOST_STALENESS = 16
 """A version takes the store's memory until no step draws with it, and nobody has reported runs beyond 8."""
@@ -90,7 +90,7 @@ IN_TURN = frozenset({"sync", "partial"})
 """Types that generate a step, and then learn it: nothing overlaps."""
 
 
-class OwnScheduleSpec(OwnSpec):
+class OwnScheduleSpec(PluginSpec):
     """Base of the settings of a schedule of your own; see docs/extending.md."""
 
     in_flight: ClassVar[bool] = False
@@ -110,7 +110,7 @@ class OwnScheduleSpec(OwnSpec):
 
 ScheduleSpec = Annotated[
     SyncSpec | PartialSpec | OneStepOffSpec | AsyncSpec | OwnScheduleSpec,
-    Seam(
+    PluginField(
         "schedule",
         built_in=(SyncSpec, PartialSpec, OneStepOffSpec, AsyncSpec),
         methods=("drive",),

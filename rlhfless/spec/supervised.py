@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.data import WrittenSpec
 from rlhfless.spec.errors import Problem
-from rlhfless.spec.other_tools import NAMES
+from rlhfless.spec.removed import NAMES
 
 RunType = Literal["rlhf", "sft", "reward_model", "dpo"]
 

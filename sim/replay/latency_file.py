@@ -14,7 +14,7 @@ from rlhfless.scaling.latency.fitted import BentEngine
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.files import read_values
+from rlhfless.spec.load import read_values
 
 NotNegative = Annotated[float, Field(ge=0)]
 

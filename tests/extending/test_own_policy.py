@@ -81,7 +81,7 @@ def test_one_of_your_own_gets_its_keys_and_what_the_run_asks_for(load, tmp_path)
         ),
         (f"{{type: '{OWN}', samples: 3}}", ["scaling.policy.samples", "unknown key", "samples_per_actor"]),
         ("by_samples:BySample", ["there is no `BySample`", "did you mean `BySamples`?"]),
-        ("by_samples:OwnSpec", ["is no scaling policy: it has no `decide`"]),
+        ("by_samples:PluginSpec", ["is no scaling policy: it has no `decide`"]),
     ],
 )
 def test_what_is_wrong_is_named_with_field_value_and_mend(load, policy, parts):

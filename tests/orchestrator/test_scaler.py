@@ -27,7 +27,7 @@ from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policy import Policy
 from rlhfless.spec import CheapestSpec, RunSpec, WeightedSpec
 from rlhfless.spec.explain import tag_of
-from rlhfless.spec.policies import POLICY_SEAM
+from rlhfless.spec.fleet import POLICY_SEAM
 
 
 class Life:

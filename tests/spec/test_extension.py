@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from rlhfless.spec import GRPOSpec, OwnAlgorithmSpec, OwnSpec
+from rlhfless.spec import GRPOSpec, OwnAlgorithmSpec, PluginSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.compare import check_resumable, differences
 from rlhfless.spec.errors import InputError, SpecError
-from rlhfless.spec.extension import Seam, make
+from rlhfless.spec.extension import PluginField, make
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
 
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
@@ -22,7 +22,7 @@ MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\
 MODULE = """
     from typing import Annotated
     from pydantic import Field
-    from rlhfless.spec import KLSpec, Needs, OwnAlgorithmSpec, OwnSpec
+    from rlhfless.spec import KLSpec, Needs, OwnAlgorithmSpec, PluginSpec
 
     class Settings(OwnAlgorithmSpec):
         scale: Annotated[float, Field(gt=0)] = 1.0
@@ -52,7 +52,7 @@ MODULE = """
         def loss(self, inputs): ...
 
     class OtherSettings(NoSettings):
-        class Settings(OwnSpec):
+        class Settings(PluginSpec):
             pass
 
     class Values(Mine):
@@ -219,8 +219,10 @@ class BetaSpec(SpecModel):
     size: int = 1
 
 
-def test_another_seam_with_several_built_in():
-    field = TypeAdapter(Annotated[AlphaSpec | BetaSpec | OwnSpec, Seam("letter", (AlphaSpec, BetaSpec), ("write",))])
+def test_another_plugin_field_with_several_built_in():
+    field = TypeAdapter(
+        Annotated[AlphaSpec | BetaSpec | PluginSpec, PluginField("letter", (AlphaSpec, BetaSpec), ("write",))]
+    )
     assert field.validate_python({}) == AlphaSpec()
     assert field.validate_python({"type": "beta", "size": 3}) == BetaSpec(size=3)
     assert field.validate_python("beta") == BetaSpec()

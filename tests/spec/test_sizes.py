@@ -18,8 +18,8 @@ from rlhfless.functions.generation.messages import GenerateRequest, Sampling
 from rlhfless.orchestrator.in_flight_samples import InFlightSamples, RolloutRequest
 from rlhfless.records import Prompt, Work
 from rlhfless.spec import RunSpec
+from rlhfless.spec.base import MOST_SIZES, SAMPLE_BYTES, driver_bytes
 from rlhfless.spec.explain import explain
-from rlhfless.spec.sizes import MOST_SIZES, SAMPLE_BYTES, driver_bytes
 
 SPEC: dict[str, Any] = {
     "model": {"path": "some/model"},

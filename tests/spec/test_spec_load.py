@@ -13,8 +13,7 @@ from rlhfless.spec.document import dump, parse
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.explain import keys
 from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
-from rlhfless.spec.other_tools import NAMES
-from rlhfless.spec.removed import removed_problems
+from rlhfless.spec.removed import NAMES, removed_problems
 from rlhfless.spec.supervised import DATA
 
 MINIMAL = """\

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhfless.spec import RunSpec
-from rlhfless.spec.locations import locations
+from rlhfless.spec.base import locations
 
 SMALL: dict[str, Any] = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
 OWN_ENGINE = "rlhfless.functions.generation.vllm.adapter:VllmEngine"

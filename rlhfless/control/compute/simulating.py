@@ -22,7 +22,7 @@ from rlhfless.sim.workloads.recorded import read_runtime
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain
-from rlhfless.spec.policies import StaticSpec
+from rlhfless.spec.fleet import StaticSpec
 
 MOST_RESPONSES = 200_000_000
 """The most responses of a scenario, with its seeds and policies: the simulator does some hundred thousand a second, and

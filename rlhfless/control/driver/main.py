@@ -35,9 +35,9 @@ from rlhfless.planning.host_memory import on_this_node
 from rlhfless.planning.preflight import preflight
 from rlhfless.prepare.prepared import Prepared
 from rlhfless.spec import RunSpec
+from rlhfless.spec.base import MOST_SIZES
 from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
-from rlhfless.spec.sizes import MOST_SIZES
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.logs import RunLog
 from rlhfless.telemetry.open_sinks import open_sinks

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from rlhfless.scaling.prices import DEVICES_FILE, OWN_DEVICES, DeviceTerms, PriceSource, bundled_devices, own_devices
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
-from rlhfless.spec.files import read_values
+from rlhfless.spec.load import read_values
 from rlhfless.util.errors import UserError
 
 HEADROOM = 0.02

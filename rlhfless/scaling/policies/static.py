@@ -23,7 +23,7 @@ from rlhfless.scaling.policies.fleet import (
     start,
 )
 from rlhfless.scaling.policy import Action, Assign, Event, Generated, Lost, StepBegan, StepView
-from rlhfless.spec.policies import StaticSpec
+from rlhfless.spec.fleet import StaticSpec
 
 
 class Static:

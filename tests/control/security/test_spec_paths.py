@@ -16,8 +16,8 @@ from rlhfless.control.errors import ApiError
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.control.spec_admission import posted_spec
 from rlhfless.spec import RunSpec
+from rlhfless.spec.base import locations
 from rlhfless.spec.explain import models
-from rlhfless.spec.locations import locations
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def test_every_field_that_sounds_like_a_file_is_marked() -> None:
-    """A new field of the spec that names a file gets a mark of rlhfless/spec/locations.py, or is entered here with its
+    """A new field of the spec that names a file gets a mark of rlhfless/spec/base.py, or is entered here with its
     reason. It sounds like one by its name, or by what its docstring says of its text."""
     no_files = {
         "rewards.*.url",  # guarded when it is asked

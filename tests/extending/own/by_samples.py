@@ -6,13 +6,13 @@ from pydantic import Field
 
 from rlhfless.scaling.policies.fleet import Contexts, assign_groups, rescue, start
 from rlhfless.scaling.policy import Lost, StepBegan
-from rlhfless.spec import OwnSpec
+from rlhfless.spec import PluginSpec
 
 
 class BySamples:
     """So many actors that each one draws at most `samples_per_actor` samples."""
 
-    class Settings(OwnSpec):
+    class Settings(PluginSpec):
         samples_per_actor: Annotated[int, Field(ge=1)] = 64
         """Most samples that one actor draws in a step, as long as there is another actor."""
 

@@ -21,7 +21,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
 )
 from rlhfless.sim.policies import POLICIES, make_policy
-from rlhfless.spec.policies import CostAwareSpec, StaticSpec
+from rlhfless.spec.fleet import CostAwareSpec, StaticSpec
 
 COLOCATED = fleet_of(replica_slot(0), replica_slot(1), learner(0, 1))
 APART = fleet_of(replica_slot(0), replica_slot(1), learner(2))

@@ -47,7 +47,7 @@ from rlhfless.scaling.policy import (
     StepView,
 )
 from rlhfless.spec import FastestSpec, WeightedSpec
-from rlhfless.spec.policies import CostAwareSpec
+from rlhfless.spec.fleet import CostAwareSpec
 
 UNSEEN_SHARE = 0.5
 """Share of a step's contract for generation while the work after it is not measured: it takes about as long."""

@@ -6,10 +6,10 @@ from rlhfless.scaling.function_specs import Bounds, FunctionSpec, MemoryTerms
 from rlhfless.scaling.memory import MemoryPhase, on_device
 from rlhfless.scaling.placement import ReplicaRequest, Site
 from rlhfless.spec import RunSpec
-from rlhfless.spec.extension import OwnSpec
+from rlhfless.spec.extension import PluginSpec
 
 
-class Settings(OwnSpec):
+class Settings(PluginSpec):
     """Its keys in the spec."""
 
     path: str
