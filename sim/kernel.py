@@ -14,7 +14,7 @@ A *boundary* is the instant between two iterations. At each one, in this order:
    finish, the last free block, the next arrival or the end of the given time are run at once.
 
 Prompts and the prefixes that they share are *nodes* of a tree. The blocks of a node are held once, by all sequences
-that begin with it. When the last of them goes, they are free, and can be found until other sequences have taken all
+that start with it. When the last of them goes, they are free, and can be found until other sequences have taken all
 blocks that became free before them (vLLM's order: least recently used first, and of one sequence the last block first).
 So a count of the blocks taken so far says what is left of a node, and nothing has to be kept in order.
 
@@ -49,7 +49,7 @@ def advance(
     pool: Pool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
 ) -> int:
     """Runs, in the engines [first, last), all iterations that end at or before `until_s`; with `one`, the next
-    iteration, whenever it ends. An idle engine's clock goes on to its next arrival.
+    iteration, whenever it ends. An idle engine's clock advances to its next arrival.
 
     Returns `last`, or the first engine that cannot go on: it lacks the price of a prefill, or room for a span.
     """
@@ -306,7 +306,7 @@ def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
 
 @compiled
 def lacks(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> int:
-    """Blocks of a node, beside its parent's, that an engine's cache lacks."""
+    """Blocks of a node, without its parent's, that an engine's cache lacks."""
     state = _state(pool, row)
     if state.residents[node] > 0:
         return 0

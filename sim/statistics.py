@@ -1,9 +1,9 @@
 """Means over seeds with confidence intervals, and ratios of two policies that shared their seeds. Pure.
 
-The seeds of a scenario are independent draws of one workload, so the mean of a figure over n of them has Student's t
+The seeds of a scenario are independent samples of one workload, so the mean of a figure over n of them has Student's t
 with n - 1 degrees of freedom. Of times, costs and counts, which are never negative, the logarithm of the mean has it to
 first order (the delta method): few seeds give wide limits, none below 0, and two none at all. Two policies with the
-same seed drew the same lengths; their ratio within each seed varies far less than either figure, so the logarithms of
+same seed have the same lengths; their ratio within each seed varies far less than either figure, so the logarithms of
 the ratios are averaged: a geometric mean.
 """
 

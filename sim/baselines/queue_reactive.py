@@ -1,7 +1,7 @@
 """A fleet that follows its queue, as Ray Serve, Knative and KEDA do: it knows requests, not steps. Pure.
 
-A router gives each sample to the replica with the fewest samples. Samples that an engine has not begun can still move:
-when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
+A router gives each sample to the replica with the fewest samples. Samples that an engine has not started can still
+move: when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
 finishes the samples it has, and is released.
 
 An autoscaler decides the number of replicas from running and queued requests, averaged over windows. The policy asks it
@@ -237,7 +237,7 @@ class QueueReactive:
     def __init__(self, autoscaler: Autoscaler) -> None:
         self._autoscaler = autoscaler
         self._contexts = Contexts()
-        self._replicas = 1  # what a deployment begins with
+        self._replicas = 1  # the initial replicas of a deployment
         self._asked_s = -math.inf
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
@@ -283,7 +283,7 @@ class QueueReactive:
 
 
 def _take_share(now: PolicyContext, slot: int, actors: int) -> list[Action]:
-    """Moves to a new replica its share of the samples that no engine has begun."""
+    """Moves to a new replica its share of the samples that no engine has started."""
     loads = now.loads
     excess = np.maximum(loads - [now.layout.max_sequences(other) for other in range(loads.size)], 0)
     share = int(loads.sum()) // max(actors, 1) - int(loads[slot])

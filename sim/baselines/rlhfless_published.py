@@ -1,11 +1,11 @@
 """RLHFless as published (arXiv 2602.22718), with all its mechanisms that act during a run. Pure.
 
-At a step's begin, prompts are sorted by the EWMA of their own lengths; for each number of actors N the list is cut into
-N contiguous groups of equal count, and N minimises a weighted sum of normalised time and cost. The longest group goes
-to the learner's node. While the step runs, an actor that has finished the share tau of its group moves the remaining
-samples to actors that have finished their own groups and may run more sequences. An actor without samples is released,
-unless it is needed to take samples that will still be moved. Before the next step actors start ahead of time, by the
-shortest step seen so far.
+At the start of a step, prompts are sorted by the EWMA of their own lengths; for each number of actors N the list is cut
+into N contiguous groups of equal count, and N minimises a weighted sum of normalised time and cost. The longest group
+goes to the learner's node. While the step runs, an actor that has finished the share tau of its group moves the
+remaining samples to actors that have finished their own groups and may run more sequences. An actor without samples is
+released, unless it is needed to take samples that will still be moved. Before the next step actors start ahead of time,
+by the shortest step seen so far.
 
 docs/policies.md says what the paper specifies of each mechanism, and what had to be filled in.
 """
@@ -221,7 +221,7 @@ class RLHFlessPublished:
         self._seen += view.tokens.size
 
     def _prewarm(self, layout: Layout, slots: Sequence[int]) -> list[Action]:
-        """Starts actors of this step again, so as to be up before the next step begins, by the shortest step so
+        """Starts actors of this step again, so as to be up before the next step starts, by the shortest step so
         far."""
         if math.isinf(self._shortest_s):
             return []

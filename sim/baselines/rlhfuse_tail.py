@@ -1,6 +1,6 @@
 """RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221, section 4). Pure.
 
-Generation begins as on a static fleet. Once only a tail of the samples is left, all of it is moved, once a step, to the
+Generation starts as on a static fleet. Once only a tail of the samples is left, all of it is moved, once a step, to the
 fewest actors that can take it; the actors that already have most of it take it. In the paper the devices of the others
 are free then for scoring and reference; here a turn on a device lasts for a whole phase, as in the live fleet.
 

@@ -90,7 +90,7 @@ class ScenarioLayout:
             devices = devices.without(self.learner_side)
         shapes = self._of_kind(machines, devices)
         if not shapes:
-            what = f"no node has {self._scenario.engine.devices} devices left for an actor that draws"
+            what = f"no node has {self._scenario.engine.devices} devices left for an actor"
             hint = "lower engine.tensor_parallel, or placement.learner_devices, or take more devices"
             raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, hint)])
         return tuple(shapes)

@@ -113,7 +113,7 @@ class ClusterSpec(SpecModel):
     """Price book (YAML); the bundled one when left out."""
 
     devices: str | None = None
-    """Devices of one's own (YAML, in the form of rlhfless/scaling/devices.yaml), beside the bundled table; with a
+    """Your own devices (YAML, in the form of rlhfless/scaling/devices.yaml), in addition to the bundled table; with a
     `price` there a kind needs none in the price book."""
 
     provisioning_s: NotNegative = 0.0

@@ -76,7 +76,7 @@ def _drawn(scenario: Scenario, seed: int) -> list[RolloutBatch]:
         samples_per_prompt=scenario.samples_per_prompt,
         seed=seed,
     )
-    # Each seed begins elsewhere in the file, so that runs differ by more than the order of siblings.
+    # Each seed starts elsewhere in the file, so that runs differ by more than the order of siblings.
     first = int(np.random.default_rng(seed).integers(len(drawn)))
     turned = [dataclasses.replace(batch, step=i + 1) for i, batch in enumerate(drawn[first:] + drawn[:first])]
     capped = [

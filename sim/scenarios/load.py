@@ -87,7 +87,7 @@ def with_recorded_keys(data: dict[str, Any]) -> dict[str, Any]:
     folder = trace_folder(workload["path"])
     spec, drawn = read_meta(folder).spec, read_runtime(folder)
     if not drawn:
-        raise TraceError(f"{folder} has no step with rollouts; name the trace of a run that has drawn some")
+        raise TraceError(f"{folder} has no step with rollouts; name the trace of a run that has some")
     first = drawn[0]
     generation, engine = spec.get("generation", {}), spec.get("generation", {}).get("engine", {})
     # A spec that no devices have settled leaves keys at `auto`: the scenario has its own defaults for these.

@@ -95,7 +95,7 @@ class ScenarioSpeculationSpec(SpecModel):
     """At each place: the drafts there are, for each sequence and pass. Left out: one."""
 
     depth: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Places that are drafted; `auto`: as many as save time where so many sequences run."""
+    """Places that are drafted; `auto`: as many as save time at the current batch size."""
 
     draft_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds in which the drafts of one place are found, for all sequences of a pass."""
@@ -155,7 +155,7 @@ class ScenarioEngineSpec(SpecModel):
     already."""
 
     step_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds before the generation of each step begins, after the new weights: calls, wakes and copies of a framework.
+    """Seconds before the generation of each step starts, after the new weights: calls, wakes and copies of a framework.
     Published steps of seconds (verl, OpenRL) have 15 to 25 that nothing else in the model explains."""
 
     latency: LatencySpec = RooflineLatency()

@@ -142,7 +142,7 @@ class Scenario(SpecModel):
     """Where prompts and response lengths come from."""
 
     prefixes: PrefixesSpec | None = None
-    """What prompts begin with; by default they share nothing. Not for a recorded run, whose trace has it."""
+    """Shared prefixes of prompts; by default there are none. Not for a recorded run, whose trace has it."""
 
     prompts_per_step: Count
     """Prompts of a step. It must equal the number in a recorded run."""
@@ -218,7 +218,7 @@ class Scenario(SpecModel):
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that may be drawn before they are learned from."""
+        """Steps that may be generated before they are learned from."""
         return self.schedule.steps_ahead
 
     @property

@@ -147,7 +147,7 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
     tokens = int(left / (shape.kv_bytes * share))
     if tokens < scenario.max_tokens:
         what = (
-            f"{engine.tensor_parallel} x {kind} leaves KV memory for {max(tokens, 0)} tokens beside weights of "
+            f"{engine.tensor_parallel} x {kind} leaves KV memory for {max(tokens, 0)} tokens besides weights of "
             f"{shape.total_bytes / GB:.0f} GB{f' and states of {states / GB:.0f} GB' if states else ''}, fewer than "
             f"max_tokens ({scenario.max_tokens})"
         )
@@ -200,7 +200,7 @@ def measured_times(scenario: Scenario) -> LatencyFile | None:
 
 
 def turns_of(scenario: Scenario, measured: LatencyFile | None, function: str, kind: str, devices: int) -> TurnTimes:
-    """Sleep and wake of a function on so many devices: as measured, or by the priors of what it holds there."""
+    """Sleep and wake of a function on some devices: as measured, or by the priors of what it holds there."""
     if measured is not None and (fit := measured.turns.get(function)) is not None:
         return TurnTimes(fit.sleep_s, fit.wake_s)
     if function == FunctionName.GENERATION:

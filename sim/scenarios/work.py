@@ -100,7 +100,7 @@ WorkloadSpec = Annotated[
 
 
 class PrefixLevel(SpecModel):
-    """One level of what prompts begin with: a system prompt, examples, a document."""
+    """One level of shared prefix: a system prompt, examples, a document."""
 
     tokens: Count
     """Tokens of the level, after the level before it."""
@@ -154,7 +154,7 @@ class LearnerTimingSpec(SpecModel):
     """Pass all samples forward before the first update in any case, for a KL in the reward."""
 
     learned_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the samples of a step that is learned. The others are drawn and scored, and no more:
+    """Share of the samples of a step that is learned. The others are only generated and scored:
     groups that are left out."""
 
     state_bytes_per_parameter: Positive = 16.0
@@ -209,4 +209,4 @@ class ScenarioPlacementSpec(SpecModel):
     """`colocated`: actors and learner take turns on all devices. `disaggregated`: the learner has its own."""
 
     learner_devices: Count | None = None
-    """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""
+    """Devices reserved for the learner, when disaggregated; half of the first kind's when left out."""

@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match=r"the learner has 2 x l40s, and its state needs 4"):
         ScenarioLayout(scenario(model={"name": "qwen2.5-7b"}), ScenarioPlacementSpec())
     large = scenario(model={"name": "qwen2.5-32b"}, cluster=machines(devices_per_node=16))
-    with pytest.raises(InputError, match=r"1 x l40s leaves KV memory for 0 tokens beside weights of 66 GB"):
+    with pytest.raises(InputError, match=r"1 x l40s leaves KV memory for 0 tokens besides weights of 66 GB"):
         ScenarioLayout(large, ScenarioPlacementSpec()).actors()
 
 
