@@ -7,19 +7,18 @@ text gets a mark, and a rendering is used only if it has all of them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from rlhfless.chat.marks import Text, located_texts, marked_messages, named_texts
 from rlhfless.chat.messages import ASSISTANT, THINK, THOUGHT_KEYS, DataFault, Message, tool_names
 from rlhfless.spec.data import RESERVED_KWARGS
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import nearest, shown
 
-_MARK = re.compile("\ue000([0-9]+)\ue001|\\\\ue000([0-9]+)\\\\ue001")
 _STAND_IN = "\ue002"
 """Replaces a content that bypasses the template."""
 _LITERAL = re.compile(r"""['"]type['"]: ?['"]text['"]""")
@@ -27,17 +26,6 @@ _LITERAL = re.compile(r"""['"]type['"]: ?['"]text['"]""")
 _NONE = re.compile(r"\bNone\b")
 _TAG = re.compile(r"</?\w+>")
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One text of a message, and its position in a rendering."""
-
-    message: int
-    what: str
-    text: str
-    end: int | None
-    """Position after it in the rendering; None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +166,7 @@ class ChatTemplate:
     def require_no_control(self, messages: Sequence[Message], field: str, *, is_text: bool) -> None:
         """Raises DataFault if a message contains a control token of the template, such as `<|im_end|>`."""
         for index, message in enumerate(messages):
-            for text in _texts_of(message):
+            for _, text in named_texts(message):
                 token = next((token for token in self._control_tokens() if token in text), None)
                 if token is not None:
                     hint = "remove it: the policy would take it for the end or the start of a message"
@@ -280,15 +268,15 @@ class ChatTemplate:
         past: bool = False,
     ) -> Rendering:
         text = self._text(messages, form, opens=opens, tools=tools, past=past)
-        plain = [(index, what, part) for index, message in enumerate(messages) for what, part in _named(message)]
+        plain = [(index, what, part) for index, message in enumerate(messages) for what, part in named_texts(message)]
         literal = _LITERAL if form.parts else _NONE if form.none_for_empty else None
         if literal and len(literal.findall(text)) > sum(len(literal.findall(part)) for _, _, part in plain):
             return Rendering(text, tuple(Text(*piece, None) for piece in plain), form)
         try:
-            marked = self._text(_marked(messages), form, opens=opens, tools=tools, past=past)
+            marked = self._text(marked_messages(messages), form, opens=opens, tools=tools, past=past)
         except DataFault:  # it reads what the texts say
             marked = text
-        return Rendering(text, tuple(_located(plain, text, marked)), form)
+        return Rendering(text, tuple(located_texts(plain, text, marked)), form)
 
     def _text(
         self,
@@ -390,83 +378,3 @@ def _after_first(tokens: Sequence[str], text: str, start: int, end: int) -> int 
     """Return the position after the first of some tokens in text[start:end], or None."""
     found = [(at, at + len(token)) for token in tokens if (at := text.find(token, start, end)) >= 0]
     return min(found)[1] if found else None
-
-
-def _named(message: Message) -> list[tuple[str, str]]:
-    """Return the texts of a message, each with its name."""
-    found: list[tuple[str, str]] = []
-
-    def note(what: str, text: str) -> str:
-        found.append((what, text))
-        return text
-
-    message.mapped(note)
-    return found
-
-
-def _texts_of(message: Message) -> list[str]:
-    return [text for _, text in _named(message)]
-
-
-def _halves(text: str) -> tuple[str, str]:
-    """Split a text in two non-blank halves (if it has two characters), if possible not within an escape or tag."""
-    core = text.strip()
-    start = text.index(core)
-    middle = start + len(core) // 2
-    for at in (*range(middle, start, -1), *range(middle + 1, start + len(core))):
-        if text[at - 1].isalnum() and text[at : at + 1].isalnum():
-            return text[:at], text[at:]
-    return text[:middle], text[middle:]
-
-
-def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Put a numbered mark in the middle of each text."""
-    number = 0
-
-    def mark(_: str, text: str) -> str:
-        nonlocal number
-        before, after = _halves(text)
-        marked = f"{before}\ue000{number}\ue001{after}"
-        number += 1
-        return marked
-
-    return [message.mapped(mark) for message in messages]
-
-
-def _located(plain: Sequence[tuple[int, str, str]], text: str, marked: str) -> Iterator[Text]:
-    """Find the end of each text in the rendering `text`, by the marks in its `marked` twin."""
-    places: dict[int, list[int]] = {}
-    length = at = 0
-    for mark in _MARK.finditer(marked):
-        length += mark.start() - at
-        at = mark.end()
-        places.setdefault(int(mark[1] or mark[2]), []).append(length)
-    same = _MARK.sub("", marked) == text and bool(places)
-    searched = 0
-    for number, (message, what, part) in enumerate(plain):
-        if same:
-            ends = (_end_at(part, text, place) for place in places.get(number, ()))
-            end = next((end for end in ends if end is not None), None)
-        else:  # the template reads what the texts say, so marks may have changed what it writes
-            end = _end_after(part, text, searched) or _end_after(part, text, 0)
-            end = end if number in places or marked == text else None
-            searched = max(searched, end or 0)
-        yield Text(message, what, part, end)
-
-
-def _end_at(part: str, text: str, place: int) -> int | None:
-    """Return the end of a text whose middle is at `place`, if it is there verbatim or JSON-escaped."""
-    before, after = _halves(part)
-    if not any(text[max(place - len(form), 0) : place] == form for form in _written(before.lstrip())):
-        return None
-    return next((place + len(form) for form in _written(after.rstrip()) if text.startswith(form, place)), None)
-
-
-def _end_after(part: str, text: str, start: int) -> int | None:
-    found = ((text.find(form, start), len(form)) for form in _written(part.strip()))
-    return next((at + length for at, length in found if at >= 0), None)
-
-
-def _written(text: str) -> tuple[str, ...]:
-    """Return a text verbatim and JSON-escaped."""
-    return text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]

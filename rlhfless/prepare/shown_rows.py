@@ -1,7 +1,7 @@
-"""Rows of a data set as the policy reads them, as they are learned from, and as rewards get them.
+"""Show rows of a data set as the policy reads them, as they are learned, and as rewards get them (`rlhfless data
+show`).
 
-The prompts and examples are those of the run (`load_sets`): nothing is rendered here. What is shown is taken from their
-tokens.
+Prompts and examples are the run's own (`load_sets`): nothing is rendered here; text is decoded from their tokens.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ShownPiece:
 
     text: str
     special: bool
-    """It is one token of the tokenizer's own, such as `<|im_end|>`."""
+    """One token of the tokenizer's own, such as `<|im_end|>`."""
     learned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ShownSequence:
-    """A sequence of tokens: a prompt, or a prompt with a response."""
+    """Tokens of a prompt, or of a prompt with a response."""
 
     name: str
     """`prompt`, `response`, `chosen` or `rejected`."""
@@ -64,29 +64,26 @@ class ShownSequence:
 
     @property
     def text(self) -> str:
-        """All of it, as decoded."""
+        """The decoded text."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
     def learned_text(self) -> str:
-        """What is learned of it."""
+        """The learned part of it."""
         return "".join(piece.text for piece in self.pieces if piece.learned)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """One row of a data set."""
-
     data_set: str
     number: int
-    """Among the rows of its file, from 1."""
+    """Position in its file, from 1."""
     rows: int
     where: str
     use: str
     """`training` or `held out`, or why the run does not use it."""
     prompt_id: str
     values: Mapping[str, Any]
-    """The row as given."""
     sequences: tuple[ShownSequence, ...]
     rewards: tuple[RewardInput, ...]
     warnings: tuple[str, ...]
@@ -94,8 +91,6 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True)
 class _DataSet:
-    """A file or hub data set of a spec."""
-
     name: str
     field: str
     path: str
@@ -106,9 +101,9 @@ class _DataSet:
 
 
 def shown_rows(spec: RunSpec, policy: PolicyModel, name: str | None, number: int) -> list[ShownRow]:
-    """Row `number`, from 1, of the data set with this name; without a name, of each data set that has it.
+    """Return row `number`, from 1, of the named data set; without a name, of each data set that has it.
 
-    Raises InputError with the problems of all rows, as a run does, and for a data set or a row that is not there.
+    Raises InputError with the problems of all rows, as a run does, and for a missing data set or row.
     """
     data_sets = list(_data_sets(spec))
     chosen = [each for each in data_sets if name in (None, each.name)]
@@ -161,7 +156,7 @@ def _shown(
 
 
 def _found(spec: RunSpec, sets: PromptSets, data_set: _DataSet, row: Row) -> tuple[str, Prompt | None]:
-    """What the run uses a row for, and its prompt; None if the run does not use it."""
+    """Return the use of a row and its prompt; None if the run does not use it."""
     skipped = dict(row for each in sets.skipped if each.field == data_set.field for row in each.rows)
     if why := skipped.get(row.where):
         return f"skipped: {why}", None
@@ -216,7 +211,7 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], learned: Sequence[bool]) ->
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What one reward gets besides the response."""
+    """A reward's input besides the response."""
 
     reward: str
     kind: str
@@ -228,7 +223,7 @@ class RewardInput:
 
 
 def reward_inputs(spec: RunSpec, prompt: Prompt) -> Iterator[RewardInput]:
-    """What the rewards of a spec get of a prompt; only those that score its set."""
+    """Yield the inputs of the rewards that score the prompt's set."""
     problems = reward_problems(spec, [prompt])
     for index, reward in enumerate(spec.rewards):
         if not reward.scores(prompt.source):
@@ -244,7 +239,7 @@ def reward_inputs(spec: RunSpec, prompt: Prompt) -> Iterator[RewardInput]:
 
 
 def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
-    """What a reward gets of a prompt: see RewardInput. Raises Unscorable."""
+    """Return what a reward gets of a prompt (see RewardInput.gets). Raises Unscorable."""
     match reward:
         case ExactMatchSpec():
             expected = answer_of(prompt.columns, reward)
@@ -272,7 +267,7 @@ def gets_of(reward: RewardSpec, prompt: Prompt) -> Mapping[str, Any]:
 
 
 def _test(test: Test) -> dict[str, Any]:
-    """A test as JSON values; `function` only where it has one."""
+    """Convert a test to JSON values, without an empty `function`."""
     return {name: value for name, value in asdict(test).items() if value or name != "function"}
 
 

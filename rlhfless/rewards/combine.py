@@ -79,10 +79,12 @@ class Rewards:
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """Return one Score per sample, in order, within `scoring.timeout_s`."""
-        columns = await gather_or_cancel(*(self._column(*each, samples) for each in self._rewards))
-        return combined(self._weights, columns, len(samples), self._scoring.on_failure)
+        outcomes = await gather_or_cancel(*(self._outcomes(*each, samples) for each in self._rewards))
+        return combined(self._weights, outcomes, len(samples), self._scoring.on_failure)
 
-    async def _column(self, spec: RewardSpec, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome | None]:
+    async def _outcomes(
+        self, spec: RewardSpec, reward: Reward, samples: Sequence[RewardSample]
+    ) -> list[Outcome | None]:
         """Return the outcome of each sample; None where the reward does not apply."""
         outcomes: dict[int, Outcome] = {}
         own = [index for index, sample in enumerate(samples) if spec.scores(sample.source)]
@@ -93,20 +95,20 @@ class Rewards:
                 await reward([samples[index] for index in own], outcomes.__setitem__)
         except TimeoutError:
             late = Failed(f"not scored within scoring.timeout_s ({limit_s:g} s)")
-        column: list[Outcome | None] = [None] * len(samples)
+        all_outcomes: list[Outcome | None] = [None] * len(samples)
         for place, index in enumerate(own):
-            column[index] = outcomes.get(place, late) if late else outcomes[place]
-        return column
+            all_outcomes[index] = outcomes.get(place, late) if late else outcomes[place]
+        return all_outcomes
 
 
 def combined(
-    weights: Mapping[str, float], columns: Sequence[Sequence[Outcome | None]], samples: int, on_failure: OnFailure
+    weights: Mapping[str, float], by_part: Sequence[Sequence[Outcome | None]], samples: int, on_failure: OnFailure
 ) -> list[Score]:
     """Combine outcomes per part into one Score per sample; None where a part does not apply. `weights` is in the order
-    of `columns`."""
+    of `by_part`."""
     scores = []
     for index in range(samples):
-        own = dict(zip(weights, (column[index] for column in columns), strict=True))
+        own = dict(zip(weights, (part[index] for part in by_part), strict=True))
         asked = {name: outcome for name, outcome in own.items() if outcome is not None}
         outcomes = {name: within_range(name, weights[name], outcome) for name, outcome in asked.items()}
         failures = {name: outcome.cause for name, outcome in outcomes.items() if isinstance(outcome, Failed)}
