@@ -25,12 +25,9 @@ from rlhfless.scaling.policies.cost_aware.group_times import Floats, Responses, 
 from rlhfless.scaling.policies.fleet import samples_by_prompt
 from rlhfless.scaling.policy import Ints, StepView
 
-POINTS = 48  # Points at which probabilities are computed: of 8,192 tokens they are a fifth apart, and linear between
-
-LEAST_CHANCE = 1e-12  # Keeps logarithms finite
-
-EVEN = 0.5  # Confidence of a median: the event is as likely as not
-
+POINTS = 48  # at which probabilities are computed: for 8,192 tokens they are a fifth apart, and linear between
+LEAST_CHANCE = 1e-12  # keeps logarithms finite
+EVEN = 0.5  # confidence of a median
 SIMILAR_MEAN = 1.25
 """Prompts whose forecasts differ by less than this factor may swap places in the sorted list, so that common prefixes
 are adjacent: forecasts of single prompts are off by more."""
@@ -43,7 +40,7 @@ class RemainingLengths:
     samples: Ints  # [rows], ascending
     levels: Floats  # [Q], ascending: ranks of the quantiles
     kind: Ints
-    """[rows], ascending: row of `table`. Samples of one kind are siblings that have drawn equally many tokens."""
+    """[rows], ascending: row of `table`. Samples of one kind are siblings with equally many tokens so far."""
     table: Floats  # [kinds, Q]: remaining tokens, ascending along Q, at least 1
 
     @property
@@ -56,12 +53,8 @@ class RemainingLengths:
         """[rows]: expected remaining tokens."""
         return np.asarray((self.table @ mean_weights(self.levels))[self.kind])
 
-    def of(self, rows: Ints) -> RemainingLengths:
-        """Some of the rows."""
-        return RemainingLengths(self.samples[rows], self.levels, self.kind[rows], self.table)
-
     def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
-        """For `ranks` [ranks] the levels on both sides, and the share of the way between them: each [ranks]."""
+        """For `ranks` [ranks]: the levels on both sides, and the share of the way between them, each [ranks]."""
         right = np.minimum(np.maximum(np.searchsorted(self.levels, ranks), 1), self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
         return right - 1, right, np.minimum(np.maximum((ranks - low) / (high - low), 0.0), 1.0)
@@ -81,8 +74,7 @@ class RemainingLengths:
         return np.asarray(self.table[self.kind, left] * (1 - share) + self.table[self.kind, right] * share)
 
     def typical_draw(self, order: Ints) -> Floats:
-        """[rows]: remaining tokens of the rows, each at a rank of its own, such that any stretch of `order` [rows]
-        looks like a typical draw of as many."""
+        """[rows]: remaining tokens, each at its own rank, so that any stretch of `order` [rows] looks like a draw."""
         ranks = np.empty(order.size)
         ranks[order] = even_ranks(order.size)
         return self.one_each(ranks)
@@ -110,8 +102,7 @@ class RemainingLengths:
 
 
 def even_ranks(count: int) -> Floats:
-    """[count]: the first terms of van der Corput's sequence, each in the middle of its share of 0 to 1. The ranks of
-    any stretch are spread evenly."""
+    """[count]: van der Corput's sequence, in the middles of its shares of 0 to 1."""
     bits = max(int(count - 1).bit_length(), 1)
     index, ranks = np.arange(count), np.zeros(count)
     for bit in range(bits):
@@ -168,8 +159,7 @@ def _samples_of(view: StepView) -> StepSamples:
 
 
 def typical_responses(lengths: RemainingLengths, view: StepView) -> Responses:
-    """The step as the plan sees it: groups end by the lengths that they are given with probability 0.5. All samples of
-    the step must be in `lengths`."""
+    """The step as the plan sees it. All samples of the step must be in `lengths`."""
     if lengths.known:  # then it is also known which sibling is long
         return responses(lengths.means, view.group, view.prompt_tokens, view.prefixes)
     by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
