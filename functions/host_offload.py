@@ -40,16 +40,16 @@ class HostOffload:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._pinned: list[torch.Tensor] = []
         self._file: BinaryIO | None = None
-        self.parked = False
+        self.offloaded = False
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all storages in use."""
         return sum(self._sizes)
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Copy the storages to the host and release their memory. Idempotent. A failed copy changes nothing."""
-        if self.parked:
+        if self.offloaded:
             return
         if self._on_gpu:
             self._pinned = self._pinned or [torch.empty(size, dtype=_BYTE, pin_memory=True) for size in self._sizes]
@@ -61,13 +61,13 @@ class HostOffload:
             for storage in self._storages:
                 self._file.write(_view(storage))
             self._file.flush()
-        self.parked = True
+        self.offloaded = True
         empty(self._storages)
         give_back_free_memory()
 
     def restore(self) -> None:
         """Fill the storages again. Idempotent. Raises MemoryError, and stays offloaded, if the GPU is still in use."""
-        if not self.parked:
+        if not self.offloaded:
             return
         if self._on_gpu:
             require_free(self._storages[0].device, self.size_bytes)
@@ -82,12 +82,12 @@ class HostOffload:
                 _read_into(self._file, storage)
             self._file.close()
             self._file = None
-        self.parked = False
+        self.offloaded = False
 
     @contextmanager
     def lent(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Fill some offloaded tensors within the block; writes to them are lost."""
-        wanted = [local(tensor.detach()).untyped_storage() for tensor in tensors] if self.parked else []
+        wanted = [local(tensor.detach()).untyped_storage() for tensor in tensors] if self.offloaded else []
         # Compare by identity: an emptied storage has no address.
         chosen = [number for number, mine in enumerate(self._storages) if any(each is mine for each in wanted)]
         storages = [self._storages[number] for number in chosen]

@@ -153,7 +153,7 @@ class LearnerActor(TrainingActor[LearnerSettings]):
         from rlhfless.functions.training.checkpoint import drain
 
         with self._naming_memory_errors("publish"):
-            lent = self._parking.lent if self._parking is not None and self._parking.parked else None
+            lent = self._offload.lent if self._offload is not None and self._offload.offloaded else None
             stream = self._rank.published_everywhere(lent)
             try:
                 return self._store.feed(version, workers[self._number], stream)

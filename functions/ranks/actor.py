@@ -45,7 +45,7 @@ class RankActor(Generic[S]):
     """The methods of `_rank` that `call` may call, with their phase of the memory plan."""
     _rank: Any
     """The model of this rank; set by `_load`."""
-    _parking: HostOffload | None = None
+    _offload: HostOffload | None = None
     """Made by the first sleep."""
 
     def __init__(self, settings: S, rank: int) -> None:
@@ -119,17 +119,17 @@ class RankActor(Generic[S]):
 
         device = default_device()
         before = held_bytes(device)
-        if self._parking is None:  # the tensors are the same ones for the life of the rank
-            self._parking = HostOffload(self.kept_on_device())
-        self._parking.park()
+        if self._offload is None:  # the tensors are the same ones for the life of the rank
+            self._offload = HostOffload(self.kept_on_device())
+        self._offload.offload()
         held = held_bytes(device)
         return Slept(SleepTier.HOST, max(before - held, 0), held)
 
     def wake(self) -> None:
         """Move the tensors back. Idempotent."""
-        if self._parking is not None:
+        if self._offload is not None:
             with self._naming_memory_errors("wake"):
-                self._parking.restore()
+                self._offload.restore()
 
     @property
     def _threads(self) -> int:
@@ -139,7 +139,7 @@ class RankActor(Generic[S]):
     @contextlib.contextmanager
     def _at_work(self, phase: str) -> Iterator[None]:
         """Report a lack of memory with its phase. Raises Asleep while the rank sleeps."""
-        if self._parking is not None and self._parking.parked:
+        if self._offload is not None and self._offload.offloaded:
             raise Asleep(f"{self.named} rank {self._number} sleeps, and cannot {phase}; wake it first")
         with self._naming_memory_errors(phase):
             yield

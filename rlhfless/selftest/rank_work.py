@@ -123,19 +123,19 @@ def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
 def nap(rank: LearnerRank, packed: PackedBatch) -> dict[str, Any]:
     """Sleep and wake twice: the first time also makes room in the host's memory, which is kept. Returns the second
     one's seconds and bytes, and whether the logprobs are what they were."""
-    before, parking, device = rank.evaluate(packed), HostOffload(rank.kept_on_device()), rank._policy.device
+    before, host, device = rank.evaluate(packed), HostOffload(rank.kept_on_device()), rank._policy.device
     for _ in range(2):
         held = held_bytes(device)
         began_s = time.perf_counter()
-        parking.park()
+        host.offload()
         asleep_s, freed = time.perf_counter(), held - held_bytes(device)
-        parking.restore()
+        host.restore()
         woken_s = time.perf_counter()
     return {
         "sleep_s": asleep_s - began_s,
         "wake_s": woken_s - asleep_s,
         "freed_bytes": freed,
-        "state_bytes": parking.size_bytes,
+        "state_bytes": host.size_bytes,
         "same": np.array_equal(before, rank.evaluate(packed)),
     }
 

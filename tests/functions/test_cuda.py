@@ -84,7 +84,7 @@ def test_a_rank_that_was_given_a_gpu_loads_nothing_on_cpus(
     ],
 )
 def test_the_allocators_of_a_rank(monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool, expected: str) -> None:
-    """torch rounds a pinned block up to a power of two by default: a 7B's parked shards take 162 GiB for 85."""
+    """torch rounds a pinned block up to a power of two by default: a 7B's offloaded shards take 162 GiB for 85."""
     seen: list[str | None] = []
 
     class Rank(RankActor[Any]):

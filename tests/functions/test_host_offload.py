@@ -1,4 +1,4 @@
-"""What a sleeping function parks comes back bit for bit, at the same tensors; and its memory is free meanwhile."""
+"""What a sleeping function offloads comes back bit for bit, at the same tensors; and its memory is free meanwhile."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ CPU = torch.device("cpu")
 def test_views_and_aliases_are_whole_again() -> None:
     whole = torch.arange(1000.0)
     row, tied = whole[100:200], whole.view(10, 100)
-    parking = HostOffload([whole, row, torch.empty(0)])
-    assert parking.size_bytes == 4000
+    held = HostOffload([whole, row, torch.empty(0)])
+    assert held.size_bytes == 4000
     for _ in range(2):
-        parking.park()
-        parking.park()
-        parking.restore()
-        parking.restore()
+        held.offload()
+        held.offload()
+        held.restore()
+        held.restore()
         assert torch.equal(tied, torch.arange(1000.0).view(10, 100))
         assert torch.equal(row, torch.arange(100.0, 200.0))
 
 
 def test_memory_is_free_while_it_is_parked_and_does_not_grow() -> None:
     tensors = [torch.full((4 * MIB,), 1.0) for _ in range(4)]
-    parking = HostOffload(tensors)
+    held = HostOffload(tensors)
     before = held_bytes(CPU)
-    parking.park()
+    held.offload()
     asleep = held_bytes(CPU)
     assert before - asleep >= 0.9 * 64 * MIB
     for _ in range(10):
-        parking.restore()
-        parking.park()
+        held.restore()
+        held.offload()
     assert held_bytes(CPU) - asleep < 8 * MIB
-    parking.restore()
+    held.restore()
     assert all(bool((tensor == 1.0).all()) for tensor in tensors)
 
 
@@ -55,10 +55,10 @@ def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path)
         size_bytes = HostOffload(sleeper.kept_on_device()).size_bytes
         for step in range(2):
             sleeper_store.put("run", 1, step, sleeper.published()[0])  # it reads the shards' own memory
-            parking = HostOffload(sleeper.kept_on_device())
-            assert parking.size_bytes == size_bytes
-            parking.park()
-            parking.restore()
+            held = HostOffload(sleeper.kept_on_device())
+            assert held.size_bytes == size_bytes
+            held.offload()
+            held.restore()
             assert sleeper.learn(batch, Passes(2)) == expected[step]
         for name, tensor in weights.items():
             assert torch.equal(tensor, sleeper.weights()[name]), name
@@ -67,20 +67,20 @@ def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path)
 
 def test_what_is_parked_is_lent_for_a_while() -> None:
     tensors = [torch.full((2 * MIB,), float(number)) for number in range(5)]
-    row, parking = tensors[3][10:20], HostOffload(tensors)
-    with parking.lent([tensors[1]]):  # awake: nothing is done
+    row, held = tensors[3][10:20], HostOffload(tensors)
+    with held.lent([tensors[1]]):  # awake: nothing is done
         assert tensors[1].sum() == 2.0 * MIB
-    parking.park()
+    held.offload()
     asleep = held_bytes(CPU)
     for _ in range(2):
-        with parking.lent([tensors[1], row, torch.ones(3)]):
+        with held.lent([tensors[1], row, torch.ones(3)]):
             assert bool((tensors[1] == 1.0).all())
             assert bool((tensors[3] == 3.0).all()), "a view brings all of its storage"
             assert held_bytes(CPU) - asleep >= 0.9 * 16 * MIB
             tensors[1].zero_()
         assert held_bytes(CPU) - asleep < 8 * MIB
-        assert parking.parked
-    parking.restore()
+        assert held.offloaded
+    held.restore()
     assert all(bool((tensor == float(number)).all()) for number, tensor in enumerate(tensors))
 
 
@@ -88,12 +88,12 @@ def test_a_sleeping_learner_publishes_what_it_did_awake(learner, batch) -> None:
     with learner() as rank:
         rank.learn(batch, Passes())
         expected = {name: tensor.clone() for name, tensor in rank.published_everywhere(None).tensors}
-        parking = HostOffload(rank.kept_on_device())
-        parking.park()
-        asleep = {name: tensor.clone() for name, tensor in rank.published_everywhere(parking.lent).tensors}
+        held = HostOffload(rank.kept_on_device())
+        held.offload()
+        asleep = {name: tensor.clone() for name, tensor in rank.published_everywhere(held.lent).tensors}
         assert asleep.keys() == expected.keys()
         assert all(torch.equal(asleep[name], tensor) for name, tensor in expected.items())
-        parking.restore()
+        held.restore()
         assert all(torch.equal(rank.weights()[name], tensor) for name, tensor in expected.items())
 
 

@@ -58,7 +58,7 @@ class PlainEngine:
         self._end_ids = closing_ids(self._tokenizer)
         dtype = getattr(torch, settings.dtype)
         self._model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device).eval()
-        self._parking = HostOffload(self._model.parameters())
+        self._offload = HostOffload(self._model.parameters())
 
     @classmethod
     async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:
@@ -148,7 +148,7 @@ class PlainEngine:
             return Slept(self.rest.tier, 0, 0)
         device = self._model.device
         before = held_bytes(device)
-        await self._bounded(self._in_thread(self._parking.park), self.settings.timeouts.sync_s, "sleep")
+        await self._bounded(self._in_thread(self._offload.offload), self.settings.timeouts.sync_s, "sleep")
         self.rest.slept(tier)
         self.loaded = None if self.rest.empty else self.loaded
         return Slept(tier, max(before - held_bytes(device), 0), held_bytes(device))
@@ -157,7 +157,7 @@ class PlainEngine:
         self._require_usable()
         parts = parts or ENGINE_PARTS  # there is no KV cache to wake
         if "weights" in parts:  # what was dropped comes back as it was, too, and is not used before a load
-            await self._bounded(self._in_thread(self._parking.restore), self.settings.timeouts.sync_s, "wake")
+            await self._bounded(self._in_thread(self._offload.restore), self.settings.timeouts.sync_s, "wake")
         self.rest.woke(parts)
 
     @torch.no_grad()

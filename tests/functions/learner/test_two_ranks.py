@@ -74,10 +74,10 @@ def fed(learner: LearnerRank, _: int, batch: PackedBatch) -> tuple:
     """What each rank can give engines on its GPU, awake and asleep."""
     learner.learn(batch, Passes())
     awake = arrays(dict(learner.published_everywhere(None).tensors))
-    parking = HostOffload(learner.kept_on_device())
-    parking.park()
-    asleep = arrays(dict(learner.published_everywhere(parking.lent).tensors))
-    parking.restore()
+    held = HostOffload(learner.kept_on_device())
+    held.offload()
+    asleep = arrays(dict(learner.published_everywhere(held.lent).tensors))
+    held.restore()
     return awake, asleep, arrays(learner.weights())
 
 
