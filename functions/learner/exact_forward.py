@@ -24,7 +24,7 @@ from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of
 from rlhfless.functions.training.publishing import named_tensors
 from rlhfless.spec.generation import Quantization
-from rlhfless.weights.quantised import CODES
+from rlhfless.weights.quantised import FP8
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 """(name, the model's tensor) -> the tensor to compute with, whole. Collective."""
@@ -43,7 +43,7 @@ class ExactForward:
                 setattr(module, name, buffers[f"{prefix}.{name}" if prefix else name])
         self._layers = {f"{name}.": module for name, module in twin.named_modules() if module in set(layers_of(twin))}
         self._owners = _owners(twin)
-        self._codes = None if quantization == "off" else CODES[quantization]
+        self._codes = None if quantization == "off" else FP8
         self._coded = self._quantise_inputs() if self._codes is not None else set()
         """The names of the weights in codes."""
         self._policy = dataclasses.replace(

@@ -27,9 +27,7 @@ Overrides = Annotated[
 
 Quantizations = Annotated[
     list[str] | None,
-    typer.Option(
-        "--quantization", metavar="FORMAT", help="Values of generation.quantization to compare: off, int8, fp8."
-    ),
+    typer.Option("--quantization", metavar="FORMAT", help="Values of generation.quantization to compare: off, fp8."),
 ]
 
 Speculations = Annotated[

@@ -87,5 +87,5 @@ def no_engine(spec: RunSpec, quantization: Quantization, kind: str, shape: Model
         return reason
     # Where the spec leaves it open, the devices decide, and GPUs get 16 bits.
     dtype = spec.model.dtype if "dtype" in spec.model.model_fields_set else "bfloat16"
-    refused = why_not(quantization, kind, dtype, shape)
+    refused = why_not(kind, dtype, shape)
     return None if refused is None else f"{QUANTIZATION} is {quantization}: {refused[0]}"

@@ -95,7 +95,7 @@ class ComparedDevices(PlannedDevices):
     changes: dict[str, Any]
     """The keys of the spec that say so, by dotted name, beside `placement.kind` and `placement.devices`."""
     quantization: str
-    """`generation.quantization`: `off`, `int8` or `fp8`."""
+    """`generation.quantization`: `off` or `fp8`."""
     speculation: str
     """`generation.speculation.method`."""
     share_prefixes: bool

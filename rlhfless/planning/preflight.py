@@ -167,7 +167,6 @@ def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | No
         return []  # reported by _device_problems
     problems = [
         *quantization_problems(spec, kind, shape),
-        *_processor_problems(spec, kind),
         *memory_problems(spec, kind, count, sequence_tokens),
         *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
     ]
@@ -187,17 +186,6 @@ def _room_problems(
     stored = 0 if spec.supervised else version_bytes(shape, spec.model.dtype)
     needed = Needed(stored, stored_versions(spec), loading)
     return room_problems(needed, room_at(str(store_base(spec))))
-
-
-def _processor_problems(spec: RunSpec, kind: str) -> list[Problem]:
-    """Engines in int8 on cores that would draw with other weights than they were given."""
-    if kind != CPU_KIND or spec.supervised or spec.generation.quantization != "int8":
-        return []
-    from rlhfless.weights.quantised import NO_VNNI, multiplies_int8_exactly
-
-    if multiplies_int8_exactly():
-        return []
-    return [Problem("generation.quantization", f"int8, but {NO_VNNI}", "set it to fp8 or off")]
 
 
 def _capacity_warnings(spec: RunSpec) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which engines in 8 bits run on which devices. Pure."""
+"""Which devices run engines in fp8. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import DType, RunSpec
 from rlhfless.spec.errors import Problem
-from rlhfless.spec.generation import Quantised
 
 
-def why_not(quantization: Quantised, kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str] | None:
-    """Why vLLM cannot draw so on devices of a kind, and what to do about it; None if it can. `shape` is None for a
-    model of unknown sizes."""
+def why_not(kind: str, dtype: DType, shape: ModelShape | None) -> tuple[str, str] | None:
+    """Why vLLM cannot generate in fp8 on devices of a kind, and what to do about it; None if it can. `shape` is None
+    for a model of unknown sizes."""
     if shape is not None and shape.experts:
         return (
             "the model has experts, and neither what an engine has of experts in 8 bits nor what it computes with them "
@@ -24,8 +23,8 @@ def why_not(quantization: Quantised, kind: str, dtype: DType, shape: ModelShape 
     if dtype == "float32":
         return f"model.dtype is float32, and the kernels of {kind} for 8 bits give 16", "set model.dtype to bfloat16"
     sheet = load_devices().get(kind)
-    if quantization == "fp8" and sheet is not None and sheet.fp8_flops_per_s is None:
-        return f"{kind} has no products of 8 bit floats", "set it to int8 or off"
+    if sheet is not None and sheet.fp8_flops_per_s is None:
+        return f"{kind} has no products of 8 bit floats", "set it to off"
     return None
 
 
@@ -34,7 +33,7 @@ def quantization_problems(spec: RunSpec, kind: str, shape: ModelShape | None) ->
     quantization = spec.generation.quantization
     if spec.supervised or quantization == "off":
         return []
-    refused = why_not(quantization, kind, spec.model.dtype, shape)
+    refused = why_not(kind, spec.model.dtype, shape)
     return (
         [] if refused is None else [Problem("generation.quantization", f"{quantization}, but {refused[0]}", refused[1])]
     )

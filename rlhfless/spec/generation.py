@@ -100,9 +100,7 @@ class EngineSpec(SpecModel):
         return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
 
-Quantised = Literal["int8", "fp8"]
-
-Quantization = Literal["off"] | Quantised
+Quantization = Literal["off", "fp8"]
 
 MOST_DRAFTS = 32
 """vLLM verifies up to 128 drafts of a request at once; published acceptance is gone long before 32."""

@@ -48,6 +48,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "weights.rollout_difference_limit": (
             "Leave it out: digest, read-back and probe check each load; the metric `rollout_logprob_difference` stays"
         ),
+        "generation.quantization=int8": "Use `fp8`, which vLLM quantizes as it loads, or `off`",
         "schedule.streaming": "Use `schedule: async` to overlap generation and learning, or `sync` without this key",
         "schedule.type=tail_batching": "Use `schedule: partial`, which resumes long responses in later steps",
         "schedule.type=auto": (

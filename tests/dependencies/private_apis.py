@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 VLLM = "functions/generation/vllm"
 CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{VLLM}/weight_engine.py"
-GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
-    f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "charts", "arguments")
-)
+GENERATORS, KV_FILES, ARGUMENTS = (f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "arguments"))
 SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", "verification", "drafter"))
-QUANTISED, SCHEDULER = f"{VLLM}/quantised_layers.py", f"{VLLM}/scheduler.py"
+QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
 PASSES = f"{VLLM}/passes.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
@@ -174,9 +172,9 @@ VLLM_NAMES = (
                 has=("_kv_transfer_config", "_get_connector_metadata", "request_finished", "register_kv_caches")),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata", (KV_FILES,), "the same"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole", (KV_FILES,), "the same"),
-    PrivateName("vllm.config.VllmConfig", (KV_FILES, CHARTS, CORE, DRAFTER),
-                "what decides where a worker holds an element",
-                has=("compute_hash", "parallel_config", "cache_config", "model_config")),
+    PrivateName("vllm.config.VllmConfig", (KV_FILES, CORE, DRAFTER),
+                "its parts",
+                has=("cache_config", "model_config")),
     PrivateName("vllm.config.CompilationConfig", (STARTS,), "a start's phases",
                 has=("compilation_time", "encoder_compilation_time")),
     PrivateName("vllm.config.CacheConfig", (CORE, KV_FILES), "the size of the KV cache and of its blocks",
@@ -218,22 +216,11 @@ VLLM_NAMES = (
                 "formats of ours", takes=("quantization",)),
     PrivateName("vllm.model_executor.layers.quantization.online.base.OnlineQuantizationConfig", (QUANTISED,),
                 "weights are quantised as they are loaded", takes=("args",), has=("get_supported_act_dtypes",)),
-    PrivateName("vllm.model_executor.layers.quantization.online.base._ONLINE_LINEAR_METHODS", (QUANTISED,),
-                "int8 is added to its linear layers"),
-    PrivateName("vllm.model_executor.layers.quantization.online.fp8.OnlineLinearBase", (QUANTISED,),
-                "a layer in int8", has=("create_weights",)),
     PrivateName("vllm.model_executor.layers.quantization.online.fp8.Fp8PtpcOnlineLinearMethod", (QUANTISED,),
                 "layers in fp8 are read back"),
-    PrivateName("vllm.model_executor.layers.quantization.online.fp8._is_tp_sharded", (QUANTISED,),
-                "one scale of a row that several devices hold", takes=("layer", "reduces_output_dim")),
     *(PrivateName(f"vllm.model_executor.layers.quantization.utils.quant_utils.{name}", (QUANTISED,),
                   "codes and scales as vLLM has them")
-      for name in ("QuantKey", "amax_for_tp_weight_quant", "get_fp8_min_max", "kFp8StaticChannelSym",
-                   "kInt8StaticChannelSym", "weight_amax")),
-    PrivateName("vllm.model_executor.kernels.linear.init_int8_linear_kernel", (QUANTISED,), "products of int8",
-                takes=("is_channelwise", "is_static_input_scheme", "input_symmetric", "module_name")),
-    PrivateName("vllm.model_executor.utils.replace_parameter", (QUANTISED,), "codes take the place of what was loaded",
-                takes=("layer", "param_name", "new_tensor")),
+      for name in ("get_fp8_min_max", "kFp8StaticChannelSym")),
     PrivateName("vllm.distributed.weight_transfer.base.WeightTransferEngine", (WEIGHT_ENGINE,),
                 "pull weights from our store",
                 has=("model", "model_config", "vllm_config", "device", "init_info_cls", "update_info_cls",

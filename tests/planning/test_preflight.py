@@ -73,13 +73,6 @@ def test_all_problems_are_told_at_once(fault, tmp_path):
         assert f"- {field}: " in message
 
 
-def test_engines_in_int8_are_refused_before_the_start_where_the_processor_loses_a_bit(fault, monkeypatch):
-    monkeypatch.setattr("rlhfless.weights.quantised.multiplies_int8_exactly", lambda: False)
-    message = fault(generation={"quantization": "int8"})
-    assert "- generation.quantization: int8, but this processor has no VNNI instructions" in message
-    assert "set it to fp8 or off" in message
-
-
 # -- the model
 
 

@@ -35,7 +35,7 @@ def spec(quantization: str, **changes: Any) -> RunSpec:
             {"algorithm": {"type": "grpo", "importance": None}},
             ["algorithm.importance is null", "quantization to off"],
         ),
-        ("int8", {"generation": {"engine": {"type": OWN_ENGINE}}}, ["int8 is for vLLM", OWN_ENGINE, "set it to off"]),
+        ("fp8", {"generation": {"engine": {"type": OWN_ENGINE}}}, ["fp8 is for vLLM", OWN_ENGINE, "set it to off"]),
         ("fp8", {"generation": {"speculation": {"method": "mtp"}}}, ["not tried beside", "ngram or suffix"]),
     ],
 )
@@ -48,10 +48,9 @@ def test_what_cannot_work_is_refused(quantization: str, changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("quantization", "kind", "dtype", "config", "what", "hint"),
     [
-        ("fp8", "a100-80gb", "bfloat16", DENSE, "a100-80gb has no products of 8 bit floats", "set it to int8 or off"),
+        ("fp8", "a100-80gb", "bfloat16", DENSE, "a100-80gb has no products of 8 bit floats", "set it to off"),
         ("fp8", "h100", "float32", DENSE, "model.dtype is float32", "set model.dtype to bfloat16"),
-        ("int8", CPU_KIND, "float32", EXPERTS, "the model has experts", "set it to off"),
-        ("int8", "a100-80gb", "bfloat16", DENSE, None, None),
+        ("fp8", CPU_KIND, "float32", EXPERTS, "the model has experts", "set it to off"),
         ("fp8", "h100", "bfloat16", DENSE, None, None),
         ("fp8", "mi300x", "bfloat16", DENSE, None, None),
         ("fp8", CPU_KIND, "float32", DENSE, None, None),

@@ -6,28 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import WeightSample
-from rlhfless.weights.quantised import CODES, product_error
+from rlhfless.weights.quantised import FP8, product_error
 from rlhfless.weights.samples import decoded, sampled_elements, weight_sample
-
-
-def test_codes_of_int8_by_hand() -> None:
-    codes = CODES["int8"]
-    values = torch.tensor([[1.27, -0.634, 0.005, 0.015], [0.0, 0.0, 0.0, 0.0]])
-    scales = codes.scales(values.abs().amax(1))
-    assert scales.tolist() == pytest.approx([0.01, 1e-12])
-    # 127 codes on either side; -63.4 is nearest to -63, and 0.5 and 1.5 go to the even neighbour.
-    coded = codes.of(torch.tensor([[1.27, -0.634, 0.005, 0.015]], dtype=torch.float64).float(), torch.tensor([[0.01]]))
-    assert coded.dtype == torch.int8
-    assert coded.tolist()[0][:2] == [127, -63]
-    assert codes.of(torch.tensor([[0.5, 1.5, 2.5, 300.0]]), torch.ones(1, 1)).tolist() == [[0, 2, 2, 127]]
-    restored = codes.as_drawn_with(values, values.abs().amax(1))
-    assert restored[0].tolist() == pytest.approx([1.27, -0.63, restored[0, 2].item(), restored[0, 3].item()])
-    assert restored[1].tolist() == [0.0] * 4
 
 
 def test_codes_of_fp8_by_hand() -> None:
     """Three bits of mantissa: between 256 and 448 codes are 32 apart, between 1 and 2 an eighth, below 2^-6 2^-9."""
-    codes = CODES["fp8"]
+    codes = FP8
     assert codes.scales(torch.tensor([448.0, 0.0])).tolist() == pytest.approx([1.0, 1 / (448 * 512)], rel=1e-6)
     values = torch.tensor([[448.0, 300.0, 1.07, 1.05, -0.003, 500.0]])
     assert codes.of(values, torch.ones(1, 1)).float().tolist() == [[448.0, 288.0, 1.125, 1.0, -2 * 2**-9, 448.0]]
@@ -35,24 +20,21 @@ def test_codes_of_fp8_by_hand() -> None:
     assert halved.tolist() == [[224.0, 144.0, 0.5625, 0.5, -(2**-9)]]
 
 
-@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=32), st.sampled_from(["int8", "fp8"]))
-def test_no_value_moves_further_than_half_of_a_step(row: list[float], name: str) -> None:
-    codes, values = CODES[name], torch.tensor([row])  # type: ignore[index]
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=32))
+def test_no_value_moves_further_than_half_of_a_step(row: list[float]) -> None:
+    codes, values = FP8, torch.tensor([row])
     scale = codes.scales(values.abs().amax(1))
     moved = (codes.as_drawn_with(values, values.abs().amax(1)) - values).abs()
-    # Half of a step: of int8 everywhere the same; of fp8 a sixteenth of the value, and 2^-10 near zero.
-    allowed = (
-        torch.full_like(values, 0.5) * scale if name == "int8" else (values.abs() / 16).clamp_min(2**-10 * scale.item())
-    )
+    # Half of a step is a sixteenth of the value, and 2^-10 near zero.
+    allowed = (values.abs() / 16).clamp_min(2**-10 * scale.item())
     assert (moved <= allowed * (1 + 1e-5) + 1e-30).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_sample_gives_the_codes_of_the_whole_matrix(name: str, dtype: torch.dtype) -> None:
+def test_a_sample_gives_the_codes_of_the_whole_matrix(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(300, 200).to(dtype)
-    codes = CODES[name]  # type: ignore[index]
+    codes = FP8
     whole = codes.as_drawn_with(matrix, matrix.abs().amax(1))
     sample = weight_sample(matrix, (7, 299), dtype)
     elements = sampled_elements(matrix.shape, (7, 299))
@@ -70,7 +52,7 @@ def test_vectors_have_no_rows() -> None:
 
 
 def test_neighbouring_codes_are_told_apart_in_bfloat16() -> None:
-    """A step of int8 is at least 1/127 of a value, a step of fp8 1/15 (1.875 to 2); two products must not meet."""
-    assert 2 * product_error(torch.bfloat16) < 1 / 126
+    """A step of fp8 is at least 1/15 of a value (1.875 to 2); two products must not meet."""
+    assert 2 * product_error(torch.bfloat16) < 1 / 15
     assert product_error(torch.bfloat16) == pytest.approx(2**-8, abs=2e-6)
     assert product_error(torch.float32) < 2e-6

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rlhfless.functions.cuda import ALLOCATOR, FLASHINFER, PINNED
@@ -30,7 +29,6 @@ from rlhfless.functions.loopback import (
 )
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB
-from rlhfless.spec.generation import Quantised
 
 TRANSFER_BACKEND = "rlhfless-store"
 """Name under which our weight engine is registered with vLLM."""
@@ -53,7 +51,7 @@ for minutes, or fails."""
 NGRAMS = 3, 5
 """Fewest and most last tokens that vLLM's own n-grams have on GPUs."""
 
-QUANTIZATION: Mapping[Quantised, str] = MappingProxyType({"int8": "rlhfless-int8", "fp8": "rlhfless-fp8"})
+QUANTIZATION = "rlhfless-fp8"
 """Names under which our formats are registered with vLLM (quantised_layers)."""
 
 START_CHECK_FRACTION = 0.05
@@ -118,7 +116,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             # memory plan has decided that already, by what each function holds at the same time.
             arguments["gpu_memory_utilization"] = START_CHECK_FRACTION
     if settings.quantization != "off":
-        arguments["quantization"] = QUANTIZATION[settings.quantization]
+        arguments["quantization"] = QUANTIZATION
     if settings.speculation.on:
         arguments["speculative_config"] = _speculative(settings)
         arguments["per_request_spec_decode_metrics"] = "detailed"

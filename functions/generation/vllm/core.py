@@ -38,7 +38,7 @@ from rlhfless.functions.generation.engine import (
     SampleRequest,
 )
 from rlhfless.functions.generation.response_text import closing_ids, closing_stops, with_text
-from rlhfless.functions.generation.vllm import quantised_layers, start_times
+from rlhfless.functions.generation.vllm import fp8, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
@@ -65,7 +65,7 @@ class Core:
     def __init__(self, settings: EngineSettings) -> None:
         started = time.monotonic()
         _register_model_class(settings)
-        quantised_layers.install()
+        fp8.install()
         self._kv_folder = kv_folder(settings)
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
         config.scheduler_config.scheduler_cls = scheduler_class(config.scheduler_config)

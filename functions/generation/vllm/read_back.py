@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from rlhfless.functions.generation.vllm import experts
-from rlhfless.functions.generation.vllm.quantised_layers import codes_of, input_format
+from rlhfless.functions.generation.vllm.fp8 import codes_of, input_format
 from rlhfless.records import WeightSample
 from rlhfless.weights.quantised import product_error
 from rlhfless.weights.samples import SAMPLED_ELEMENTS, decoded, sampled_elements
@@ -273,7 +273,7 @@ def _has_product(layer: torch.nn.Module) -> bool:
 
 def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[torch.Tensor]:
     """The values `[held]`, once for each way in which the worker computes with them; none if they cannot be read."""
-    parameter = getattr(held.layer, held.parameter, None)  # a CPU kernel for int8 has packed it, and there is no other
+    parameter = getattr(held.layer, held.parameter, None)
     if held.parameter == "weight" and len(held.shape) == 2:
         for layer in users.get(id(parameter), [held.layer]):
             if _has_product(layer):

@@ -2,7 +2,7 @@
 
 The same two parts as vLLM's own: the KV cache goes in each tier, the weights when they are dropped. A load fills the
 tensors that layers compute with. Linear layers compute with packed
-copies that live in closures (`cpu_linear`), or in kernels for int8; vLLM's reload makes them again. Buffers, such as
+copies that live in closures (`cpu_linear`); vLLM's reload makes them again. Buffers, such as
 tables of rotary embeddings, are in no version, and stay.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from rlhfless.functions.generation.vllm.quantised_layers import Int8LinearMethod
 from rlhfless.functions.host_offload import empty, give_back_free_memory, held_bytes, require_free, storages_of
 
 PACKED = "cpu_linear"
@@ -44,8 +43,6 @@ class SleepingWorker:
             for module in runner.model.modules():
                 if PACKED in module.__dict__:
                     setattr(module, PACKED, None)
-                if isinstance(method := getattr(module, "quant_method", None), Int8LinearMethod):
-                    method.drop()
             empty(storages_of(runner.model.parameters()))
         give_back_free_memory()
 

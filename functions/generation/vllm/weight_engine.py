@@ -36,7 +36,7 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlhfless.functions.generation.vllm import experts, generators, quantised_layers, start_times, verification
+from rlhfless.functions.generation.vllm import experts, fp8, generators, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.messages import Consumed
 from rlhfless.functions.generation.vllm.passes import DraftingPasses
@@ -199,6 +199,6 @@ class StoreWorkerExtension(SleepingWorker):
 start_times.listen()
 generators.install()
 verification.install()
-quantised_layers.install()
+fp8.install()
 bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

@@ -232,14 +232,17 @@ def test_probe_is_of_the_published_weights_at_temperature_one(learner, tiny_mode
 
 
 def test_the_probe_of_quantised_engines_is_of_codes_by_an_independent_calculation(learner, tiny_model):
-    """int8 as NumPy has it: round(x / s) s, s = max |x| / 127 of each row, for weights and for what layers take."""
+    """fp8 by hand: x / s to the nearest code, s = max |x| / 448 of each row, for weights and for inputs of layers."""
 
     def rounded(values):
-        rows = values.detach().numpy()
-        scale = np.abs(rows).max(-1, keepdims=True) / np.float32(127)
-        return torch.from_numpy(np.rint(rows / scale).astype(np.float32) * scale)
+        rows = values.detach()
+        scale = rows.abs().amax(-1, keepdim=True) / torch.tensor(448.0)
+        size = (rows / scale).abs()
+        # Three bits of mantissa: the spacing of codes is 2^-3 of the power of two below, and 2^-9 below 2^-6.
+        spacing = torch.exp2(torch.floor(torch.log2(size.clamp_min(2.0**-6))) - 3)
+        return torch.sign(rows) * torch.round(size / spacing) * spacing * scale
 
-    with learner(quantization="int8") as rank:
+    with learner(quantization="fp8") as rank:
         probe = rank.probe_logprobs(PROBE)
         assert rank.probe_logprobs(PROBE) == probe
     served = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

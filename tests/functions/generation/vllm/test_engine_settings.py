@@ -195,8 +195,8 @@ def test_extra_arguments_win_but_for_the_adapters_own() -> None:
 
 
 def test_a_quantised_engine_has_our_format_and_no_other() -> None:
-    settings = dataclasses.replace(_settings(), quantization="int8")
-    assert engine_arguments(settings)["quantization"] == "rlhfless-int8"
+    settings = dataclasses.replace(_settings(), quantization="fp8")
+    assert engine_arguments(settings)["quantization"] == "rlhfless-fp8"
     assert "quantization" not in engine_arguments(_settings())
     for name in ("quantization", "quantization_config"):
         with pytest.raises(ValueError, match=f"'{name}'"):
