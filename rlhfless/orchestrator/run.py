@@ -72,14 +72,14 @@ class AlgorithmState:
 
 @dataclass(slots=True)
 class StepContext:
-    """One try of a step, from the begin of its rollout to the end of its training."""
+    """One attempt of a step, from the start of its rollout to the end of its training."""
 
     begun: StepAttempt
     request: RolloutRequest
     oldest: int
-    """The step of the oldest version that may draw its samples: the newest when it began."""
+    """Step of the oldest weights that may generate its samples: the newest weights when it started."""
     stage: GenerationStage | None = None
-    """Its generation, once that has begun."""
+    """Its generation stage, once started."""
 
     @property
     def step(self) -> int:
@@ -99,28 +99,28 @@ _GroupKey = tuple[str, tuple[int, ...]]
 
 
 def _key(group: Group) -> _GroupKey:
-    """A group of a step, drawn as it is."""
+    """Identify a group by its prompt and the lengths of its samples."""
     return group.prompt.prompt_id, tuple(sample.model_tokens for sample in group.samples)
 
 
 @dataclass(kw_only=True)
 class RLRun(BaseRun):
-    """A run that draws what it learns from."""
+    """A run that generates what it learns from."""
 
     weights: ActorWeights
     scaler: Scaler
     history: PromptHistory
-    """What the run has drawn of each prompt."""
+    """The lengths, signals and responses of each prompt so far."""
     evaluated_samples: Callable[[int, Experience, Experience], None] = lambda *_: None
-    """Called with the step and the scored samples of an evaluation: sampled ones, and greedy ones."""
+    """Called with the step and the scored samples of an evaluation, sampled and greedy."""
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithms: AlgorithmState = field(init=False)
-    """The algorithm that the spec selects, as of each step."""
+    """The algorithm with its settings at each step."""
 
     versions: VersionGate = field(init=False)
     _columns: dict[tuple[int, str], dict[_GroupKey, list[FloatArray]]] = field(default_factory=dict)
-    """By step and column: the values of groups, while the step is in progress."""
+    """Per-token outputs of the groups of steps in progress, by step and name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ class RLRun(BaseRun):
 
     @property
     def prefill(self) -> ReplicaPool | None:
-        """The actors that compute prompts for them, if the spec allows any."""
+        """The prefill actors, if the spec allows any."""
         return next(iter(self.with_role(FunctionRole.PREFILLS)), None)
 
     # -- weights
@@ -161,7 +161,7 @@ class RLRun(BaseRun):
     # -- generation
 
     def begin(self, step: int) -> StepContext:
-        """Begin a step, or do it again; the context says which samples it draws, and with which seeds."""
+        """Start an attempt of a step; the context has its samples and their seeds."""
         begun = self.clock.begin(step, fleet_is_up=bool(self.generation.settled()))
         context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published.version.step)
         return context
@@ -194,8 +194,10 @@ class RLRun(BaseRun):
         )
 
     def generate(self, request: RolloutRequest, *, again: bool = False) -> GenerationStage:
-        """The generation of a step or of an evaluation, or what a step draws `again`. An evaluation takes nothing from
-        the journal. The trace is written while the engines are at work."""
+        """Make the generation stage of a step, of its redraws (`again`), or of an evaluation, which uses no journal.
+
+        The trace is written while the engines work.
+        """
         stage = GenerationStage(
             self.generation,
             request,
@@ -211,14 +213,14 @@ class RLRun(BaseRun):
         return stage
 
     def _no_weights(self) -> str:
-        """Why no actor can load the newest weights any more; empty if one can."""
+        """Say why no actor can load the newest weights any more; empty if one can."""
         served = "://" in self.published.location
         return "the learner, which serves them, was lost" if served and not self.learner.replicas() else ""
 
     # -- functions that work on complete groups
 
     def scoring_of(self, call: Call) -> ScoreGroups:
-        """The scoring stage of a step. A replica that was released is started again; the ledger records the start."""
+        """Make the scoring stage of a step. A released replica is restarted, which the ledger records."""
 
         async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
             return await self.work(await pool.ready(call), Work.SCORE, "score", call, groups)
@@ -231,9 +233,11 @@ class RLRun(BaseRun):
         return score
 
     def columns_of(self, call: Call, *, learned: bool = False) -> dict[str, ComputeColumn]:
-        """The stages of a step that compute a column, by its name, while it is drawn; with `learned`, when it is to be
-        learned from. The latter are the columns of functions that learn from another step meanwhile, such as a critic.
-        A step that is done again takes what it has: a function may have learned from it since."""
+        """Make the stages that compute per-token outputs, by name: during generation, or with `learned` after it.
+
+        `learned=True` gives those of functions that train while the step is generated, such as a critic. A repeated
+        step reuses its values: the function may have learned from them since.
+        """
 
         def stage(pool: ReplicaPool) -> ComputeColumn:
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
@@ -255,18 +259,18 @@ class RLRun(BaseRun):
         }
 
     def release_idle(self, step: int) -> None:
-        """Let the policy keep or release the helpers, which have finished their work of this step."""
+        """Let the policy keep or release the helpers, whose work of this step is done."""
         for pool in self.helpers:
             self.scaler.idle(pool.function, step)
 
     # -- learner
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
-        """Old logprobs `[tokens]`: the policy before the first update of the step."""
+        """Compute old logprobs `[tokens]`: of the policy before the step's first update."""
         return await self.work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
 
     async def average(self) -> PublishedWeights | None:
-        """Have the learner publish the average of its weights; None if it keeps none."""
+        """Publish the average of the learner's weights; None if it keeps none."""
         if self.spec.learner.average_decay is None:
             return None
         return await self.publish(self.call(self.published.version.step), averaged=True)
@@ -306,8 +310,7 @@ class RLRun(BaseRun):
     # -- ledger
 
     def record_rollouts(self, step: int, experience: Experience) -> None:
-        """Put the rollouts into ledger and history, and update the estimates of engine speed. A step that is done again
-        counts once."""
+        """Put the rollouts into ledger and history, and update the engines' speeds. A repeated step counts once."""
         if not self.ledger.has_rollouts_of(step):
             for group in experience.groups:
                 self.ledger.add_group(step, group)
@@ -315,7 +318,7 @@ class RLRun(BaseRun):
             self.scaler.learn_speeds(step)
 
     def close_step(self, record: StepRecord, experience: Experience) -> None:
-        """Put the step into the ledger, and show its figures."""
+        """Put the step into the ledger, and emit its metrics."""
         self.scaler.end_step(record)
         self._close(record, {"response_tokens": [sample.model_tokens for sample in experience.samples]})
         self.under_way.pop(record.step, None)

@@ -270,14 +270,15 @@ async def _begin(
             if not tries or is_stopping():
                 raise
             tries -= 1
-            log.warning("the start failed and is tried again (%d tries left): %s", tries, fault)
+            log.warning("start failed; retrying (%d tries left): %s", tries, fault)
             await clear(run, run.call(0))
 
 
 async def start_functions(run: RLRun, actors: int) -> None:
-    """Start the fewest replicas that a run needs, all at once; on GPUs that they share, engines last: an engine counts
-    as its own what its neighbours take while it measures how much memory is free, and needs its share to be free when
-    it starts."""
+    """Start the fewest replicas that a run needs, all at once, but engines on shared GPUs last.
+
+    While an engine measures free memory, what its neighbours allocate counts as its own.
+    """
     others = (*run.helpers, *run.trainers.pools)
     ready = [pool.ready(run.call(0)) for pool in others]
     engines = [(run.generation, actors)]
@@ -299,22 +300,22 @@ def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
 
 async def _start(session: Session, run: BaseRun) -> int:
     """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
-    step = await (_start_drawing(session, run) if isinstance(run, RLRun) else _start_learning(session, run))
+    step = await (_start_rl(session, run) if isinstance(run, RLRun) else _start_learning(session, run))
     if step:
         session.console.show(f"resumed after step {step}, attempt {run.attempt}")
     return step + 1 if step else 0
 
 
 async def _start_learning(session: Session, run: BaseRun) -> int:
-    """Of a run without actors; returns the step to go on from."""
+    """Start a run without actors; returns the step to continue from."""
     with session.console.waiting("starting the learner and helpers"):
         await gather_or_cancel(*(pool.ready(run.call(0)) for pool in (*run.helpers, *run.trainers.pools)))
     with session.console.waiting("loading the weights to continue from"):
         return await run.restore()
 
 
-async def _start_drawing(session: Session, run: RLRun) -> int:
-    """As `_start_learning`, of a run with actors: they have the weights then."""
+async def _start_rl(session: Session, run: RLRun) -> int:
+    """Start a run with actors, and load the weights into them; returns the step to continue from."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         await start_functions(run, actors)

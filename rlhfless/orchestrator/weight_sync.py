@@ -11,15 +11,16 @@ need no gate, except for weights that are no version of the run, such as their a
 others. A new learner repeats earlier steps and publishes their weights again; a later step, for which they are too old,
 waits for newer ones without holding up the others.
 
-An actor serves only after a load by `ActorWeights`, which follows the proof that loads reach every tensor. With
-`weights.transport: cuda_ipc` the learner's ranks feed the engines on their GPUs during the load
-(rlhfless.weights.buckets); loads that start together share a feed."""
+An actor serves only after a verified load by `ActorWeights`. With `weights.transport: cuda_ipc` the learner's ranks
+feed the engines on their GPUs during the load (rlhfless.weights.buckets); loads that start together share a feed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -38,22 +39,22 @@ log = logging.getLogger(__name__)
 
 
 class VersionGate:
-    """The newest weights of a run, and the draws that are under way."""
+    """The newest weights of a run, and the version that engines generate with."""
 
     def __init__(self, *, in_flight: bool = False) -> None:
         self._in_flight = in_flight
         self._newest: PublishedWeights | None = None
-        self._drawn_with: PublishedWeights | None = None
+        self._in_use: PublishedWeights | None = None
         self._apart = False
-        """Whether the draws under way are with weights that are no version of the run."""
-        self._draws = 0
-        self._entrance = asyncio.Lock()  # which serves in the order of arrival
+        """Whether the weights in use are no version of the run."""
+        self._users = 0
+        self._entrance = asyncio.Lock()  # serves in the order of arrival
         self._changed = asyncio.Event()
 
     @property
     def newest(self) -> PublishedWeights:
         """The weights that were published last."""
-        assert self._newest is not None, "the first version is published before anything is drawn"
+        assert self._newest is not None, "the first version is published before generation starts"
         return self._newest
 
     @newest.setter
@@ -63,8 +64,7 @@ class VersionGate:
 
     @contextlib.asynccontextmanager
     async def generating(self, oldest: int, apart: PublishedWeights | None = None) -> AsyncIterator[PublishedWeights]:
-        """Within the block no draw of another version is under way; gives the version to draw with, which is of the
-        step `oldest` or a later one, or `apart`."""
+        """Hold one version within the block: of step `oldest` or later, or `apart`."""
         published = None
         while published is None:
             await self._until(lambda: self.newest.version.step >= oldest)
@@ -72,26 +72,26 @@ class VersionGate:
         try:
             yield published
         finally:
-            self._draws -= 1
+            self._users -= 1
             self._changed.set()
 
     async def newer_than(self, version: WeightVersion) -> PublishedWeights:
-        """Wait for a version that the learner has trained further; a new learner publishes earlier ones again."""
+        """Wait for a version of a later step; a new learner publishes earlier ones again."""
         await self._until(lambda: self.newest.version.step > version.step)
         return self.newest
 
     async def _enter(self, oldest: int, apart: PublishedWeights | None) -> PublishedWeights | None:
-        """Begin a draw when it may draw with the newest version; None if that has become too old meanwhile."""
+        """Join when the newest version may be used; None if it has become too old meanwhile."""
         async with self._entrance:
             mixed = self._in_flight and apart is None
             await self._until(
-                lambda: not self._draws or self._drawn_with == (apart or self.newest) or (mixed and not self._apart)
+                lambda: not self._users or self._in_use == (apart or self.newest) or (mixed and not self._apart)
             )
             if self.newest.version.step < oldest:
                 return None
-            self._drawn_with, self._apart = apart or self.newest, apart is not None
-            self._draws += 1
-            return self._drawn_with
+            self._in_use, self._apart = apart or self.newest, apart is not None
+            self._users += 1
+            return self._in_use
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 class LearnerLost(ReplicaLost):
-    """The learner was lost, or began another step, while it gave weights to engines."""
+    """The learner died, or started another step, while it fed weights to engines."""
 
 
 class Feeding:
@@ -125,16 +125,15 @@ class Feeding:
         self._feeding = asyncio.Lock()
 
     async def wait_offered(self, wanted: Callable[[], WeightVersion], call: Call) -> None:
-        """Wait until the learner can give the version that is wanted then: not while it learns another step. Raises
-        LearnerLost."""
+        """Wait until the learner can feed the wanted version, which it cannot while it learns. Raises LearnerLost."""
         while True:
             if await self._ask("offers", call, wanted()):
                 return
             await asyncio.sleep(OFFER_POLL_S)
 
     async def during(self, load: Coroutine[Any, Any, T], actor: Replica, version: WeightVersion, call: Call) -> T:
-        """Return the result of an actor's load, in which the learner takes part. Raises what the load raises, which
-        has a time limit of its own, or LearnerLost."""
+        """Run an actor's load while the learner feeds it; returns the load's result. Raises LearnerLost, or what the
+        load raises, which has its own time limit."""
         self._waiting.append(actor)
         self._loading.append(actor)
         if self._next is None:
@@ -185,20 +184,20 @@ class Feeding:
 
 
 class ActorWeights:
-    """Loads published weights into the actors of a pool, and into those that prefill for them."""
+    """Loads published weights into the generation actors, and into their prefill actors."""
 
     def __init__(
         self, pool: ReplicaPool, spec: RunSpec, prefill: ReplicaPool | None = None, feeding: Feeding | None = None
     ) -> None:
         self.served: PublishedWeights | None = None
-        """The version for all actors, including actors that start later, or wake; None before there is one."""
+        """The version for all actors, also for those that start or wake later; None before the first."""
         self._pool = pool
         self._pools = (pool,) if prefill is None else (pool, prefill)
         self._spec = spec
         self._feeding = feeding
         """The learner's part in each load; None if actors read published weights without it."""
         self._syncing = asyncio.Lock()
-        """Held during a sync: steps that are drawn at once ask for the same version, and one load is enough."""
+        """Held during a sync: concurrent steps want the same version, and one load is enough."""
         for each in self._pools:
             each.opens = self.open
         pool.wakes = self.wake
@@ -211,7 +210,7 @@ class ActorWeights:
         await self.load(actor, self._the_served, call)
 
     async def wake(self, actor: Replica, call: Call) -> None:
-        """Wake an actor, and load the current version into it: a load gives it its memory back, part by part."""
+        """Wake an actor and load the current version, which gives it its memory back part by part."""
         actor.mark_waking()
         actor.mark_awake()
         if self.served is not None:
@@ -224,12 +223,13 @@ class ActorWeights:
         return self.served
 
     async def sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event | None = None) -> None:
-        """Load published weights into all actors that are up; the listeners of the pool are told of each. `asked` is
-        set when no actor serves others any more: a draw that began before would be of older weights.
+        """Load published weights into all actors that are up, and notify the pool's listeners of each. `asked` is set
+        when no actor serves older weights any more.
 
-        Replacements of lost actors start in the background, and are waited for only if no other actor is up; then an
-        error of their start is raised. Wrong weights of a new actor are raised whenever they were found.
+        Replacements of lost actors start in the background. They are awaited only if no other actor is up; an error of
+        their start is raised then. Wrong weights in a new actor are raised at the next sync.
         """
+        start_s = time.monotonic()
         for pool in self._pools:
             if pool.fatal is not None:
                 raise pool.fatal
@@ -237,6 +237,8 @@ class ActorWeights:
             self.served = published
             async with self._pool.turn(call):
                 await self._sync(published, call, asked or asyncio.Event())
+        loaded, seconds = len(self._pool.serving()), time.monotonic() - start_s
+        log.info("step %d: %d actors serve weights %s (%.2f s)", call.step, loaded, published.version.label, seconds)
 
     async def _sync(self, published: PublishedWeights, call: Call, asked: asyncio.Event) -> None:
         for pool in self._pools:
@@ -244,13 +246,15 @@ class ActorWeights:
         await self._pool.wait_any_up()
         up = [(pool, actor) for pool in self._pools for actor in pool.up()]
         for _, actor in up:
-            actor.ask(published.version)  # from here on, an actor gets no work before it has loaded this version
+            actor.ask(published.version)  # it gets no work before it has loaded this version
         asked.set()
         await gather_or_cancel(*(self._bring(pool, actor, call) for pool, actor in up))
 
     async def _bring(self, pool: ReplicaPool, actor: Replica, call: Call) -> None:
-        """Load the current version into one actor. If the actor is lost meanwhile, it is replaced and the others go on.
-        Raises ReplicaLost if no actor that draws is up: new actors might be lost to the same weights."""
+        """Load the current version into one actor; replace it if it dies meanwhile.
+
+        Raises ReplicaLost if no generation actor is up: new ones might die of the same weights.
+        """
         if actor.state is ReplicaState.SERVING:
             return
         try:
@@ -262,14 +266,14 @@ class ActorWeights:
                 return  # it was released
             if not self._pool.up():
                 raise
-            log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
+            log.warning("%s died while it loaded weights; it is replaced: %s", actor.name, lost)
             pool.replace_missing(call)
             pool.notify_missed(pool.slot_of(actor))
         if actor.state is ReplicaState.SERVING:
             pool.notify_joined(actor)
 
     async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
-        """Load a version into one actor, the only way to SERVING. Does nothing if the actor serves it already.
+        """Load a version into one actor: the only way to SERVING. Does nothing if it serves the version already.
 
         Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
         """

@@ -55,7 +55,7 @@ def placed(learner: str, *actors: str) -> Any:
 def test_the_learners_node_keeps_the_store_and_other_actors_nodes_a_cache() -> None:
     size = 2 * SHAPE.parameters
     assert launch.needed_by_node(SPEC, PREPARED, placed("a", "a", "b")) == {
-        "a": Needed(size, 4),
+        "a": Needed(size, 3),
         "b": Needed(size, 3),
     }
     assert launch.needed_by_node(SPEC, SimpleNamespace(shape=None), placed("a", "b")) == {}  # type: ignore[arg-type]

@@ -41,11 +41,14 @@ class Actor:
 
     def record_transport(self, *_: Any) -> None: ...
 
+    def record_start(self, *_: Any) -> bool:
+        return False
+
     async def call(self, method: str, *_: Any, **__: Any) -> Loaded:
         assert method == "load"
         self.loads.append(asyncio.get_running_loop().create_future())
         await self.loads[-1]
-        return Loaded("", None)
+        return Loaded("", None, 2)
 
 
 def weights() -> ActorWeights:
