@@ -80,7 +80,8 @@ class LocalDrivers(Drivers):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=_environment(order),
+                # The service's own Ray asks for a token.
+                env=environment_of_runs() | ({"RAY_AUTH_MODE": "token"} if order.one_machine else {}),
             )
         self._started[process.pid] = process
         return {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), LOG_START: log_start}
@@ -108,13 +109,6 @@ class LocalDrivers(Drivers):
 
     def kill(self, handle: Handle) -> None:
         _signal(handle, signal.SIGKILL)
-
-
-def _environment(order: DriverOrder) -> dict[str, str]:
-    environment = environment_of_runs()
-    if order.one_machine:  # the service's own Ray asks for a token
-        environment["RAY_AUTH_MODE"] = "token"
-    return environment
 
 
 def _process(handle: Handle) -> psutil.Process | None:

@@ -52,14 +52,9 @@ def limit_driver(limit_gib: float | None) -> None:
     """Limit this driver process to `limit_gib`, or its share of the memory, beyond its imports: the threads of
     libraries reserve far more for each core than they use."""
     limit = _share_bytes(DRIVER_LEAST_BYTES) if limit_gib is None else int(limit_gib * 2**30)
-    limit += _data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (limit - limit // RESERVE, limit))
-
-
-def _data_bytes() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts."""
     status = Path("/proc/self/status").read_text("utf-8")
-    return int(status.partition("VmData:")[2].split(maxsplit=1)[0]) << 10
+    limit += int(status.partition("VmData:")[2].split(maxsplit=1)[0]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (limit - limit // RESERVE, limit))
 
 
 def use_reserve(error: MemoryError) -> None:

@@ -76,7 +76,11 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
 def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, float]:
     """Return the addresses of worker pods that end, or whose node (V1Node objects) is about to leave, with the unix
     time of that; 0 if unknown."""
-    leaving_nodes = {node.metadata.name for node in nodes if _is_leaving(node)}
+    leaving_nodes = {
+        node.metadata.name
+        for node in nodes
+        if node.spec.unschedulable or any(taint.key in LEAVING_TAINTS for taint in node.spec.taints or ())
+    }
     leaving = {}
     for pod in pods:
         ends, address = pod.metadata.deletion_timestamp, pod.status.pod_ip
@@ -84,10 +88,6 @@ def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, floa
         if address and (pod.metadata.labels or {}).get(label) != head and (ends or pod.spec.node_name in leaving_nodes):
             leaving[str(address)] = ends.timestamp() if ends else 0.0
     return leaving
-
-
-def _is_leaving(node: Any) -> bool:
-    return bool(node.spec.unschedulable) or any(taint.key in LEAVING_TAINTS for taint in node.spec.taints or ())
 
 
 def status_clause(pending: list[PendingPod], now: float) -> str:

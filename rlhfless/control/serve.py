@@ -54,7 +54,10 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
             with _bound(settings) as listening:
                 host, port = listening.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
-                service = Service(settings, database, drivers or _drivers(settings), f"http://{shown}:{port}")
+                if drivers is None:
+                    jobs = settings.elsewhere
+                    drivers = JobDrivers(RayJobs(settings.ray_address or "")) if jobs else LocalDrivers()
+                service = Service(settings, database, drivers, f"http://{shown}:{port}")
                 config = uvicorn.Config(
                     make_app(service),
                     log_config=None,
@@ -68,10 +71,6 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
                     await server.serve(sockets=[listening])
         finally:
             database.close()
-
-
-def _drivers(settings: ServiceSettings) -> Drivers:
-    return JobDrivers(RayJobs(settings.ray_address or "")) if settings.elsewhere else LocalDrivers()
 
 
 @contextlib.asynccontextmanager

@@ -87,9 +87,11 @@ class Supervisor(PeriodicTask):
         handle = run.driver
         if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
             await self._settle_dead(run)
-        elif run.desired_state == DesiredState.CANCEL and time.time() - run.desired_at > _stop_s(run) + KILL_AFTER_S:
-            log.warning("%s: driver does not end; killing it", run.id)
-            await asyncio.to_thread(self._drivers.kill, handle)
+        elif run.desired_state == DesiredState.CANCEL:
+            stop_s = ((run.resolved or run.spec).get("timeouts") or {}).get("stop_s", TimeoutsSpec().stop_s)
+            if time.time() - run.desired_at > stop_s + KILL_AFTER_S:
+                log.warning("%s: driver does not end; killing it", run.id)
+                await asyncio.to_thread(self._drivers.kill, handle)
 
     async def _settle_dead(self, run: RunRow) -> None:
         """Settle a run whose driver has died: apply its outbox; unless the run has ended, another driver follows."""
@@ -215,12 +217,6 @@ class Supervisor(PeriodicTask):
         for run in await self._database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)
-
-
-def _stop_s(run: RunRow) -> float:
-    """Return the time that the run's spec gives to an orderly stop."""
-    timeouts = (run.resolved or run.spec).get("timeouts") or {}
-    return float(timeouts.get("stop_s", TimeoutsSpec().stop_s))
 
 
 SWEEP_S = 600.0

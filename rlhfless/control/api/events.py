@@ -63,7 +63,7 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
         if recent is None:
             events, _ = await read(functools.partial(store.events, run_id=run.id, after=after, limit=PER_READ))
         for event in events:
-            yield _encoded(event)
+            yield format_sse_event(data_str=event_object(event).model_dump_json(), event=event.type, id=str(event.seq))
             after = event.seq
             if event.type == "status" and event.data.get("status") in ENDED:
                 return  # it is the run's last event
@@ -71,10 +71,6 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
             continue
         run = await read(functools.partial(store.run_of, run_id=run.id))
         yield b": still here\n\n"
-
-
-def _encoded(row: EventRow) -> bytes:
-    return format_sse_event(data_str=event_object(row).model_dump_json(), event=row.type, id=str(row.seq))
 
 
 @router.get("/events", responses=STREAM_DOC, response_class=StreamingResponse, summary="Changes of all runs")

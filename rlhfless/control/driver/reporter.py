@@ -83,10 +83,11 @@ class Reporter(Host):
             self.put("status", status=status, reason=reason)
 
     def state(self) -> DriverState:
+        pace, wanted = list(self._recent), self._wanted
         return DriverState(
             reason=storable(self._reason()),
-            left_s=self._left_s(),
-            lease=self._lease(),
+            left_s=sum(pace) / len(pace) * max(self._steps - self._done, 0) if pace else None,
+            lease=None if wanted is None else LeaseWanted(**asdict(wanted), held=self._held(wanted.kind)),
             replicas=[] if self._run is None else replicas_of(self._run),
             worked=[] if self._run is None else self._worked(self._run),
         )
@@ -103,14 +104,6 @@ class Reporter(Host):
             waited_s = time.monotonic() - since_s
             return f"{what} ({waited_s:.0f} s)" if waited_s >= 5 else what
         return ""
-
-    def _left_s(self) -> float | None:
-        pace = list(self._recent)
-        return sum(pace) / len(pace) * max(self._steps - self._done, 0) if pace else None
-
-    def _lease(self) -> LeaseWanted | None:
-        wanted = self._wanted
-        return None if wanted is None else LeaseWanted(**asdict(wanted), held=self._held(wanted.kind))
 
     # -- from the service
 

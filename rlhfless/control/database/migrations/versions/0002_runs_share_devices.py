@@ -12,8 +12,3 @@ depends_on = None
 def upgrade() -> None:
     with op.batch_alter_table("leases", schema=None) as batch_op:
         batch_op.add_column(sa.Column("tenants", sa.BigInteger(), server_default="1", nullable=False))
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("leases", schema=None) as batch_op:
-        batch_op.drop_column("tenants")

@@ -12,9 +12,3 @@ def upgrade() -> None:
     with op.batch_alter_table("runs", schema=None) as batch_op:
         batch_op.alter_column("wish", new_column_name="desired_state")
         batch_op.alter_column("wished_at", new_column_name="desired_at")
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("runs", schema=None) as batch_op:
-        batch_op.alter_column("desired_state", new_column_name="wish")
-        batch_op.alter_column("desired_at", new_column_name="wished_at")

@@ -1,10 +1,11 @@
-"""A driver that needs more memory than it may have ends, and nothing else does; its run says why, and is not tried
-again."""
+"""Memory limits and thread priorities of the service's processes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from rlhfless.control.driver.service_client import undelivered
 from rlhfless.control.drivers import LOG_FILE, write_order
 from rlhfless.control.memory_limits import says_out_of_memory
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.thread_priority import raise_priority, service_threads
 from rlhfless.functions.out_of_memory import OutOfMemory
 
 FILLS = """
@@ -84,3 +86,32 @@ def test_what_an_earlier_driver_has_written_does_not_count(tmp_path: Path) -> No
     assert says_out_of_memory(log_file, 0)
     assert not says_out_of_memory(log_file, log_file.stat().st_size)
     assert not says_out_of_memory(tmp_path / "none", 0)
+
+
+def test_a_thread_comes_first_and_what_it_starts_does_not() -> None:
+    def look() -> tuple[bool, int, int, int]:
+        allowed = raise_priority()
+        inner: list[int] = []
+        thread = threading.Thread(target=lambda: inner.append(os.sched_getscheduler(0)))
+        thread.start()
+        thread.join()
+        shown = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"], capture_output=True, check=True
+        )
+        return allowed, os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK, inner[0], int(shown.stdout)
+
+    with service_threads() as pool:
+        allowed, own, thread, process = pool.submit(look).result(30)
+    if not allowed:
+        pytest.skip("this machine allows no real-time threads (CAP_SYS_NICE)")
+    assert (own, thread, process) == (os.SCHED_RR, os.SCHED_OTHER, os.SCHED_OTHER)
+
+
+def test_a_machine_that_does_not_allow_it_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert not raise_priority()
+    monkeypatch.delattr(os, "SCHED_RR")
+    assert not raise_priority()

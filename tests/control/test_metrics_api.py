@@ -1,9 +1,11 @@
-"""Fewer points of a curve: worked by hand."""
+"""Metrics of a run: thinned curves, and every metric by name."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from fakes.fake_service import RUN, NoDrivers, served, there_is_ray
+from fakes.repository import ROOT
 from rlhfless.control.api.metrics import FEWEST, curves, kept, wanted_names
 from rlhfless.control.errors import ApiError
+from rlhfless.control.settings import ServiceSettings
+from rlhfless.telemetry.metrics import METRICS
 
 
 def test_a_short_curve_stays_as_it_is() -> None:
@@ -58,3 +64,18 @@ def test_an_evaluation_has_steps_of_its_own_and_a_gap_stays_a_gap() -> None:
 def test_a_metric_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ApiError, match="no metric 'reward_men'; did you mean 'reward_mean'"):
         wanted_names(["reward_men"])
+
+
+FILES = ROOT / "deploy" / "helm" / "rlhfless" / "files"
+
+
+def test_alerts_and_panels_use_metrics_that_exist(tmp_path: Path) -> None:
+    there_is_ray(tmp_path)
+    with served(ServiceSettings(data=str(tmp_path)), NoDrivers()) as (client, _):
+        assert client.post("/v1/runs", json=RUN).status_code == 201
+        told = set(re.findall(r"^(?:# TYPE )?(rlhfless_\w+)", client.get("/metrics").text, flags=re.MULTILINE))
+    told |= {metric.prometheus_name for metric in METRICS.values()}
+    for file in ("rules.yaml", "dashboard.json"):
+        used = set(re.findall(r"\brlhfless_[a-z_]+", (FILES / file).read_text()))
+        assert used
+        assert used <= told, used - told
