@@ -362,7 +362,7 @@ class Simulation:
                 self._do(action, under_way)
         if isinstance(event, StepBegan | Lost):
             generation.assignment.check_assigned()
-        generation.assignment.check_drawn(answer, self.fleet.expects)
+        generation.assignment.check_served(answer, self.fleet.expects)
 
     def _others_draw_at(self, slot: int, under_way: StepUnderWay) -> bool:
         """Whether an actor has samples of other steps that are generated at once: it stays."""

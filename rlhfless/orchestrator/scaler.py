@@ -129,7 +129,7 @@ class PolicyRunner:
                 self._carry_out(action, step)
             if any(map(self._fleet.expects, range(table.assignment.slots))):
                 table.assignment.check_assigned()
-            table.assignment.check_drawn(answer, self._fleet.expects)
+            table.assignment.check_served(answer, self._fleet.expects)
         except Exception as fault:
             self._count_fault(event, fault)
         self._split_rest(step)

@@ -2,7 +2,7 @@
 
 The live loop and the simulator keep the same two columns, `home` and `finished`, and both check and change them by
 this module alone. A sample that has ended belongs to no slot. Every other sample belongs to one slot, or is
-unassigned: when a step begins, and when its actor was lost.
+unassigned: when a step starts, and when its actor was lost.
 
 An answer is carried out action by action. A refused action raises PolicyFault and changes nothing; the actions before
 it stand.
@@ -15,7 +15,7 @@ it stand.
 | Release | samples belong to the slot | the fleet drains the replica |
 
 Ended samples in a Move are left out silently, because a sample may end after the policy saw it: while the policy decides,
-or while an earlier action of the same answer waits for the end of an iteration. For an Assign that cannot happen: unassigned samples are not drawn by any actor.
+or while an earlier action of the same answer waits for the end of an iteration. For an Assign that cannot happen: no actor generates unassigned samples.
 
 Lost is an event, not an action: all samples of the slot are unassigned, and the policy is told which.
 
@@ -116,7 +116,7 @@ class Assignment:
         if left.size:
             raise PolicyFault(f"the policy leaves {left.size} samples without a slot, such as {left[0]}")
 
-    def check_drawn(self, answer: Sequence[Action], expected: Callable[[int], bool]) -> None:
+    def check_served(self, answer: Sequence[Action], expected: Callable[[int], bool]) -> None:
         """Raises PolicyFault if the answer gave samples to a slot where no replica is `expected`: none is up, and none
         was asked to come up."""
         given: set[int] = set()
@@ -133,7 +133,7 @@ class Assignment:
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots:
-            raise PolicyFault(f"slot {slot} draws no samples; generation has the slots 0 to {self.slots - 1}")
+            raise PolicyFault(f"slot {slot} generates no samples; generation has the slots 0 to {self.slots - 1}")
 
     def _named(self, samples: Ints) -> Ints:
         """The samples that an action names. Raises PolicyFault for one that is not there, or named twice."""

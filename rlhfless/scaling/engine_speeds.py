@@ -1,6 +1,6 @@
 """The speeds of the run's own engines, learned from its ledger while it runs: one fit per kind of device.
 
-A fit begins with a prior: the device's data sheet, and the engine's own overhead. It decides one step, and terms that
+A fit starts with a prior: the device's data sheet, and the engine's own overhead. It decides one step, and terms that
 the run's batches cannot tell apart. On a CPU core the engine's scheduler and sampler share the core with the model, and
 with a small model they take nearly all the time: `OVERHEAD_S` and `SEQUENCE_S`. A prior without them would predict so
 short a step that one actor suffices. An unknown accelerator is assumed to be the slowest of the table and not a CPU
@@ -55,10 +55,10 @@ class EngineSpeeds:
         for others included; what other actors did is ignored."""
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
-            drawn = [row for row in rows if kinds.get(row.actor) == kind]
+            generated = [row for row in rows if kinds.get(row.actor) == kind]
             of_kind = [call for call in calls if kinds.get(call.replica) == kind]
-            if drawn or prompt_calls(of_kind):
-                self._fit(kind).observe_step(of_kind, drawn, self._max_sequences)
+            if generated or prompt_calls(of_kind):
+                self._fit(kind).observe_step(of_kind, generated, self._max_sequences)
 
     def learn_trace(self, trace: Trace) -> None:
         """Learns from the trace of an earlier attempt."""

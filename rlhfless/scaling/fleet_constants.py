@@ -127,5 +127,5 @@ def kv_token_s(shape: ModelShape, tensor_parallel: int, bytes_per_s: float) -> f
 
 
 def load_s(shape: ModelShape, devices: int) -> float:
-    """Seconds in which an actor on so many devices takes in a version that is in its node's memory."""
+    """Seconds for an actor on this many devices to load a version from its node's memory."""
     return LOAD_FIXED_S.value + shape.total_bytes / (devices * LOAD_BYTES_PER_S.value)

@@ -48,7 +48,7 @@ TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = MappingProxyType(
 """All transitions there are."""
 
 ENTRY_STATES = frozenset({_S.STARTING, _S.STALE})
-"""A life begins as STARTING, or as STALE if the replica was started by another driver."""
+"""First states of a life: STARTING, or STALE if another driver started the replica."""
 
 
 class IllegalTransition(RuntimeError):
@@ -83,7 +83,7 @@ class Lifecycle:
 
     def __init__(self, identity: ReplicaIdentity, at_s: float, state: ReplicaState = _S.STARTING) -> None:
         if state not in ENTRY_STATES:
-            raise ValueError(f"a life cannot begin as {state}; begin as {' or '.join(sorted(ENTRY_STATES))}")
+            raise ValueError(f"a life cannot start as {state}; start as {' or '.join(sorted(ENTRY_STATES))}")
         self._identity = identity
         self._state = state
         self._since_s = at_s

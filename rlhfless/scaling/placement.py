@@ -175,7 +175,7 @@ class ReplicaRequest:
     devices: int = 1
     """Devices of each replica of PER_REPLICA; cores of its own of CPU."""
     ranks: int = 1
-    """Processes of a replica that is split, one for each device if there are so many."""
+    """Processes of a replica that is split, at most one per device."""
     ranks_key: str = ""
     """The key of the spec that sets `ranks`."""
     fewest_ranks: int | None = None
@@ -240,7 +240,7 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Replic
     On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
 
     Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
-    has not so many and cannot grow, because it is private.
+    has fewer and cannot grow, because it is private.
     """
     engines = [wanted for wanted in functions if wanted.site is Site.PER_REPLICA]
     kind, per_actor = device_kind(spec, nodes), max((wanted.devices for wanted in engines), default=1)

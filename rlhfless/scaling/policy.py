@@ -124,7 +124,7 @@ class StepView:
     prompt_tokens: Ints  # [groups]
     group: Ints  # [samples], ascending
     tokens: Ints
-    """`[samples]`: tokens drawn so far, by the last heartbeat; the whole response once it is finished."""
+    """`[samples]`: tokens so far, by the last heartbeat; the whole response once it is finished."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: ended by max_tokens, not by itself
     home: Ints  # [samples]: slot, or UNASSIGNED
@@ -148,7 +148,7 @@ def read_only(column: NDArray[N]) -> NDArray[N]:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """The step's samples are to be drawn; all of them are unassigned. The answer must give each one a slot."""
+    """The step's samples are to be generated; all are unassigned. The answer must give each one a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ Action = Assign | Move | Start | Release | Note
 
 
 class Policy(Protocol):
-    """Decides where samples are drawn, and which replicas are up."""
+    """Decides where samples are generated, and which replicas are up."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         """The actions to take now. Between two steps the view shows the last step."""

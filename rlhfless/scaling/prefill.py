@@ -3,17 +3,17 @@
 An actor's prompts are handed over in PIECES pieces, those with the longest responses first. A prefill actor computes a
 piece, first come, first served; then the generation actor reads its KV, and generates nothing meanwhile.
 
-In one pool each of N engines computes its share of the prompts, and then draws from them:
+In one pool each of N engines computes its share of the prompts, and then generates from them:
 
     T = (G / N) prefill(p) + decode(G n / N sequences)
 
-Apart, P engines compute all prompts in K pieces, those with the longest responses first, and D = N - P engines draw
-from each piece as it comes: after k (G / K P) prefill(p) + the move of its KV, and each draws G n / D sequences, at
+Apart, P engines compute all prompts in K pieces, those with the longest responses first, and D = N - P engines generate
+from each piece as it comes: after k (G / K P) prefill(p) + the move of its KV, and each generates G n / D sequences, at
 most as many at a time as it admits. G prompts of p tokens have n responses each, of K lengths.
 
 With equal lengths, and sequences that an engine admits at once, one pool is never slower: the last piece comes after
 (G / P) prefill(p), which is more than (G / N), and has its whole response before it, in a larger batch. Apart wins by
-the tail of unequal lengths: the longest responses begin after the first piece, and not after all prompts of an engine.
+the tail of unequal lengths: the longest responses start after the first piece, and not after all prompts of an engine.
 It needs engines whose iterations cost nearly the same in a larger batch, prompts whose time counts beside the
 responses', and forecasts that know the longest; here they do, so the gain is a bound.
 """
@@ -30,7 +30,7 @@ from statistics import NormalDist
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 
 PIECES = 8
-"""Parts in which prompts are handed over: generation begins with the first. Each part is a call of two actors."""
+"""Parts in which prompts are handed over: generation starts with the first. Each part is a call of two actors."""
 
 LEAST_GAIN = 0.05
 """Apart has to be faster by this share: of one pool, actors can be released one by one, and nothing is moved."""
@@ -97,7 +97,7 @@ def compare(step: StepShape, engines: AlikeEngines) -> PoolComparison:
 
 
 def one_pool_s(step: StepShape, engines: AlikeEngines) -> float:
-    """Seconds until the engine with the most prompts has drawn all of its samples."""
+    """Seconds until the engine with the most prompts has generated all of its samples."""
     prompts = math.ceil(step.prompts / engines.count)
     prefilled_s = prompts * engines.model.prefill_s(step.prompt_tokens)
     return drawn_s([(prefilled_s, *part) for part in _parts(step, prompts)], step.prompt_tokens, engines)
@@ -114,7 +114,7 @@ def apart_s(step: StepShape, engines: AlikeEngines, prefill: int) -> float:
         ((piece + 1) * prefilled_s + engines.move_s + moved_s, *part)
         for piece, part in enumerate(_parts(step, prompts))
     ]
-    # An engine reads the KV of the other pieces while it draws from the first.
+    # An engine reads the KV of the other pieces while it generates from the first.
     return drawn_s(arrivals, step.prompt_tokens, engines) + (PIECES - 1) * moved_s
 
 
@@ -127,7 +127,7 @@ def _parts(step: StepShape, prompts: int) -> list[tuple[int, int]]:
 
 
 def drawn_s(arrivals: Sequence[tuple[float, int, int]], prompt_tokens: int, engines: AlikeEngines) -> float:
-    """Seconds until an engine has drawn all responses. `arrivals`: when so many sequences of so many tokens come, in
+    """Seconds until an engine has generated all responses. `arrivals`: (time, sequences, tokens of each), in
     order of time. From one event to the next, which is an arrival or an end, the batch is constant."""
     waiting, running = deque(part for part in arrivals if part[1]), list[tuple[int, int, int]]()
     model, now_s = engines.model, 0.0

@@ -1,6 +1,6 @@
 """The price book: the price of a device while it is held, working or not.
 
-A YAML file of the user's, by default the prices in the table of devices (`devices.yaml` beside this module);
+A YAML file of the user's, by default the prices in the table of devices (`devices.yaml` in this folder);
 docs/prices.md is the guide. Every figure carries its source and date, because rental prices differ by a factor of three
 between sellers and change by the month.
 

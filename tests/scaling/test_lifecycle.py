@@ -158,7 +158,7 @@ def test_a_clock_that_steps_back_gives_no_negative_span() -> None:
 
 @pytest.mark.parametrize("state", [S.SERVING, S.SLEEPING, S.DEAD])
 def test_a_life_begins_starting_or_stale(state: ReplicaState) -> None:
-    with pytest.raises(ValueError, match=f"cannot begin as {state}"):
+    with pytest.raises(ValueError, match=f"cannot start as {state}"):
         Lifecycle(IDENTITY, 0.0, state)
 
 

@@ -131,7 +131,7 @@ def test_every_group_is_learned_from_once_with_all_its_tokens(
     begun = begun_in(steps)
     for number, step in enumerate(steps, 1):
         assert all(number - begun[name] <= schedule.max_staleness for name in learned(step))
-    check_drawn_again(schedule, given, steps)
+    check_served_again(schedule, given, steps)
 
 
 def begun_in(steps: list[Generation]) -> dict[str, int]:
@@ -142,7 +142,7 @@ def begun_in(steps: list[Generation]) -> dict[str, int]:
     return begun
 
 
-def check_drawn_again(schedule: PartialSpec, given: list[RolloutBatch], steps: list[Generation]) -> None:
+def check_served_again(schedule: PartialSpec, given: list[RolloutBatch], steps: list[Generation]) -> None:
     """From what each step learned from, as a trace has it, the steps are as many groups, begun when they were."""
     groups = {name: (batch, number) for batch in given for number, name in enumerate(batch.prompt_ids)}
     batches, begun = list[RolloutBatch](), begun_in(steps)

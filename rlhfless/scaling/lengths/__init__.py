@@ -13,7 +13,7 @@ visit to the next, the level may drift (`DRIFT_VARIANCE`).
 still running there, is known to be longer than t: it pulls its prompt's level up, the more the further t is beyond that
 level (`levels.update`). Such a sample can never lower a level.
 
-**A forecast** of a sample that has drawn t tokens (`LengthPredictor.forecast`): the level of its prompt after all
+**A forecast** of a sample that has t tokens so far (`LengthPredictor.forecast`): the level of its prompt after all
 samples of this step, N(a, v), gives log L ~ N(a, v + s^2), of which the part beyond log t is left. So while tokens are
 drawn, a forecast changes in two ways: the sample's own tokens rule out shorter lengths, and its siblings, those that
 ended and those that go on, move the level. A prompt that was never seen has the level N(mu, b^2). In mid-step `mu`, `s`

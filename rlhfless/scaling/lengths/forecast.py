@@ -1,4 +1,4 @@
-"""The values of the package: the samples of a step at one moment, and the forecast of what they have yet to draw."""
+"""The values of the package: the samples of a step at one moment, and the forecast of their remaining tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepSamples:
 
     prompt_ids: tuple[str, ...]  # [prompts]
     prompt: npt.NDArray[np.integer]  # [samples], ascending: index into prompt_ids
-    tokens: npt.NDArray[np.integer] | Array  # [samples]: drawn so far
+    tokens: npt.NDArray[np.integer] | Array  # [samples]: generated so far
     ended: BoolArray  # [samples]
     truncated: BoolArray
     """[samples]: whether a sample was ended from outside, as at max_tokens; by itself it would be longer."""
@@ -41,8 +41,8 @@ class Forecast:
 
     rows: Ints  # [unfinished], ascending: rows of StepSamples
     kind: Ints
-    """[unfinished], ascending: row of `table`. Siblings that have drawn equally many tokens are one kind."""
-    kind_tokens: Array  # [kinds]: drawn so far
+    """[unfinished], ascending: row of `table`. Siblings with equally many tokens so far are one kind."""
+    kind_tokens: Array  # [kinds]: generated so far
     table: Array
     """[kinds, Q]: remaining tokens, ascending along Q: at least 1, and never beyond max_tokens."""
 

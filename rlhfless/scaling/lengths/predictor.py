@@ -29,7 +29,7 @@ FIRST_SPREAD, SPREAD_COUNT = 0.4, 16.0
 
 
 class RunningMean:
-    """A weighted mean that forgets old steps and begins with `value`, which counts as `weight` samples."""
+    """A weighted mean that forgets old steps and starts with `value`, which counts as `weight` samples."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.value = value
@@ -47,7 +47,7 @@ class LengthPredictor:
     """What a run has learned of the lengths of its responses."""
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: the longest response that the engine draws. Raises ValueError if it is below 1."""
+        """`max_tokens`: the longest response that the engine generates. Raises ValueError if it is below 1."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}; a response has at least 1 token")
         self.max_tokens = max_tokens

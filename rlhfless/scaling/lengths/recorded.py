@@ -22,16 +22,18 @@ def steps_of(trace: Trace) -> list[Rollouts]:
 
 
 def samples_at(rollouts: Rollouts, at_s: float = float("inf")) -> StepSamples:
-    """The state of a step's samples at `at_s` (unix time). Samples are assumed to draw their tokens at an even pace."""
+    """The state of a step's samples at `at_s` (unix time). Samples are assumed to generate at an even pace."""
     prompt_ids = tuple(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     row = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     prompt = np.array([row[rollout.prompt_id] for rollout in rollouts])
     tokens = np.array([rollout.response_tokens for rollout in rollouts])
     began_s, end_s = np.array([(rollout.started_s, rollout.finished_s) for rollout in rollouts]).T
     ended = end_s <= at_s
-    drawn = np.where(ended, tokens, tokens * np.clip((at_s - began_s) / np.maximum(end_s - began_s, 1e-9), 0.0, 1.0))
+    generated = np.where(
+        ended, tokens, tokens * np.clip((at_s - began_s) / np.maximum(end_s - began_s, 1e-9), 0.0, 1.0)
+    )
     truncated = np.array([rollout.finish_reason is not FinishReason.STOP for rollout in rollouts])
-    return StepSamples(prompt_ids, prompt, np.floor(drawn), ended, ended & truncated)
+    return StepSamples(prompt_ids, prompt, np.floor(generated), ended, ended & truncated)
 
 
 def max_tokens_of(trace: Trace) -> int:

@@ -93,7 +93,7 @@ class PolicyContext:
 
     @property
     def tokens(self) -> float:
-        """Tokens drawn so far in the step, with a prompt for each sample."""
+        """Tokens of the step so far, with a prompt for each sample."""
         return float(self.view.tokens.sum() + self.view.prompt_tokens[self.view.group].sum())
 
     @property

@@ -51,7 +51,7 @@ class Static:
 
     def _dealt(self, now: PolicyContext, actors: Sequence[int]) -> list[Action]:
         """The longest prompts first, each with all siblings to the actor that would end first; of the prompts that an
-        actor gets the longest are drawn first, too."""
+        actor gets the longest are generated first, too."""
         unseen = sum(self._means.values()) / len(self._means)
         lengths = np.array([self._means.get(name, unseen) for name in now.view.prompt_ids])
         ends = [(0.0, slot) for slot in range(len(actors))]

@@ -21,7 +21,7 @@ WARM, STARTING, COLD = "warm", "starting", "cold"
 OBSERVATIONS = 8  # Observations that are kept: enough for a median that ignores outliers, few enough to follow a drift
 
 FIRST_SCATTER, FIRST_STEPS = 0.08, 2
-"""Prior scatter of how long steps take beside their plans, and the number of steps as which the prior counts."""
+"""Prior scatter of how long steps take by their plans, and the number of steps as which the prior counts."""
 
 TO_DEVIATION = 1.4826  # Standard deviation of a normal distribution, divided by the median distance from its median
 
@@ -134,7 +134,7 @@ class Spending:
 
     def begin_step(self) -> None:
         """Learn from the cost of the previous step."""
-        if self._generation_usd > 0:  # steps may begin at once
+        if self._generation_usd > 0:  # steps may start at once
             if self._begun > 1:  # the first step has cold starts
                 self.after_usd.add(self._after_usd)
             if self._planned_usd > 0:

@@ -34,7 +34,7 @@ class IdleState:
 
     stays: bool
     usd: float  # Cost until the end of the gap, including the cost of a start at its end
-    freed_usd_per_s: float  # The saving of each second against staying, without the costs of its begin and end
+    freed_usd_per_s: float  # The saving of each second against staying, without the costs of its start and end
 
 
 def cheapest_idle_state(
@@ -129,7 +129,7 @@ class IdleScheduler:
         self._starts = starts
         self._held = held
         self._step_s = Recent()
-        self._after = Recent()  # From the end of generation until the next step begins, per token of the step
+        self._after = Recent()  # From the end of generation until the next step starts, per token of the step
         self._wanted_s: dict[int, Recent] = {}
         """By slot of a service: from the step's start until its first complete group. A late service delays the whole
         step, so it is started for the earliest."""
@@ -231,6 +231,6 @@ class IdleScheduler:
         leave out is released once that has cost as much as a start."""
         idle_s = now.at_s - self._worked_s.setdefault(slot, now.at_s)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + self._soonest_s(forecast.tokens)
-        if not self._after.count:  # nothing could start an actor in time for a step whose begin is not known
+        if not self._after.count:  # nothing could start an actor in time for a step whose start is unknown
             return IdleState(True, now.layout.replica_slots[slot].usd_per_s * gap_s, 0.0)
         return self._over(now, slot, gap_s, idle_s)

@@ -81,10 +81,10 @@ class CostAware:
         self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
         self._spending = Spending()
-        self._since = 0.0, 0.0  # When the steps that share a limit began, and the cost of the run until then
+        self._since = 0.0, 0.0  # When the steps that share a limit started, and the cost of the run until then
         self._steps = 0
-        self._drawn: set[int] = set()
-        """Steps that are being drawn. An actor that is idle in one of several has work in the others."""
+        self._generating: set[int] = set()
+        """Steps in generation. An actor that is idle in one of several has work in the others."""
         # Of the step:
         self._actors: tuple[int, ...] = ()
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
@@ -92,7 +92,7 @@ class CostAware:
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
-        self._spending.add_until(now, self._starts, generating=bool(self._drawn))
+        self._spending.add_until(now, self._starts, generating=bool(self._generating))
         self._held.note_held(now)
         actions = self._decide(now, event)
         self._starts.note_actions(now, actions)
@@ -101,7 +101,7 @@ class CostAware:
     def _decide(self, now: PolicyContext, event: Event) -> list[Action]:
         match event:
             case StepBegan():
-                self._drawn.add(now.view.step)
+                self._generating.add(now.view.step)
                 return self._begin(now)
             case Serving(slot):
                 self._starts.measure(now, slot)
@@ -110,16 +110,18 @@ class CostAware:
             case Lost(slot, samples):
                 return self._lost(now, slot, samples)
             case Generated():
-                self._drawn.discard(now.view.step)
+                self._generating.discard(now.view.step)
                 self._idle.note_first_group(now)  # all groups may have ended since the last heartbeat
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
-                return [] if self._drawn else self._idle.end_generation(now, self._actors, self._forecast)
+                return [] if self._generating else self._idle.end_generation(now, self._actors, self._forecast)
             case Idle(slot):
                 return self._idle.end_work(now, slot, self._forecast)
             case StepEnded(_, end_s):
-                self._drawn.discard(now.view.step)  # what a resumed run had drawn already has no end of generation
+                self._generating.discard(
+                    now.view.step
+                )  # samples that a resumed run had already have no end of generation
                 self._idle.end_step(now.view.step, end_s)
         return []
 
@@ -226,7 +228,7 @@ class CostAware:
             actions = rebalance_tail(now, actors, goal_of(now, self._aim, after_s, freed))
             self._forecast = _forecast(now, tokens, actors.last()[1])
             loads = np.bincount(actors.home, minlength=now.slots)
-        for slot in now.layout.generation if self._drawn == {now.view.step} else ():
+        for slot in now.layout.generation if self._generating == {now.view.step} else ():
             if loads[slot] == 0 and now.awake(slot):
                 actions += release(now, slot, self._idle.state_of(now, slot, self._forecast))
         return actions
