@@ -37,18 +37,18 @@ ROUNDING = 1e-12
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a prompt's samples differ; False for fewer than two."""
+    """Return whether the rewards of a prompt's samples differ; False for fewer than two."""
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     return high - low > ROUNDING * max(abs(low), abs(high))
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the samples of a group differ in their rewards. Leave out those that failed first (`usable_of`)."""
+    """Return whether the samples of a group differ in reward. Drop failed samples first (`usable_of`)."""
     return differ([sample.scored.total for sample in group.samples])
 
 
 def with_signal(experience: Experience) -> Experience:
-    """The groups with a signal; all of them if none has one, because a step needs a batch."""
+    """Keep the groups with a signal; all groups if none has one, because a step needs a batch."""
     groups = tuple(filter(has_signal, experience.groups))
     return Experience(groups) if groups else experience
 
@@ -61,8 +61,10 @@ async def with_redraws(
     draw: Callable[[RolloutRequest], Awaitable[Experience]],
     scoring: ScoringSpec,
 ) -> Experience:
-    """What a step has drawn for `request`, and what `draw` gives in place of groups without signal, by prompt id. It
-    stops at a step that has so many failures that it ends the run."""
+    """Generate other prompts in place of groups without a signal, at most `redraws` times; groups by prompt id.
+
+    Stops early if so many samples failed that the step will end the run.
+    """
     groups = {group.prompt.prompt_id: group for group in experience.groups}
     wanted = len(request.prompts)
 
@@ -82,7 +84,7 @@ async def with_redraws(
         further = await draw(replace(request, prompts=tuple(prompts)))
         groups |= {group.prompt.prompt_id: group for group in further.groups}
     if redraws and lacking():
-        what = "step %d learns from %d of %d prompts: %d redraws gave no more with a signal"
+        what = "step %d learns from %d of %d prompts: %d redraws gave no more groups with a signal"
         log.warning(what, request.call.step, wanted - lacking(), wanted, redraws)
     return Experience(tuple(groups[prompt_id] for prompt_id in sorted(groups)))
 
@@ -92,8 +94,8 @@ LOGPROBS = "rollout_logprobs"
 
 
 def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: ScoringSpec) -> ScoredGroups:
-    """The scores of several functions, added up to one score per sample; with a failure where the engine's logprobs are
-    not finite.
+    """Add up the scores of several functions to one per sample, and mark samples whose logprobs are not finite as
+    failed.
 
     Raises RewardError at the first failure if the spec says so.
     """
@@ -110,7 +112,7 @@ def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: S
 
 
 def without_failures(experience: Experience, scoring: ScoringSpec, step: int) -> Experience:
-    """The part of a step that is trained on: all samples, or all except those that failed.
+    """Drop the failed samples of a step, unless `scoring.on_failure` keeps them.
 
     Logs failures. Raises RewardError if too many samples failed.
     """
@@ -126,18 +128,18 @@ def without_failures(experience: Experience, scoring: ScoringSpec, step: int) ->
 
 
 def usable_of(experience: Experience, scoring: ScoringSpec) -> Experience:
-    """The samples that can be learned from, and the groups that have any."""
+    """Keep the samples that can be learned from, and the groups that have any."""
     unusable = {sample.key for sample in experience.failed() if not usable(sample.scored.failures, scoring)}
     return _without(experience, unusable) if unusable else experience
 
 
 def usable(failures: Collection[str], scoring: ScoringSpec) -> bool:
-    """Whether a sample whose parts `failures` have failed can be learned from."""
+    """Return whether a sample with these failed reward parts can be learned from."""
     return not failures or (scoring.on_failure != "drop" and LOGPROBS not in failures)
 
 
 def too_many_failed(experience: Experience, scoring: ScoringSpec) -> bool:
-    """Whether a step stops the run because of the samples that failed."""
+    """Return whether so many samples failed that the run stops."""
     failed, samples = len(list(experience.failed())), len(experience.samples)
     return failed > scoring.max_failed * samples or not usable_of(experience, scoring).groups
 
@@ -160,8 +162,7 @@ def log_failures(experience: Experience, step: int) -> None:
 
 
 def readable(groups: Sequence[Group]) -> list[Group]:
-    """The groups with 0 for each rollout logprob that is not finite, for stages that run before failed samples are
-    dropped."""
+    """Replace rollout logprobs that are not finite by 0, for stages that run before failed samples are dropped."""
     return [replace(group, samples=tuple(map(_readable, group.samples))) for group in groups]
 
 
@@ -187,7 +188,7 @@ def _marked(sample: Sample, score: Score) -> Score:
 
 
 def _without(experience: Experience, keys: Collection[tuple[str, int]]) -> Experience:
-    """The experience without these samples, and without groups that are empty then."""
+    """Drop samples, and groups without any left."""
     kept = (
         Group(group.prompt, tuple(sample for sample in group.samples if sample.key not in keys))
         for group in experience.groups
@@ -197,15 +198,14 @@ def _without(experience: Experience, keys: Collection[tuple[str, int]]) -> Exper
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Of one step, whose samples may be of several versions."""
+    """How many versions the weights that generated a step's tokens are behind the learner's."""
 
     oldest: WeightVersion
-    """The oldest version of a token."""
     mean: float
-    """Over tokens, in versions."""
+    """Mean over tokens, in versions."""
     most: int
     differs: bool
-    """Between tokens."""
+    """Whether tokens differ in it."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -213,14 +213,14 @@ class Staleness:
 
 
 def staleness_of(experience: Experience, learner: WeightVersion) -> Staleness | None:
-    """Of samples that are learned from next, when the learner's weights are the version `learner`. None if their engine
-    does not say with which version it drew."""
+    """Compute the staleness of samples when the learner has the weights `learner`; None if the engine reports no
+    versions."""
     tokens = _tokens_by_version(
         span for sample in experience.samples for r in sample.rollouts for span in r.version_spans
     )
     if not tokens:
         return None
-    # Versions are numbered by the training steps that they have seen, in all attempts of a run.
+    # A version's number is its training step, over all attempts of a run.
     behind = {version: learner.step - version.step for version in tokens}
     mean = sum(behind[version] * count for version, count in tokens.items()) / sum(tokens.values())
     oldest = max(behind, key=lambda version: behind[version])
@@ -228,8 +228,8 @@ def staleness_of(experience: Experience, learner: WeightVersion) -> Staleness | 
 
 
 def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
-    """Versions that the weights of each token were behind `learner`, `[tokens]` in the order of `pack`; 0 on those that
-    were given."""
+    """Compute the versions that each token is behind `learner`, `[tokens]` in the order of `pack`; 0 on given
+    tokens."""
     values = []
     for segment in (each for group in in_batch_order(groups) for sample in group.samples for each in sample.segments):
         values.append(np.zeros(len(segment.token_ids), dtype=np.int64))
@@ -239,8 +239,7 @@ def by_token(groups: Sequence[Group], learner: WeightVersion) -> IntArray:
 
 
 def split(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step, of which those by staleness are means over its tokens; a staleness that no token has is
-    left out."""
+    """Turn metrics that were summed by staleness into means over its tokens; without those of no token."""
     found = {}
     for name, value in metrics.items():
         of, _, behind = name.partition(BY_STALENESS)

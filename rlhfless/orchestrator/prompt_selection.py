@@ -58,21 +58,21 @@ MOST_TOKENS = 1 << 24
 
 
 class PromptHistory:
-    """What the samples of each prompt were, by its id. Prompts of several data sets may share an id: then drafts are
-    wrong, and not samples."""
+    """Lengths, signals and responses of each prompt, by its id. If prompts of several data sets share an id, drafts are
+    worse and samples the same."""
 
     def __init__(self, spec: RunSpec, most_tokens: int = MOST_TOKENS) -> None:
-        """It keeps signals and responses if the spec has a use for them."""
-        assert spec.prompts is not None, "a run that draws has prompts"
+        """Signals and responses are kept if the spec uses them."""
+        assert spec.prompts is not None, "a run that generates has prompts"
         self._spec, self._draw_less = spec, spec.prompts.draw_less
         self.lengths = LengthPredictor(spec.generation.max_tokens)
         self._signals: defaultdict[str, dict[int, bool]] = defaultdict(dict)
-        """By prompt and step that drew it, whether its samples differed in their rewards."""
+        """By prompt and step: whether its samples differed in reward."""
         self._responses: OrderedDict[str, deque[IntArray]] = OrderedDict()
         self._most_tokens, self._tokens = most_tokens, 0
 
     def read(self, trace: Trace, folder: Path) -> None:
-        """Begin with the trace of earlier attempts, which is in `folder`. Raises TraceError."""
+        """Read the trace of earlier attempts from `folder`. Raises TraceError."""
         for rollouts in steps_of(trace):
             self.lengths.learn(samples_at(rollouts))
         self.learned(trace.rollouts)
@@ -81,7 +81,7 @@ class PromptHistory:
                 self._remember(prompt_id, token_ids)
 
     def learned(self, rollouts: Iterable[TracedRollout]) -> None:
-        """Take note of the rewards of steps, each with all of its rollouts."""
+        """Record the rewards of whole steps."""
         if self._draw_less is None:
             return
         rewards: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
@@ -93,17 +93,17 @@ class PromptHistory:
                 self._signals[prompt_id][step] = differ([*of_samples.values()])
 
     def ended(self, rollouts: Iterable[Rollout]) -> None:
-        """Take note of responses that have ended."""
+        """Record finished responses."""
         if self._spec.generation.speculation.remembers:
             for rollout in rollouts:
                 self._remember(rollout.prompt_id, rollout.token_ids)
 
     def responses(self, prompt_ids: Iterable[str]) -> dict[str, tuple[IntArray, ...]]:
-        """The responses to these prompts, the newest last; without prompts that have none."""
+        """Return the responses to these prompts, newest last; without prompts that have none."""
         return {name: tuple(self._responses[name]) for name in prompt_ids if name in self._responses}
 
     def prompts(self, order: PromptOrder, step: int, n: int) -> list[Prompt]:
-        """The n prompts of a step, counted from 1; fewer than n of them are new ones only if the data has no more."""
+        """Choose the n prompts of a step (counted from 1); they repeat only if the data has fewer."""
         drawn = order.batch(step - 1, n)
         if (spec := self._draw_less) is None:
             return drawn
@@ -138,8 +138,10 @@ class PromptHistory:
 def select(
     spec: RunSpec, step: int, order: PromptOrder, history: PromptHistory, journal: Journal
 ) -> tuple[Sequence[Prompt], Selection | None]:
-    """The prompts of a step, oldest first, and how it chooses among their groups; None if it learns from all. Raises
-    JournalError, and InputError for a prompt that was begun and is no longer in the data."""
+    """Choose the prompts of a step, oldest first, and which groups it learns from; None if from all.
+
+    Raises JournalError, and InputError for a started prompt that is no longer in the data.
+    """
     schedule, wanted = spec.schedule, spec.prompts_per_step
     if not isinstance(schedule, PartialSpec):
         return history.prompts(order, step, wanted), None
@@ -148,7 +150,7 @@ def select(
         return _selection(schedule, step, order, taken, wanted)
     left = [group for group in known if group.begun < step]
     began = wanted * (step - 1) + len(left)
-    """Groups that earlier steps have begun, all of which they took or left."""
+    """Groups that earlier steps started; they learned from them or deferred them."""
     count = new_groups(schedule, wanted, len(left), wanted * spec.steps - began, len(order))
     new = [group for group in known if group.begun == step]
     if not new and count:
@@ -169,7 +171,7 @@ def _selection(
 
 
 def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: int) -> Iterator[Prompt]:
-    """The prompts of the run in their order, after the first `began`: those of one batch after the other."""
+    """Yield the run's prompts in order, batch after batch, without the first `began`."""
     batch, place = divmod(began, wanted)
     while True:
         yield from history.prompts(order, batch + 1, wanted)[place:]
@@ -177,7 +179,7 @@ def _sequence(order: PromptOrder, history: PromptHistory, wanted: int, began: in
 
 
 def _distinct(sequence: Iterator[Prompt], order: PromptOrder, step: int, used: set[str]) -> Iterator[Prompt]:
-    """The prompts of a sequence; one that is `used`, or was there before, gives its place to another."""
+    """Yield the prompts of a sequence, each once: another prompt takes the place of one that is `used`."""
     for prompt in sequence:
         chosen = prompt if prompt.prompt_id not in used else order.others(step - 1, 1, used)[0]
         used.add(chosen.prompt_id)

@@ -57,22 +57,22 @@ from rlhfless.spec.imports import load_target
 log = logging.getLogger(__name__)
 
 UP = (ReplicaState.STALE, ReplicaState.SERVING)
-"""States of an actor that serves, or will serve as soon as it has loaded the step's weights."""
+"""States of an actor that serves, or will once it has loaded the step's weights."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """The policy's view of a step, and the effects of its actions."""
+    """A step as the policy sees it, and the effects of its actions."""
 
     table: InFlightSamples
     view: FleetView
-    """The fleet when the step began."""
+    """The fleet at the start of the step."""
     figures: dict[str, float] = field(default_factory=lambda: {"moved_samples": 0.0})
     ended: bool = False
 
 
 class PolicyRunner:
-    """Asks one policy for one run, or for one stage. Several steps can be in progress."""
+    """Runs one policy for a run or a stage. Several steps can be in progress."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class PolicyRunner:
         self._faults = 0
 
     def figures(self, step: int) -> Mapping[str, float]:
-        """The metrics of a step; none if the policy was not asked about it."""
+        """Return the metrics of a step; none if the policy was not asked about it."""
         asked = self._steps.get(step)
         if asked is None:
             return {}
         return {**asked.figures, **asked.table.replayed.figures(), "policy_faults": float(self._faults)}
 
     def begin(self, table: InFlightSamples) -> None:
-        """Begin a step, and ask the policy. Raises as `ask` does."""
+        """Start a step, and ask the policy. Raises as `ask` does."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())
         if (prefixes := table.prefixes_decision(self._clock())) is not None:
@@ -114,10 +114,10 @@ class PolicyRunner:
             step.ended = True
 
     def ask(self, event: Event, number: int) -> None:
-        """Asks the policy about an event in the step with this number, and carries out its actions. Does nothing if the
-        step has ended, or if the policy was not asked at its begin.
+        """Ask the policy about an event in a step, and carry out its actions. Ignored if the step has ended or was
+        never started.
 
-        Raises ReplicaLost if samples are left, and no actor is up or starting to draw them.
+        Raises ReplicaLost if samples are left and no actor is up or starting.
         """
         step = self._steps.get(number)
         if step is None or step.ended:
@@ -138,7 +138,7 @@ class PolicyRunner:
         return step.table.view(step.view, self._fleet.slots(step.table))
 
     def _carry_out(self, action: Action, step: _Step) -> None:
-        """Carries out an action. Raises PolicyFault, without any effect, if that is not possible."""
+        """Carry out an action. Raises PolicyFault, without any effect, if it is refused."""
         table = step.table
         match action:
             case Assign(slot=slot):
@@ -158,7 +158,7 @@ class PolicyRunner:
                     self._note_plan(decision, step)
 
     def _note_plan(self, decision: Decision, step: _Step) -> None:
-        """Notes a step's plan. That no plan can keep the contract is logged when that begins, not at every step."""
+        """Record a step's plan. A contract that no plan can keep is logged at its first step, not at every one."""
         inputs = decision.inputs
         if "step_s" in inputs:
             step.figures["planned_generation_s"] = float(inputs["step_s"])
@@ -169,8 +169,7 @@ class PolicyRunner:
         self._feasible = feasible
 
     def _split_rest(self, step: _Step) -> None:
-        """Splits samples evenly that are unassigned, or that wait at a slot without an actor to come. After this every
-        sample has a slot."""
+        """Split the samples without a slot, or at a slot whose actor will not come, evenly over the actors."""
         table = step.table
         for slot in sorted(set(table.slot_of[table.left].tolist()) - {UNASSIGNED}):
             if not self._fleet.expects(slot):
@@ -213,7 +212,7 @@ class EvenSplit:
 
 
 def split_evenly(view: StepView, samples: Ints) -> list[Assign]:
-    """Gives unassigned samples to the actors that are up, a prompt at a time, each to the actor with the fewest.
+    """Assign samples to the actors that are up: prompt by prompt, each to the actor with the fewest samples.
 
     If no actor is up, the first starting actor gets all of them; if none is starting, the answer is empty.
     """
@@ -242,7 +241,7 @@ def _slots(view: StepView, *states: ReplicaState) -> list[int]:
 
 
 class StepDue:
-    """When the step in progress should have ended, by a run's contract. Runs that share devices take turns by it."""
+    """The deadline of the step in progress, by the run's contract. Runs that share devices take turns by it."""
 
     def __init__(self, run: RunContract, clock: Callable[[], float] = time.time) -> None:
         self._run = run
@@ -251,11 +250,11 @@ class StepDue:
         self._steps = 0
 
     def end_step(self, end_s: float) -> None:
-        """A step has ended, and the next one begins."""
+        """Record the end of a step, which starts the next one."""
         self._steps, self._began_s = self._steps + 1, end_s
 
     def left_s(self) -> float:
-        """Seconds from now, less than 0 if it is late; infinite without a deadline."""
+        """Return the seconds that are left, negative if late; infinite without a deadline."""
         spec, left = self._run.of_step(self._steps), self._run.steps_left(self._steps)
         contract = contract_for_step(spec, steps_left=left, spent_s=self._began_s - self._first_s)
         if not isinstance(contract, CheapestUnderDeadline):
