@@ -2,11 +2,12 @@
 
     python benchmarks/by_the_second.py [--restores 5 14 45] [--markdown docs/simulate.md] [--smoke] [SCENARIO ...]
 
-The node is `static_colocated` on all devices of the scenario, paid for all the time. The seller's containers are actors
-on as many or twice as many devices, and a learner on as many again; `cost_aware` releases actors, and the learner is
-paid for its work of a step, its restore, and its state from and to a store (`cluster.serverless`). Of several sizes and
-weights of time the cheapest run that is not slower than the node is taken, at the price of the node: its cost by the
-node's, inverted, is the premium below which the seller is cheaper.
+The node is `static_colocated` on all devices of the scenario, paid for all the time. Of the seller's containers the
+learner has as many as the node, or twice as many; so have the actors, or as many as `cost_aware` wants: the machines
+have no count. The learner is paid for its work of a step, its restore, and its state from and to a store
+(`cluster.serverless`), and costs time where these do not fit into generation. Of these fleets and several weights of
+time the cheapest run that is not slower than the node is taken, at the price of the node: its cost by the node's,
+inverted, is the premium below which the seller is cheaper.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from where import machine
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.figures import Totals
 from rlhfless.sim.scenarios import Scenario, load_scenario
-from rlhfless.sim.scenarios.cluster import ServerlessSpec
+from rlhfless.sim.scenarios.cluster import ServerlessSpec, uncounted_nodes
 from rlhfless.sim.scenarios.scenario import PolicyEntry, WeightedContract
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 
@@ -45,7 +46,7 @@ WEIGHTS = (1.0, 0.7, 0.4, 0.15)
 """Of time, in the contract."""
 
 SIZES = (1, 2)
-"""Devices of actors, and of the learner, by those of the node."""
+"""Devices of the learner, and of counted actors, by those of the node."""
 
 AS_FAST = 1.01
 """Times the node's time."""
@@ -72,16 +73,20 @@ def containers(scenario: Scenario, restore_s: float) -> Iterator[Totals]:
     """Runs of all sizes and weights."""
     (machines, *_) = scenario.cluster.machines
     seller = ServerlessSpec(restore_s=restore_s)
+    actor_devices = scenario.engine.tensor_parallel * scenario.engine.data_parallel
     for times in SIZES:
-        changes = {"nodes": 2 * times * machines.nodes, "rented_by": None, "tenure": "rented"}
-        cluster = scenario.cluster.model_copy(
-            update={"machines": (machines.model_copy(update=changes),), "serverless": seller, "billing": None}
-        )
-        placed = ScenarioPlacementSpec(mode="disaggregated", learner_devices=times * machines.devices)
-        for weight in WEIGHTS:
-            contract = WeightedContract(time_weight=weight)
-            entry = PolicyEntry(name="cost_aware", label=f"{weight}", placement=placed, contract=contract)
-            yield _totals(scenario.model_copy(update={"cluster": cluster, "policies": (entry,)}), entry)
+        learner = times * machines.devices
+        uncounted = uncounted_nodes(machines.devices_per_node, scenario.prompts_per_step, actor_devices, learner)
+        placed = ScenarioPlacementSpec(mode="disaggregated", learner_devices=learner)
+        for nodes in (2 * times * machines.nodes, uncounted):
+            changes = {"nodes": nodes, "rented_by": None, "tenure": "rented"}
+            cluster = scenario.cluster.model_copy(
+                update={"machines": (machines.model_copy(update=changes),), "serverless": seller, "billing": None}
+            )
+            for weight in WEIGHTS:
+                contract = WeightedContract(time_weight=weight)
+                entry = PolicyEntry(name="cost_aware", label=f"{weight}", placement=placed, contract=contract)
+                yield _totals(scenario.model_copy(update={"cluster": cluster, "policies": (entry,)}), entry)
 
 
 def _totals(scenario: Scenario, entry: PolicyEntry) -> Totals:

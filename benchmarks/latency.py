@@ -38,6 +38,7 @@ from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.timeline import Array, Requests
 from rlhfless.sim.engine import EngineShape
+from rlhfless.sim.scenarios.timing import GB, RESERVED_GB, RESERVED_SHARE
 
 CONFIGS: dict[str, dict[str, Any]] = {  # of the models' own config.json
     "meta-llama/Llama-3.1-8B": {
@@ -72,20 +73,31 @@ class Measured:
     shape: EngineShape
 
 
-NOT_MODELLED = {"data_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False}
-"""Engine settings that no latency model here knows, and the only value that each may have."""
-
-MEMORY_SHARE, RESERVED_BYTES, BLOCK_TOKENS = 0.9, 3.9e9, 16
-"""vLLM's `gpu_memory_utilization`, aiconfigurator's reserve, and tokens of a KV block."""
+MEMORY_SHARE, BLOCK_TOKENS = 0.9, 16
+"""vLLM's `gpu_memory_utilization`, and tokens of a KV block."""
 
 
 def shape_of(meta: dict[str, Any], roofline: Roofline) -> EngineShape:
-    """The capacity of the engine."""
-    settings, model, parallel = meta["engine_kwargs"], roofline.shape, roofline.tensor_parallel
-    left = parallel * (roofline.device.memory_bytes.value * MEMORY_SHARE - RESERVED_BYTES) - model.total_bytes
-    tokens = int(meta.get("kv_cache_tokens") or left / model.kv_bytes)
-    sequences = settings["max_num_seqs"]
-    return EngineShape(sequences, tokens // BLOCK_TOKENS, BLOCK_TOKENS, settings.get("max_num_batched_tokens", 8192))
+    """The capacity of the engine: of all its data-parallel ranks together, each of which has vLLM's limits."""
+    settings, model, ranks = meta["engine_kwargs"], roofline.shape, roofline.data_parallel
+    held = model.total_bytes - model.expert_bytes * (1 - 1 / ranks)
+    memory = roofline.device.memory_bytes.value
+    reserved = min(RESERVED_GB * GB, RESERVED_SHARE * memory)
+    left = roofline.tensor_parallel * (memory * MEMORY_SHARE - reserved) - held
+    tokens = ranks * int(meta.get("kv_cache_tokens") or left / model.kv_bytes)
+    batch = ranks * settings.get("max_num_batched_tokens", 8192)
+    return EngineShape(ranks * settings["max_num_seqs"], tokens // BLOCK_TOKENS, BLOCK_TOKENS, batch)
+
+
+def roofline_of(folder: Path, meta: dict[str, Any]) -> Roofline:
+    """The model of a run's engine. Ends the program for settings that no latency model here knows."""
+    settings, shape = meta["engine_kwargs"], ModelShape.of_config(CONFIGS[meta["model"]])
+    ranks = settings.get("data_parallel_size", 1)
+    modelled = {"pipeline_parallel_size": 1, "enable_expert_parallel": ranks > 1 and shape.experts > 0}
+    for key, only in modelled.items():
+        if settings.get(key, only) != only:
+            raise SystemExit(f"{folder}: {key} is {settings[key]}, which is not modelled; leave this run out")
+    return Roofline(shape, device_of("rtx-pro-6000"), settings["tensor_parallel_size"], ranks)
 
 
 def load(folder: Path, count: int | None) -> Measured:
@@ -97,13 +109,7 @@ def load(folder: Path, count: int | None) -> Measured:
     def column(name: str) -> Array:
         return np.array([row[name] for row in rows], dtype=np.float64)
 
-    settings = meta["engine_kwargs"]
-    for key, only in NOT_MODELLED.items():
-        if settings.get(key, only) != only:
-            raise SystemExit(f"{folder}: {key} is {settings[key]}, which is not modelled; leave this run out")
-    roofline = Roofline(
-        ModelShape.of_config(CONFIGS[meta["model"]]), device_of("rtx-pro-6000"), settings["tensor_parallel_size"]
-    )
+    roofline = roofline_of(folder, meta)
     return Measured(
         folder.name,
         roofline,
@@ -115,7 +121,7 @@ def load(folder: Path, count: int | None) -> Measured:
             column("scheduled_ts"),
             column("last_token_ts"),
         ),
-        settings["max_num_seqs"],
+        shape_of(meta, roofline).max_sequences,
         shape_of(meta, roofline),
     )
 

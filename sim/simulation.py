@@ -40,7 +40,7 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.events import SpotInterrupted, Up, WeightsLoaded, Worked
 from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation, SharedEngines
-from rlhfless.sim.ledger import SimulatedLedger
+from rlhfless.sim.ledger import SimulatedLedger, SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.service_work import StepUnderWay, learn, take, update
 from rlhfless.sim.setup import Setup
@@ -290,9 +290,15 @@ class Simulation:
         elif self.fleet.state(self._learner) is ReplicaState.SERVING:
             replica = self.fleet.replicas[self._learner]
             forward = self.setup.prefixes.forward
-            learn(self.setup.learner, replica, first, max(first.ready_s, replica.busy_s), forward)
+            learn(self.setup.learner, replica, first, max(first.ready_s, self._learner_back_s(replica)), forward)
             first.learning = True
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
+
+    def _learner_back_s(self, replica: SimulatedReplica) -> float:
+        """When the learner can start: at once if it keeps its devices; else after it has stored its state, and been
+        restored. That is done during generation, and costs time only where generation is shorter."""
+        around = self.setup.learner.paid_around
+        return replica.busy_s + (sum(around) if around is not None and self._learned else 0.0)
 
     def _update_services(self, step: StepUnderWay) -> bool:
         """Whether a service that learns, such as a critic, has not finished its update of a step; if it is up, it

@@ -33,7 +33,8 @@ class MachinesSpec(SpecModel):
     """Device kind, as the price book and the device table name it."""
 
     nodes: Count = 1
-    """Number of machines."""
+    """Number of machines. Left out of a cluster of `serverless` containers, there are as many as the run can use: an
+    actor for each prompt of a step, and the learner."""
 
     devices_per_node: Count
     """Devices of each machine."""
@@ -99,7 +100,8 @@ class ServerlessSpec(SpecModel):
 
     state_bytes_per_s: Positive = 1e9
     """Rate at which each device of the learner reads its state from a store before its work of a step, and writes it
-    back: an assumption. It is paid for, and done ahead, so that no step waits for it."""
+    back: an assumption. It is paid for, and with the learner's restore it is done during generation; a step waits for
+    it where its generation is shorter."""
 
 
 class ClusterSpec(SpecModel):
@@ -177,6 +179,11 @@ class ClusterSpec(SpecModel):
         if twice:
             raise ValueError(f"kind {twice[0]!r} has two entries; merge them")
         return self
+
+
+def uncounted_nodes(devices_per_node: int, prompts: int, actor_devices: int, learner_devices: int | None) -> int:
+    """Machines that a run can use: an actor for each prompt of a step, and the learner, of one machine by default."""
+    return -(-(prompts * actor_devices + (learner_devices or devices_per_node)) // devices_per_node)
 
 
 class TransportSpec(SpecModel):

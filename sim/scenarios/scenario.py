@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rlhfless.sim.policies import POLICIES
-from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, DeclaredTimes, FleetTimesSpec, Positive, TransportSpec
+from rlhfless.sim.scenarios.cluster import (
+    ClusterSpec,
+    Count,
+    DeclaredTimes,
+    FleetTimesSpec,
+    Positive,
+    TransportSpec,
+    uncounted_nodes,
+)
 from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
     CriticTimingSpec,
@@ -196,6 +205,36 @@ class Scenario(SpecModel):
         if named not in IN_TURN or kinds > 1:  # a co-located policy does all in turn, on one kind of device
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _containers_have_no_count(cls, data: Any) -> Any:
+        """Count the machines of a seller of containers, where `nodes` is left out."""
+        cluster = data.get("cluster") if isinstance(data, dict) else None
+        if not isinstance(cluster, dict) or cluster.get("serverless") is None or "prompts_per_step" not in data:
+            return data
+        engine, placement = (data.get(key) or {} for key in ("engine", "placement"))
+        if not (isinstance(engine, dict) and isinstance(placement, dict)):
+            return data
+        try:
+            sizes = [int(engine.get(key) or 1) for key in ("tensor_parallel", "data_parallel")]
+            counted = [
+                each
+                if "nodes" in each
+                else {
+                    **each,
+                    "nodes": uncounted_nodes(
+                        int(each["devices_per_node"]),
+                        int(data["prompts_per_step"]),
+                        math.prod(sizes),
+                        placement.get("learner_devices"),
+                    ),
+                }
+                for each in cluster["machines"]
+            ]
+        except (KeyError, TypeError, ValueError):
+            return data  # the fields' own types say what is wrong
+        return {**data, "cluster": {**cluster, "machines": counted}}
 
     @model_validator(mode="after")
     def _prefixes_are_recorded(self) -> Scenario:

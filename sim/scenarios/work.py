@@ -131,9 +131,9 @@ class LearnerTimingSpec(SpecModel):
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.24
     """Model FLOP utilisation: these 6 operations by the devices' peak; activations that are computed again count as
-    lost time. The default lies between two public logs of verl: 0.185 (GRPO of a 7B model, MI300) and 0.288 (LoRA of a
-    72B model); steps of NeMo-RL imply 0.22 to 0.31, other logs of verl 0.17 to 0.19. With
-    recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
+    lost time, so a forward pass alone runs at 8/6 of it. Dense models, by framework: verl 0.17 to 0.19 (GRPO of a 7B
+    model on MI300: 0.185), 0.288 for LoRA of a 72B model; NeMo-RL 0.22 to 0.31. Set it to your framework's: the default
+    is none of these, but lies between them."""
 
     expert_flops_per_s: Positive = 85e12
     """Operations per second of a device with a model with experts, by its active parameters, at most what `mfu` gives.

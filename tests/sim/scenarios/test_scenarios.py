@@ -403,6 +403,32 @@ def test_a_released_learner_is_paid_for_around_its_work() -> None:
     assert [each for each in paid if each.function == "generation"] == held[1:]
 
 
+def test_a_released_learner_costs_time_where_generation_is_shorter_than_its_return() -> None:
+    """Generation of 0.8 s hides a return of 0.1 s, and not one of 100 s."""
+    apart, runs = {"mode": "disaggregated", "learner_devices": 2}, {}
+    for restore_s in (0.0, 0.1, 100.0):
+        seller = {"restore_s": restore_s, "state_bytes_per_s": 1e15}
+        one = scenario(
+            cluster={**machines(nodes=2), "serverless": seller}, placement=apart, policies=[{"name": "static"}], seeds=1
+        )
+        runs[restore_s] = compare(one).results["static"][0].steps[1:]
+    for hidden, plain, late in zip(runs[0.1], runs[0.0], runs[100.0], strict=True):
+        assert plain.generation_s > 0.1
+        assert hidden.step_s == pytest.approx(plain.step_s)
+        assert late.step_s > 100.0 > plain.step_s
+
+
+def test_machines_of_a_seller_have_no_count() -> None:
+    """4 prompts a step, an actor of one device for each, and 2 devices of the learner: 3 machines of 2."""
+    apart = {"mode": "disaggregated", "learner_devices": 2}
+    one = scenario(cluster={**machines(), "serverless": {}}, placement=apart)
+    assert one.cluster.machines[0].nodes == 3
+    assert len(ScenarioLayout(one, one.placement).actors()) == 4
+    counted = scenario(cluster={**machines(nodes=2), "serverless": {}}, placement=apart)
+    assert counted.cluster.machines[0].nodes == 2
+    assert scenario(cluster=machines()).cluster.machines[0].nodes == 1
+
+
 @pytest.mark.parametrize(
     ("cluster", "told"),
     [
