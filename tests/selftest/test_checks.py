@@ -82,7 +82,7 @@ def test_a_small_shared_memory_is_told_with_both_figures(subject: Subject, monke
     monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=2**20))
     state, why = outcome_of(machine.room, subject)
     assert state == "failed"
-    assert "has 1 MiB free, and up to 4 versions of the weights of 1.85 MiB each" in why
+    assert "has 1 MiB free, and up to 3 versions of the weights of 1.85 MiB each" in why
     assert "--shm-size" in why
 
 
