@@ -1,27 +1,21 @@
-"""Shared prefixes in a live run: an actor that takes a tail gets the KV of its prefix from the actor that has it; and
-the trace says as many prompt tokens computed and unique as its replay does."""
+"""Shared prefixes in a live run: each actor computes the prefix of a step once, and a replay of the trace has the same
+token counts."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fakes.live_runs import spec_values, write_prompts
-from rlhfless.orchestrator import scaler
 from rlhfless.orchestrator.driver import execute
 from rlhfless.orchestrator.session import Session
 from rlhfless.planning.preflight import preflight
-from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import read_trace
-from rlhfless.scaling.engine_speeds import PrefixMoves
-from rlhfless.scaling.policies.fleet import Contexts, assign_groups, start
-from rlhfless.scaling.policy import Action, Event, Heartbeat, Move, StepBegan, StepView
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.replay import replay
 from rlhfless.sim.workloads.recorded import read_runtime
@@ -31,51 +25,23 @@ from rlhfless.telemetry.sinks import MetricSinks
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
-STEPS, MOVED = 5, 3
-"""Steps, and how many of them move a tail."""
+STEPS, CALIBRATED, ACTORS = 4, 2, 2
+"""Steps, how many of them only calibrate the replay, and actors."""
 
 
-class TailMover:
-    """Begins each step with the first actor alone, and gives half of what it draws to the second one at a heartbeat; in
-    the last steps it does not."""
-
-    def __init__(self) -> None:
-        self._contexts, self._moved = Contexts(), True
-
-    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        now = self._contexts.of(at_s, view)
-        first, second = now.layout.generation
-        if isinstance(event, StepBegan):
-            self._moved = False
-            return [*start(now, [slot for slot in (first, second) if now.absent(slot)]), *assign_groups(now, [first])]
-        drawn = np.flatnonzero((view.home == first) & ~view.finished & (view.tokens > 0))
-        if (
-            isinstance(event, Heartbeat)
-            and view.step <= MOVED
-            and not self._moved
-            and now.awake(second)
-            and drawn.size > 1
-        ):
-            self._moved = True
-            return [Move(first, second, drawn[::2])]
-        return []
-
-
-def test_a_tail_gets_its_prefix_and_the_replay_knows_it(
-    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_is_computed_once_and_the_replay_counts_its_tokens(assets: Path, tmp_path: Path) -> None:
     write_prompts(tmp_path / "train.jsonl")
-    monkeypatch.setattr(scaler, "policy_of", lambda *_: TailMover())
-    # So small a model computes a prefix sooner than two calls move it.
-    monkeypatch.setattr(PrefixMoves, "pay", lambda *_: True)
     spec = RunSpec.model_validate(
         spec_values(
             assets,
             prompts={"path": str(tmp_path / "train.jsonl")},
-            generation={"max_tokens": 150, "progress_interval_s": 0.05, "engine": {"kv_connector": "folder"}},
+            generation={"max_tokens": 150},
             weights={},
             steps=STEPS,
-            scaling={"generation": {"min_actors": 2, "max_actors": 2}},
+            scaling={
+                "policy": {"type": "static"},
+                "generation": {"min_actors": ACTORS, "max_actors": ACTORS},
+            },
         )
     )
     folder = tmp_path / "run"
@@ -84,16 +50,14 @@ def test_a_tail_gets_its_prefix_and_the_replay_knows_it(
     asyncio.run(execute(Session(spec, preflight(spec), "prefixes-1", folder, console, MetricSinks([]))))
     trace = read_trace(folder / "trace")
     ahead = [call for call in trace.invocations if call.work is Work.PRECOMPUTE]
-    first = [call for call in ahead if call.replica.endswith("-0") and not call.cached_tokens]
-    assert {call.step for call in first} == set(range(1, STEPS + 1)), "each weight version's prefix is computed once"
-    taken = [call for call in ahead if call.replica.endswith("-1")]
-    assert taken, "no tail was moved"
-    for call in taken:
-        computed = min(other.input_tokens for other in first if other.step == call.step)
-        assert call.input_tokens == computed > 256
-        assert call.input_tokens - call.cached_tokens <= CPU_BLOCK_TOKENS
+    # Every step has a new weight version, and the KV of an earlier one is never used.
+    assert Counter((call.replica, call.step) for call in ahead) == Counter(
+        (f"prefixes-1-generation-{actor}", step) for actor in range(ACTORS) for step in range(1, STEPS + 1)
+    )
+    assert {(call.input_tokens > 256, call.cached_tokens) for call in ahead} == {(True, 0)}
+    assert len({call.input_tokens for call in ahead}) == 1, "all prompts have the same prefix"
 
-    again = replay(trace, read_runtime(folder / "trace")[MOVED:], calibrate([trace]))
+    again = replay(trace, read_runtime(folder / "trace")[CALIBRATED:], calibrate([trace]))
     found = {each.function: each for each in again.prompt_tokens}
     learner, generation = found[FunctionName.LEARNER], found[FunctionName.GENERATION]
     assert learner.predicted == pytest.approx(learner.measured, rel=1e-6)
