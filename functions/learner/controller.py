@@ -53,7 +53,7 @@ class StoreHome:
         # Imported here: they import torch, and the controller never opens the store.
         from rlhfless.weights.broadcast import Broadcaster
         from rlhfless.weights.buckets import BucketStore
-        from rlhfless.weights.device_hash import piece_hash_of
+        from rlhfless.weights.digest import piece_hash_of
         from rlhfless.weights.http_server import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 

@@ -24,7 +24,7 @@ from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of
 from rlhfless.functions.training.publishing import named_tensors
 from rlhfless.spec.generation import Quantization
-from rlhfless.weights.quantised import FP8
+from rlhfless.weights.samples import FP8
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 """(name, the model's tensor) -> the tensor to compute with, whole. Collective."""

@@ -57,7 +57,7 @@ class StoreAddress:
         # torch.
         from rlhfless.weights.broadcast import BroadcastReader
         from rlhfless.weights.buckets import BucketReader
-        from rlhfless.weights.device_hash import piece_hash_of
+        from rlhfless.weights.digest import piece_hash_of
         from rlhfless.weights.http import HttpStore
         from rlhfless.weights.store import FolderStore
 

@@ -29,8 +29,7 @@ from torch.multiprocessing import reductions
 from rlhfless.records import WeightVersion
 from rlhfless.records.ledger import BUCKET_BYTES
 from rlhfless.spec import Transport
-from rlhfless.weights.device_hash import device_piece_hash
-from rlhfless.weights.digest import NO_HASHES, Digest, dtype_name
+from rlhfless.weights.digest import NO_HASHES, Digest, device_piece_hash, dtype_name
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import TensorStream, file_name, version_of
 from rlhfless.weights.store import StoredWeights, Tensors

@@ -29,9 +29,9 @@ from rlhfless.util.folders import wait_for_lock
 from rlhfless.weights.digest import PieceHash, digest_by_threads, piece_hash, threads
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import Put, file_name, read_version, version_of, way_on_node
+from rlhfless.weights.hash_cache import known_hashes, seal
 from rlhfless.weights.http_server import PREFIX, STALL_TIMEOUT_S
 from rlhfless.weights.parts import drafting, spare
-from rlhfless.weights.seal import known_hashes, seal
 from rlhfless.weights.store import FolderStore
 
 _CHUNK_BYTES = 1 << 20

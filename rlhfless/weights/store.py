@@ -38,8 +38,8 @@ from rlhfless.weights.files import (
     way_on_node,
     write_tensors,
 )
+from rlhfless.weights.hash_cache import hashes_note, known_hashes, seal
 from rlhfless.weights.parts import TEMPORARY_PREFIX, drafting, spare
-from rlhfless.weights.seal import hashes_note, known_hashes, seal
 
 Tensors = Mapping[str, torch.Tensor] | TensorStream
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 VLLM = "functions/generation/vllm"
 CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{VLLM}/weight_engine.py"
-GENERATORS, KV_FILES, ARGUMENTS = (f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "arguments"))
+GENERATORS, KV_FILES, ARGUMENTS = (f"{VLLM}/{name}.py" for name in ("rng_resume", "kv_files", "arguments"))
 SLEEPING, VERIFICATION, DRAFTER = (f"{VLLM}/{name}.py" for name in ("sleeping", "verification", "drafter"))
 QUANTISED, SCHEDULER = f"{VLLM}/fp8.py", f"{VLLM}/scheduler.py"
-PASSES = f"{VLLM}/passes.py"
-ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
+PASSES = f"{VLLM}/spec_decode_runner.py"
+ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/memory_dry_run.py", "functions/loopback.py"
 ATTENTION, FORM = "functions/prefix_attention.py", "functions/attention_form.py"
 CHECK = "functions/attention_check.py"
@@ -193,12 +193,12 @@ VLLM_NAMES = (
                 has=("request_id", "kv_transfer_params", "cache_salt", "num_tokens", "num_prompt_tokens")),
     *(PrivateName(f"vllm.model_executor.layers.{name}", (READ_BACK,), "read back by a layer's product", has=("apply",))
       for name in ("linear.UnquantizedLinearMethod", "vocab_parallel_embedding.UnquantizedEmbeddingMethod")),
-    PrivateName("vllm.model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend", (EXPERTS,),
+    PrivateName("vllm.model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend", (READ_BACK,),
                 "which kernels compute with experts as they lie there", has=("TRITON", "BATCHED_TRITON",
                 "FLASHINFER_CUTLASS", "CPU")),
     PrivateName("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
-                (EXPERTS,), "read fused experts back, and pack them again on CPUs"),
-    PrivateName("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", (EXPERTS,),
+                (READ_BACK,), "read fused experts back, and pack them again on CPUs"),
+    PrivateName("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", (READ_BACK,),
                 "the place of an expert on its worker", has=("_map_global_expert_id_to_local_expert_id",)),
     PrivateName("vllm.model_executor.model_loader.reload.layerwise._get_original_loader", (READ_BACK,),
                 "load codes instead of weights, to see where elements go", takes=("tensor",)),

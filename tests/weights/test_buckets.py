@@ -19,8 +19,7 @@ from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.weights import buckets
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.buckets import BucketReader, BucketStore
-from rlhfless.weights.device_hash import device_piece_hash
-from rlhfless.weights.digest import Digest, digest_of
+from rlhfless.weights.digest import Digest, device_piece_hash, digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import SUFFIX, TensorStream
 from rlhfless.weights.store import StoredWeights

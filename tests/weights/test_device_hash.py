@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from rlhfless.functions.learner.controller import StoreHome
 from rlhfless.spec import Transport
-from rlhfless.weights import device_hash, digest
+from rlhfless.weights import digest
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.device_hash import device_piece_hash
-from rlhfless.weights.digest import Digest, digest_of, hash_of
+from rlhfless.weights.digest import Digest, device_piece_hash, digest_of, hash_of
 from rlhfless.weights.files import TensorStream
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -43,11 +42,11 @@ def factors() -> tuple[list[int], list[int]]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(device_hash, "PIECE_BYTES", 4 * WORDS)
-    monkeypatch.setattr(device_hash, "_WORDS_IN_CACHE", 1000)
-    device_hash._coefficients.cache_clear()
+    monkeypatch.setattr(digest, "PIECE_BYTES", 4 * WORDS)
+    monkeypatch.setattr(digest, "_WORDS_IN_CACHE", 1000)
+    digest._coefficients.cache_clear()
     yield
-    device_hash._coefficients.cache_clear()
+    digest._coefficients.cache_clear()
 
 
 @pytest.mark.usefixtures("short")

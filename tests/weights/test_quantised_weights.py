@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import WeightSample
-from rlhfless.weights.quantised import FP8, product_error
-from rlhfless.weights.samples import decoded, sampled_elements, weight_sample
+from rlhfless.weights.samples import FP8, decoded, product_error, sampled_elements, weight_sample
 
 
 def test_codes_of_fp8_by_hand() -> None:

@@ -40,8 +40,8 @@ from rlhfless.functions.generation.engine import (
 from rlhfless.functions.generation.response_text import closing_ids, closing_stops, with_text
 from rlhfless.functions.generation.vllm import fp8, start_times
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
-from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.messages import CORE_DIED, Consumed
+from rlhfless.functions.generation.vllm.rng_resume import DRAWN, EARLIER, packed
 from rlhfless.functions.generation.vllm.scheduler import SampledLogprobs, scheduler_class
 from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back

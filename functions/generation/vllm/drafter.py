@@ -18,7 +18,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from rlhfless.functions.generation.suffixes import Pace, PromptSuffixes
-from rlhfless.functions.generation.vllm.generators import DRAWN, EARLIER, unpacked
+from rlhfless.functions.generation.vllm.rng_resume import DRAWN, EARLIER, unpacked
 
 MOST_INDEXED_TOKENS = 1 << 20
 """Of all prompts in a worker, some 150 bytes each; the prompts that were asked for longest ago are forgotten first."""

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import get_fp8_mi
 from vllm.platforms import current_platform
 
 from rlhfless.functions.generation.vllm.arguments import QUANTIZATION
-from rlhfless.weights.quantised import Codes
+from rlhfless.weights.samples import Codes
 
 
 class Fp8Config(OnlineQuantizationConfig):

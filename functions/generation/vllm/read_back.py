@@ -9,10 +9,12 @@ times a weight plus zeros is that weight, exactly, in every dtype. That is what 
 computes with a packed copy (CPU) or where a tied head shares the embedding's weight. Other parameters, such as norms
 and biases, are read where they lie.
 
-Fused experts compute from their parameters as they lie there (`experts`).
+vLLM loads fused experts one at a time into a parameter of all experts. Two of its kernels compute with the parameter as
+it was loaded, and one with both halves of `w13` (the gate's and the up projection's) in the other order. Others pack or
+shuffle it, and CPUs do: these are not read back.
 
 A quantised layer multiplies the one of a one-hot vector exactly, too: its output is a code times its scale. What they
-must be follows from the learner's value and the largest magnitude of its row (rlhfless.weights.quantised).
+must be follows from the learner's value and the largest magnitude of its row (rlhfless.weights.samples).
 
 Not read back: quantised experts, experts whose kernel wants them in an order of its own, tensors that a model changes
 while it loads them, and all tensors of a model whose loaders cannot take the codes, which are integers. They are
@@ -22,6 +24,7 @@ counted, and the probe alone covers them.
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,16 +32,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from rlhfless.functions.generation.vllm import experts
 from rlhfless.functions.generation.vllm.fp8 import codes_of, input_format
 from rlhfless.records import WeightSample
-from rlhfless.weights.quantised import product_error
-from rlhfless.weights.samples import SAMPLED_ELEMENTS, decoded, sampled_elements
+from rlhfless.weights.samples import SAMPLED_ELEMENTS, decoded, product_error, sampled_elements
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,11 @@ _BYTES_AN_ELEMENT = 16
 
 _ROUNDS_TO_ZERO = 1e-37
 """Kernels may flush subnormal numbers to zero."""
+
+_AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+_HALVES_SWAPPED = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+
+_EVERYWHERE, _NOWHERE = slice(None), slice(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +215,7 @@ class _Recorder:
             scratch.__dict__ = parameter.__dict__.copy()
             returned = original(scratch, loaded_weight, *args, **kwargs)
             parts = self.found.setdefault((layer, name), (parameter.shape, []))[1]
-            where = experts.written(layer, parameter.shape, loaded_weight, args, kwargs)
+            where = _written(layer, parameter.shape, loaded_weight, args, kwargs)
             parts += self._looked_up(flat[where], where.start or 0)
             return returned
 
@@ -263,7 +271,7 @@ def _lies_open(layer: torch.nn.Module, name: str) -> bool:
     method = getattr(layer, "quant_method", None)
     if method is None or name == "bias" or isinstance(method, UnquantizedEmbeddingMethod):
         return True
-    return experts.lie_open(method)
+    return _experts_lie_open(method)
 
 
 def _has_product(layer: torch.nn.Module) -> bool:
@@ -279,7 +287,7 @@ def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[t
             if _has_product(layer):
                 yield _through_product(layer, held)
     if parameter is not None and parameter.shape == held.shape and _lies_open(held.layer, held.parameter):
-        indices = experts.in_order(held.layer, held.parameter, held.shape, held.indices)
+        indices = _in_kernel_order(held.layer, held.parameter, held.shape, held.indices)
         yield parameter.data.reshape(-1)[indices.to(parameter.device)]
 
 
@@ -290,3 +298,48 @@ def _through_product(layer: Any, held: _Held) -> torch.Tensor:
     one_hot = torch.nn.functional.one_hot(held.columns, width).to(*input_format(layer))
     answers: torch.Tensor = layer.quant_method.apply(layer, one_hot)
     return answers[held.column.to(answers.device), (held.indices // width).to(answers.device)]
+
+
+def _experts_lie_open(method: object) -> bool:
+    """Whether the kernel of a layer's method computes with values that lie in the parameters."""
+    return isinstance(method, UnquantizedFusedMoEMethod) and (
+        method.unquantized_backend in _AS_LOADED or method.unquantized_backend is _HALVES_SWAPPED
+    )
+
+
+def _in_kernel_order(layer: Any, name: str, shape: torch.Size, indices: torch.Tensor) -> torch.Tensor:
+    """From positions `[elements]` in the flattened parameter as it was loaded, of `shape`, to the positions of the same
+    values as the kernel has them."""
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend is not _HALVES_SWAPPED:
+        return indices
+    if name != "w13_weight" or not method.moe.is_act_and_mul:
+        return indices
+    size = math.prod(shape[1:])
+    return indices // size * size + (indices % size + size // 2) % size
+
+
+def _written(
+    layer: Any, shape: torch.Size, loaded: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> slice:
+    """The part of the flattened parameter, of `shape`, into which a loader that was called with these arguments has
+    loaded: one expert's, if it is one of a layer of experts."""
+    if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod) or loaded.dim() == len(shape):
+        return _EVERYWHERE
+    number = kwargs["expert_id"] if "expert_id" in kwargs else args[2]  # after the tensor's name and the shard's
+    local = layer._map_global_expert_id_to_local_expert_id(number)
+    size = math.prod(shape[1:])
+    return _NOWHERE if local < 0 else slice(local * size, (local + 1) * size)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Give CPU kernels their packed experts again. vLLM packs them after the first load alone, and after a reload would
+    take plain values for packed ones."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if (
+            isinstance(method, UnquantizedFusedMoEMethod)
+            and method.unquantized_backend is UnquantizedMoeBackend.CPU
+            and method.moe_kernel is not None
+        ):
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)

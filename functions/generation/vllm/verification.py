@@ -26,7 +26,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from rlhfless.functions.generation.vllm.generators import advance
+from rlhfless.functions.generation.vllm.rng_resume import advance
 
 
 def verify(

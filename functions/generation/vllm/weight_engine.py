@@ -36,12 +36,12 @@ from vllm.platforms import current_platform
 from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlhfless.functions.generation.vllm import experts, fp8, generators, start_times, verification
+from rlhfless.functions.generation.vllm import fp8, rng_resume, start_times, verification
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.messages import Consumed
-from rlhfless.functions.generation.vllm.passes import DraftingPasses
-from rlhfless.functions.generation.vllm.read_back import TensorIndex, index_tensors
+from rlhfless.functions.generation.vllm.read_back import TensorIndex, index_tensors, repack_experts
 from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
+from rlhfless.functions.generation.vllm.spec_decode_runner import DraftingPasses
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.records import WeightSample
 from rlhfless.weights.address import StoreAddress
@@ -135,7 +135,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         if current_platform.is_cpu():
             repack_shared_weights(self.model)
-            experts.repack(self.model)
+            repack_experts(self.model)
         assert self._reader is not None, "init_transfer_engine comes first"
         torch.accelerator.synchronize()
         self._reader.release()
@@ -197,7 +197,7 @@ class StoreWorkerExtension(SleepingWorker):
 
 # vLLM imports this module in every worker before the worker joins a process group; all of these need that.
 start_times.listen()
-generators.install()
+rng_resume.install()
 verification.install()
 fp8.install()
 bind_rendezvous_to_loopback()

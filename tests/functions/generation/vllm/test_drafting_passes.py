@@ -50,7 +50,7 @@ class FakeRunner:
 
 def runner_of(**changes: Any) -> tuple[FakeRunner, Any]:
     from rlhfless.functions.generation.vllm.drafter import SuffixDrafter
-    from rlhfless.functions.generation.vllm.passes import DraftingPasses
+    from rlhfless.functions.generation.vllm.spec_decode_runner import DraftingPasses
 
     config: Any = SimpleNamespace(speculative_config=CONFIG, model_config=SimpleNamespace(max_model_len=100))
     runner = FakeRunner(SuffixDrafter(config), **{"hybrid": False, **changes})
