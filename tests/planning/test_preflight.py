@@ -141,12 +141,12 @@ def test_a_hub_name_whose_files_cannot_be_read_says_why(fault, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, ["no causal language model", "ForCausalLM"]),
+        ({"model_type": "t5", "is_encoder_decoder": True}, ["not a causal language model", "ForCausalLM"]),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
-            ["LlamaForSequenceClassification", "no causal"],
+            ["LlamaForSequenceClassification", "not a causal"],
         ),
-        ({"model_type": "vit"}, ["no causal language model"]),
+        ({"model_type": "vit"}, ["not a causal language model"]),
         ({"model_type": "none-such"}, ["cannot read the configuration", "none-such"]),
         ({"vocab_size": 10}, ["model.tokenizer", "has 64 tokens", "vocabulary has 10"]),
     ],
@@ -515,7 +515,7 @@ def test_a_folder_without_room_for_the_weights_is_found(check, fault, monkeypatc
     free = os.statvfs_result((4096, 4096, 4, 4, 4, 100, 100, 100, 0, 255))
     monkeypatch.setattr("os.statvfs", lambda _: free)
     message = fault()
-    assert "weights.folder: '/dev/shm' has 0.0156 MiB free, and up to 4 versions of the weights of " in message
+    assert "weights.folder: '/dev/shm' has 0.0156 MiB free, and up to 3 versions of the weights of " in message
     assert "--shm-size" in message
 
 
