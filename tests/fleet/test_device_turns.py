@@ -139,7 +139,6 @@ async def test_actors_wake_with_the_version_of_the_step() -> None:
     cluster = FakeCluster()
     actors, learner = (holder(cluster, name, 0) for name in (FunctionName.GENERATION, FunctionName.LEARNER))
     weights = ActorWeights(actors, RunSpec.model_validate(SMALL))
-    assert actors.tier() is SleepTier.HOST  # before they have proved that loads move what they have
     take_turns([actors, learner])
     await weights.sync(WEIGHTS, CALL)
     assert actors.tier() is SleepTier.DROPPED

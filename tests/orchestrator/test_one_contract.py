@@ -281,8 +281,8 @@ def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | N
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ([Assign(3, ints([0]))], "slot 3 draws no samples; generation has the slots 0 to 2"),
-        ([Move(0, -1, ints([0]))], "slot -1 draws no samples"),
+        ([Assign(3, ints([0]))], "slot 3 generates no samples; generation has the slots 0 to 2"),
+        ([Move(0, -1, ints([0]))], "slot -1 generates no samples"),
         ([Assign(1, ints([0]))], "sample 0, given to slot 1, has ended or has a slot; Move it"),
         ([Assign(1, ints([12]))], "there is no sample 12; the step has 12"),
         ([Move(0, 1, ints([-1]))], "there is no sample -1"),
