@@ -39,8 +39,6 @@ async def test_engines_load_what_a_rank_feeds(tmp_path: Path, monkeypatch: pytes
         return asyncio.to_thread(store.feed, published.version, ENGINES, TensorStream.of(tensors))
 
     try:
-        perturbed = model.publish(store.put("run", 1, -1, model.tensors()))
-        assert await asyncio.gather(*(loaded(engine, perturbed) for engine in engines)) == ["file"] * ENGINES
         for step in (1, 2):
             with torch.no_grad():
                 for parameter in model.model.parameters():
